@@ -1,0 +1,332 @@
+//! What can be asked of the engine, and what it answers: plain values that can be stored, sent and replayed.
+//!
+//! The engine knows nothing of HTTP or of futures. A caller hands over a [`Request`] and a closure that takes the outcome.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Names a training tenant: `{session}:train:{n}`.
+pub type ModelId = String;
+/// Names an immutable set of sampling weights: `{session}:sample:{n}`.
+pub type SamplerId = String;
+
+/// Why a request failed. The message is shown to the user as it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
+pub enum Failure {
+    /// The request itself is wrong; sending it again will not help.
+    #[error("{0}")]
+    User(String),
+    /// Strata is at fault.
+    #[error("{0}")]
+    Server(String),
+}
+
+/// The outcome of a request.
+pub type Outcome = Result<Response, Failure>;
+
+/// A LoRA adapter as `create_model` asks for it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LoraSpec {
+    /// Rank of every low-rank pair.
+    pub rank: usize,
+    /// Seed of the initial A matrices; drawn by the server when the client gives none.
+    pub seed: u64,
+    /// Whether attention projections carry LoRA.
+    pub train_attn: bool,
+    /// Whether MLP projections carry LoRA.
+    pub train_mlp: bool,
+    /// Whether the unembedding carries LoRA.
+    pub train_unembed: bool,
+}
+
+/// A request. Those with a `seq_id` run in the order of their ids within their model, whatever order they arrive in.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Request {
+    /// Makes a tenant with a fresh adapter. Answer: [`Response::Created`].
+    CreateModel {
+        /// Its name.
+        model_id: ModelId,
+        /// Its adapter.
+        lora: LoraSpec,
+    },
+    /// Makes a tenant from a training checkpoint. Answer: [`Response::Created`].
+    CreateModelFromCheckpoint {
+        /// Its name.
+        model_id: ModelId,
+        /// Directory of the checkpoint.
+        dir: PathBuf,
+        /// Whether to restore Adam's moments and step count too.
+        with_optimizer: bool,
+    },
+    /// An ordered operation of a tenant.
+    Train {
+        /// The tenant.
+        model_id: ModelId,
+        /// Its place in the tenant's order; the first is 1.
+        seq_id: u64,
+        /// What to do.
+        op: TrainOp,
+    },
+    /// Frees a tenant. Operations still waiting fail.
+    UnloadModel {
+        /// The tenant.
+        model_id: ModelId,
+    },
+    /// Makes sampling weights from the base model or a checkpoint. Answer: [`Response::Sampler`].
+    CreateSampler {
+        /// Its name.
+        sampler_id: SamplerId,
+        /// Directory of the checkpoint, or `None` for the base model.
+        dir: Option<PathBuf>,
+    },
+    /// Frees sampling weights once the samples that use them are done.
+    DropSampler {
+        /// Its name.
+        sampler_id: SamplerId,
+    },
+    /// Samples. Answer: [`Response::Sampled`].
+    Sample {
+        /// The weights to sample from.
+        sampler_id: SamplerId,
+        /// What to sample.
+        sample: SampleRequest,
+    },
+}
+
+/// An operation on a tenant, run in the order of `seq_id`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum TrainOp {
+    /// Computes losses, and unless `forward_only` adds gradients. Answer: [`Response::ForwardBackward`].
+    ForwardBackward {
+        /// The examples.
+        data: Vec<Datum>,
+        /// The loss.
+        loss: LossSpec,
+        /// Whether to leave the gradient alone.
+        forward_only: bool,
+    },
+    /// Applies and clears the gradient. Answer: [`Response::OptimStep`].
+    OptimStep(AdamParams),
+    /// Writes adapter and optimizer state to a new directory. Answer: [`Response::Saved`].
+    SaveState(SaveTarget),
+    /// Writes the adapter alone to a new directory. Answer: [`Response::Saved`].
+    SaveSampler(SaveTarget),
+    /// Freezes the adapter, as it is now, into sampling weights that live in memory. Answer: [`Response::Sampler`].
+    Snapshot {
+        /// Name of the sampling weights.
+        sampler_id: SamplerId,
+        /// `true`: replace the weights of an existing sampler of this name in place (the `inflight` kind).
+        replace: bool,
+    },
+    /// Replaces adapter (and optimizer state) by a checkpoint's. Answer: [`Response::Loaded`].
+    LoadState {
+        /// Directory of the checkpoint.
+        dir: PathBuf,
+        /// Whether to restore Adam's moments and step count too.
+        with_optimizer: bool,
+    },
+    /// An operation that was refused before it reached the engine: it takes its place in the order and fails with the reason.
+    Refused(String),
+}
+
+/// Where a checkpoint goes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SaveTarget {
+    /// Directory to create; its parents are made as needed. It appears whole or not at all.
+    pub dir: PathBuf,
+    /// Whether a directory of this name may be replaced.
+    pub overwrite: bool,
+    /// Written into the same directory as `strata.json`, for the caller's own use.
+    pub metadata: serde_json::Value,
+}
+
+/// One training example. Nothing in it has been checked against the model; the engine does that.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Datum {
+    /// Input token ids. Signed, as they are on the wire.
+    pub tokens: Vec<i64>,
+    /// Inputs of the loss by name, such as `target_tokens`, `weights`, `advantages`, `logprobs`.
+    pub loss_inputs: std::collections::BTreeMap<String, LossInput>,
+}
+
+/// A tensor that a loss reads: `[tokens]` or `[tokens, k]`, row-major, densified.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LossInput {
+    /// Extents: `[tokens]` or `[tokens, k]`.
+    pub shape: Vec<usize>,
+    /// Values.
+    pub values: LossValues,
+}
+
+/// Values of a [`LossInput`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum LossValues {
+    /// Real numbers.
+    F32(Vec<f32>),
+    /// Token ids.
+    I64(Vec<i64>),
+}
+
+/// A loss by name with its settings, as they come from the wire.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LossSpec {
+    /// `cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `dro`, ...
+    pub name: String,
+    /// Numeric settings such as `clip_low_threshold`.
+    pub config: std::collections::BTreeMap<String, f64>,
+}
+
+/// Hyperparameters of one AdamW step, as the SDK sends them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct AdamParams {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Largest global L2 norm of the gradient; 0 turns clipping off.
+    pub grad_clip_norm: f64,
+}
+
+impl Default for AdamParams {
+    fn default() -> Self {
+        AdamParams { learning_rate: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-12, weight_decay: 0.0, grad_clip_norm: 0.0 }
+    }
+}
+
+/// When a sample ends before its token limit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Stop {
+    /// At the model's end-of-sequence tokens.
+    EndOfSequence,
+    /// At any of these tokens; an empty list never stops.
+    Tokens(Vec<i64>),
+    /// When the text of the sample contains one of these strings.
+    Strings(Vec<String>),
+}
+
+/// What to sample.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SampleRequest {
+    /// Prompt token ids. Signed, as they are on the wire.
+    pub prompt: Vec<i64>,
+    /// Number of independent sequences.
+    pub num_samples: usize,
+    /// Most tokens of each sequence; `None`: as many as the context allows.
+    pub max_tokens: Option<usize>,
+    /// Seed; drawn by the server when the client gives none.
+    pub seed: u64,
+    /// When to stop.
+    pub stop: Stop,
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Sample among the k most probable tokens; `None`: all.
+    pub top_k: Option<usize>,
+    /// Sample among the most probable tokens that together have this probability; 1: all.
+    pub top_p: f32,
+    /// Whether to return log-probabilities of the prompt.
+    pub prompt_logprobs: bool,
+    /// Return prompt log-probabilities only of the last n positions.
+    pub prompt_logprobs_last_n: Option<usize>,
+    /// Number of most probable tokens to return for each prompt position.
+    pub topk_prompt_logprobs: usize,
+    /// Number of most probable tokens to return for each sampled position.
+    pub topk_sample_logprobs: usize,
+}
+
+/// An answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Response {
+    /// A tenant exists.
+    Created {
+        /// Its adapter.
+        lora: LoraSpec,
+    },
+    /// Losses were computed.
+    ForwardBackward(ForwardBackwardOutput),
+    /// The adapter took a step.
+    OptimStep {
+        /// For example `optim/grad_norm`.
+        metrics: Vec<(String, f64)>,
+    },
+    /// A checkpoint is on disk.
+    Saved {
+        /// Its directory.
+        dir: PathBuf,
+        /// Bytes of its files.
+        size_bytes: u64,
+    },
+    /// A checkpoint was loaded into a tenant.
+    Loaded,
+    /// Sampling weights exist.
+    Sampler,
+    /// Sequences were sampled.
+    Sampled(SampleOutput),
+    /// Something was freed.
+    Freed,
+}
+
+/// Per-datum outputs of a loss, in the order of the request.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ForwardBackwardOutput {
+    /// One for each datum.
+    pub data: Vec<DatumOutput>,
+    /// Metrics whose names have exactly one colon, such as `loss:sum`.
+    pub metrics: Vec<(String, f64)>,
+}
+
+/// Outputs of a loss for one datum.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DatumOutput {
+    /// Shape of the outputs: that of `target_tokens`, `[tokens]` or `[tokens, k]`.
+    pub shape: Vec<usize>,
+    /// Log-probability of each target.
+    pub logprobs: Vec<f32>,
+    /// Loss of each target; they sum to `loss:sum`.
+    pub elementwise_loss: Vec<f32>,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StopReason {
+    /// A stop token or string, which is the last thing in it.
+    Stop,
+    /// The token limit or the context ran out.
+    Length,
+}
+
+/// Most probable tokens of a position with their log-probabilities, best first. Empty where there is no prediction.
+pub type TopK = Vec<(u32, f32)>;
+
+/// One sampled sequence.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SampledSequence {
+    /// Token ids, the stop token included.
+    pub tokens: Vec<u32>,
+    /// Log-probability of each token under the model at temperature 1.
+    pub logprobs: Vec<f32>,
+    /// Most probable tokens at each position, if asked for.
+    pub topk: Option<Vec<TopK>>,
+    /// Why it ended.
+    pub stop_reason: StopReason,
+}
+
+/// What was sampled.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SampleOutput {
+    /// `num_samples` sequences.
+    pub sequences: Vec<SampledSequence>,
+    /// For each prompt position the log-probability of its token, if asked for; `None` at the first.
+    pub prompt_logprobs: Option<Vec<Option<f32>>>,
+    /// For each prompt position the most probable tokens, if asked for; empty at the first.
+    pub topk_prompt_logprobs: Option<Vec<TopK>>,
+    /// Prompt tokens that were found in the prefix cache.
+    pub prompt_cache_hit_tokens: usize,
+}

@@ -1,0 +1,14 @@
+//! What a model is: configuration, stacked layers, LoRA adapters, architectures, checkpoints, the KV cache.
+
+pub mod batch;
+pub mod config;
+mod error;
+mod kv_cache;
+pub mod lora;
+mod model;
+
+pub use batch::{AdapterGroup, PackedBatch, Span};
+pub use config::ModelConfig;
+pub use error::{Error, Result};
+pub use kv_cache::{KvCache, PAGE_TOKENS};
+pub use model::{LogitsRow, Model, Targets, TokenLoss};

@@ -1,0 +1,206 @@
+//! LoRA adapters: their shape, their f32 parameters as stacks, and the copy that matmuls read.
+//!
+//! LoRA (Hu et al., 2021, arXiv:2106.09685): `y = x·Wᵀ + (alpha / rank) · (x·Aᵀ)·Bᵀ` with `A: [rank, in]` and `B: [out, rank]`.
+//! Here B is kept transposed, `[rank, out]`, because its gradient comes out of the matmul that way; checkpoints hold `[out, rank]`.
+
+use std::sync::Arc;
+
+use strata_tensor::{Backend, DType, PackedStack, Tensor};
+
+use crate::{Error, Result};
+
+/// Which part of a model a LoRA module belongs to; an adapter trains any subset of the parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Attention projections.
+    Attention,
+    /// MLP projections.
+    Mlp,
+    /// The unembedding (`lm_head`).
+    Unembed,
+}
+
+/// A linear layer, or a stack of them, that can carry LoRA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoraModule {
+    /// Its Hugging Face path within a decoder layer (`self_attn.q_proj`), or within the model for [`Part::Unembed`].
+    pub path: &'static str,
+    /// The part it belongs to.
+    pub part: Part,
+    /// Number of layers that have it (1 for the unembedding).
+    pub num_layers: usize,
+    /// Input features.
+    pub in_features: usize,
+    /// Output features.
+    pub out_features: usize,
+}
+
+/// The largest rank that is accepted.
+pub const RANK_MAX: usize = 1024;
+
+/// The shape of an adapter.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LoraConfig {
+    /// Rank of every pair.
+    pub rank: usize,
+    /// Numerator of the scale `alpha / rank`.
+    pub alpha: f32,
+    /// Whether attention projections carry LoRA.
+    pub attention: bool,
+    /// Whether MLP projections carry LoRA.
+    pub mlp: bool,
+    /// Whether the unembedding carries LoRA.
+    pub unembed: bool,
+}
+
+impl LoraConfig {
+    /// The factor of the low-rank product.
+    pub fn scale(&self) -> f32 {
+        self.alpha / self.rank as f32
+    }
+
+    /// Whether modules of this part carry LoRA.
+    pub fn trains(&self, part: Part) -> bool {
+        match part {
+            Part::Attention => self.attention,
+            Part::Mlp => self.mlp,
+            Part::Unembed => self.unembed,
+        }
+    }
+
+    /// Refuses shapes that no adapter can have.
+    ///
+    /// # Errors
+    /// If the rank is 0 or above [`RANK_MAX`], or no part is trained.
+    pub fn validate(&self) -> Result<()> {
+        if self.rank == 0 || self.rank > RANK_MAX {
+            return Err(Error::Lora(format!("rank {} is not between 1 and {RANK_MAX}", self.rank)));
+        }
+        if !(self.attention || self.mlp || self.unembed) {
+            return Err(Error::Lora("an adapter must train attention, MLP or unembedding; all three are off".into()));
+        }
+        if !(self.alpha.is_finite()) {
+            return Err(Error::Lora(format!("alpha {} is not finite", self.alpha)));
+        }
+        Ok(())
+    }
+}
+
+/// One quantity of one module of an adapter, for all layers.
+#[derive(Clone, Debug)]
+pub struct LoraStack {
+    /// `[num_layers, rank, in_features]`, f32.
+    pub a: Tensor,
+    /// B transposed: `[num_layers, rank, out_features]`, f32.
+    pub b: Tensor,
+}
+
+/// One quantity of a whole adapter: its weights, their gradient, or a moment of Adam. All f32.
+#[derive(Clone, Debug)]
+pub struct LoraParams {
+    /// For each module of the model, in the model's order: its stacks, or `None` if the adapter leaves it alone.
+    pub stacks: Vec<Option<LoraStack>>,
+}
+
+impl LoraParams {
+    /// Zeros in the shape of an adapter of `config` on a model with `modules`.
+    pub fn zeros(modules: &[LoraModule], config: &LoraConfig) -> Self {
+        let stack = |m: &LoraModule| LoraStack {
+            a: Tensor::zeros(&[m.num_layers, config.rank, m.in_features], DType::F32),
+            b: Tensor::zeros(&[m.num_layers, config.rank, m.out_features], DType::F32),
+        };
+        LoraParams { stacks: modules.iter().map(|m| config.trains(m.part).then(|| stack(m))).collect() }
+    }
+
+    /// A fresh adapter: A uniform in ±1/√in_features (Kaiming-uniform with a = √5, as PEFT initialises it), B zero. Each number
+    /// depends on `seed`, module, layer and place only.
+    pub fn init(modules: &[LoraModule], config: &LoraConfig, seed: u64) -> Self {
+        let mut params = Self::zeros(modules, config);
+        for (index, (module, stack)) in modules.iter().zip(&mut params.stacks).enumerate() {
+            let Some(stack) = stack else { continue };
+            let bound = 1.0 / (module.in_features as f32).sqrt();
+            let mut values = vec![0.0; config.rank * module.in_features];
+            for layer in 0..module.num_layers {
+                let key = [seed, (index as u64) << 32 | layer as u64];
+                for (place, value) in values.iter_mut().enumerate() {
+                    *value = (strata_tensor::random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
+                }
+                stack.a.row_mut(layer).copy_from_f32(&values).expect("the buffer has the shape of a layer of A");
+            }
+        }
+        params
+    }
+
+    /// All tensors, A before B, module after module.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.stacks.iter().flatten().flat_map(|s| [&s.a, &s.b])
+    }
+
+    /// All tensors, mutable, in the order of [`LoraParams::tensors`].
+    pub fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        self.stacks.iter_mut().flatten().flat_map(|s| [&mut s.a, &mut s.b])
+    }
+
+    /// Bytes of memory held.
+    pub fn size_bytes(&self) -> usize {
+        self.tensors().map(Tensor::size_bytes).sum()
+    }
+}
+
+/// A module's low-rank pair in the layout and dtype that matmuls read.
+pub(crate) struct PackedPair {
+    /// `in → rank`, one layer after another.
+    pub a: PackedStack,
+    /// `rank → out`.
+    pub b: PackedStack,
+}
+
+/// An adapter ready to compute with: immutable, cheap to share, rounded to the base model's dtype. A sampler's snapshot is one of these.
+pub struct Adapter {
+    config: LoraConfig,
+    pairs: Vec<Option<PackedPair>>,
+}
+
+impl Adapter {
+    /// Packs `params` for a model whose matmuls run in `dtype`.
+    ///
+    /// # Errors
+    /// If a stack does not have the shape its module asks for.
+    pub fn pack(
+        backend: &dyn Backend,
+        dtype: DType,
+        modules: &[LoraModule],
+        config: LoraConfig,
+        params: &LoraParams,
+    ) -> Result<Arc<Self>> {
+        let mut pairs = Vec::with_capacity(modules.len());
+        for (module, stack) in modules.iter().zip(&params.stacks) {
+            let Some(stack) = stack else {
+                pairs.push(None);
+                continue;
+            };
+            let mut a = PackedStack::zeros(module.num_layers, module.in_features, config.rank, dtype);
+            let mut b = PackedStack::zeros(module.num_layers, config.rank, module.out_features, dtype);
+            for layer in 0..module.num_layers {
+                backend.pack_rows(&mut a, layer, 0, stack.a.row(layer))?;
+                backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
+            }
+            pairs.push(Some(PackedPair { a, b }));
+        }
+        Ok(Arc::new(Adapter { config, pairs }))
+    }
+
+    /// The shape of the adapter.
+    pub fn config(&self) -> &LoraConfig {
+        &self.config
+    }
+
+    /// Bytes of memory held.
+    pub fn size_bytes(&self) -> usize {
+        self.pairs.iter().flatten().map(|p| p.a.size_bytes() + p.b.size_bytes()).sum()
+    }
+
+    pub(crate) fn pair(&self, module: usize) -> Option<&PackedPair> {
+        self.pairs[module].as_ref()
+    }
+}

@@ -1,0 +1,61 @@
+//! Pages of keys and values, in the layout that attention's matmuls stream.
+//!
+//! For each page and head, keys are a packed matrix `head_dim → KV_PAGE_TOKENS` and values one of `KV_PAGE_TOKENS → head_dim`
+//! (see `packed`): a query multiplies a page of keys, and a row of probabilities a page of values, exactly as a token multiplies a weight.
+
+use crate::DType;
+use crate::memory::Buffer;
+use crate::packed::layer_len;
+
+/// Tokens in a page.
+pub const KV_PAGE_TOKENS: usize = 64;
+
+/// Keys and values of one layer, `[num_pages][num_kv_heads]` packed pages of each.
+pub struct KvPages {
+    pub(crate) num_pages: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) dtype: DType,
+    pub(crate) buffer: Buffer,
+}
+
+impl KvPages {
+    /// Room for `num_pages` pages. Memory is touched only as pages are used.
+    pub fn new(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
+        let buffer = Buffer::zeroed(num_pages * Self::page_bytes(num_kv_heads, head_dim, dtype));
+        KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
+    }
+
+    /// Bytes of one page of keys and values.
+    pub fn page_bytes(num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
+        num_kv_heads * (key_len(head_dim) + value_len(head_dim)) * dtype.size_bytes()
+    }
+
+    /// Zeroes a page.
+    pub fn clear_page(&mut self, page: u32) {
+        let range = self.page_range(page);
+        self.buffer[range].fill(0);
+    }
+
+    /// Copies page `from` over page `to`.
+    pub fn copy_page(&mut self, from: u32, to: u32) {
+        let (from, to) = (self.page_range(from), self.page_range(to));
+        self.buffer.copy_within(from, to.start);
+    }
+
+    pub(crate) fn page_range(&self, page: u32) -> std::ops::Range<usize> {
+        assert!((page as usize) < self.num_pages, "page {page} of {}", self.num_pages);
+        let size = Self::page_bytes(self.num_kv_heads, self.head_dim, self.dtype);
+        page as usize * size..(page as usize + 1) * size
+    }
+}
+
+/// Elements of the keys of one page and head.
+pub(crate) fn key_len(head_dim: usize) -> usize {
+    layer_len(head_dim, KV_PAGE_TOKENS)
+}
+
+/// Elements of the values of one page and head.
+pub(crate) fn value_len(head_dim: usize) -> usize {
+    layer_len(KV_PAGE_TOKENS, head_dim)
+}

@@ -1,0 +1,28 @@
+//! What a number is: dtypes, tensors, fused operations with their backward, the tape, and the backends that compute them.
+//!
+//! Map:
+//! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors; `memory`: their recycled buffers.
+//! - [`packed`](PackedStack): weights of linear layers in the layout that matmuls stream.
+//! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
+//! - [`backend`](Backend): what every device must do; `cpu` is the reference and the fast path of processors.
+//!
+//! Invariants:
+//! - Every reduction has one order, fixed by the shapes of that row or sequence: results do not depend on the
+//!   number of threads, on other rows of a batch, or on whether a row was computed in a batch of one or of a thousand.
+//! - Nothing outside `backend` and `cpu` knows a device.
+
+mod backend;
+mod dtype;
+mod error;
+mod kv;
+mod memory;
+mod packed;
+pub mod random;
+mod tensor;
+
+pub use backend::{AdamwStep, Backend};
+pub use dtype::DType;
+pub use error::{Error, Result};
+pub use kv::{KV_PAGE_TOKENS, KvPages};
+pub use packed::{PackedRef, PackedStack};
+pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
