@@ -1,0 +1,314 @@
+"""Writes the reference fixtures: small random checkpoints, PEFT adapters, and what transformers and PEFT compute with them.
+
+    pip install torch transformers peft safetensors
+    python tests/reference/make_fixtures.py
+
+Every checkpoint is written by the real `Qwen3ForCausalLM.save_pretrained` and every adapter by the real `PeftModel.save_pretrained`; expected
+values come from the same libraries run one sequence at a time, in f32, with eager attention. For bf16 checkpoints the values of
+transformers in bf16 are kept too (stored as bf16), so that a test can ask for an error no larger than theirs.
+
+    fixtures/NAME/model/                checkpoint
+    fixtures/NAME/tokens.json           sequences of token ids
+    fixtures/NAME/base.safetensors      expected values of the bare model
+    fixtures/NAME/ADAPTER/              PEFT adapter
+    fixtures/NAME/ADAPTER.safetensors   expected values with the adapter, gradients and AdamW losses
+
+Names inside a file: `s.{n}.embeds`, `s.{n}.layer_out.{i}`, `s.{n}.final_norm`, `s.{n}.logits`, `s.{n}.next_logprobs`, `s.{n}.greedy`,
+`s.{n}.greedy_logprobs` for sequence n; the gradient of the summed next-token cross-entropy under the parameter's PEFT name;
+`adamw.{run}.losses` (before each step and after the last), `adamw.{run}.grad_norms` (before clipping), and
+`adamw.{run}.final.{PEFT name}` (the adapter after the last step); and `bf16.` before any of these for what transformers computes in bf16.
+"""
+
+import copy
+import json
+import pathlib
+import shutil
+import sys
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+ROOT = pathlib.Path(__file__).parent / "fixtures"
+GREEDY_TOKENS = 12
+# A greedy choice closer than this would make the expected token a matter of rounding.
+GREEDY_GAP_MIN = 1e-3
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+ADAMW_STEPS = 5
+ADAMW_RUNS = {
+    "plain": dict(lr=2e-3, weight_decay=0.0, clip=None),
+    # Large enough to be seen beside the step itself, which Adam makes independent of the gradient's scale.
+    "decay_clip": dict(lr=2e-3, weight_decay=5.0, clip=1.0),
+}
+
+FIXTURES = [
+    # Sizes that no vector width divides, three query heads on one key head, tied embeddings, and lengths around a cache page.
+    dict(
+        name="tied_gqa3_f32",
+        config=dict(vocab_size=263, hidden_size=60, intermediate_size=100, num_hidden_layers=1, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=20, tie_word_embeddings=True),
+        theta=10000.0, dtype=torch.float32, lengths=[1, 2, 63, 64, 65, 130],
+        adapters=dict(r7=dict(rank=7, targets=ATTENTION + MLP)),
+    ),
+    # Biases, heads wider than hidden / heads, an untied unembedding, three layers, several files, the older config layout.
+    dict(
+        name="bias_untied_sharded_f32",
+        config=dict(vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, attention_bias=True, rms_norm_eps=1e-5),
+        theta=1e6, legacy_config=True, shard_size="24KB", dtype=torch.float32, lengths=[17, 2, 64, 5],
+        adapters=dict(
+            r3=dict(rank=3, targets=ATTENTION + MLP),
+            attention_r1=dict(rank=1, targets=ATTENTION),
+            mlp_r16=dict(rank=16, targets=MLP),
+            unembed_r5=dict(rank=5, targets=ATTENTION + MLP + ["lm_head"]),
+        ),
+    ),
+    # One key head per query head, f16 storage, the older config layout without head_dim at its default.
+    dict(
+        name="mha_tied_f16",
+        config=dict(vocab_size=71, hidden_size=40, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=2, head_dim=26, tie_word_embeddings=True),
+        theta=500000.0, legacy_config=True, dtype=torch.float16, lengths=[1, 1, 33, 7, 100],
+        adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)),
+    ),
+    # Five query heads on one key head, three layers, bf16.
+    dict(
+        name="gqa5_tied_bf16",
+        config=dict(vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=5,
+                    num_key_value_heads=1, head_dim=16, tie_word_embeddings=True),
+        theta=1e6, dtype=torch.bfloat16, lengths=[2, 65, 1, 130, 63, 64],
+        adapters=dict(r8=dict(rank=8, targets=ATTENTION + MLP)),
+    ),
+    # Two query heads per key head, a wide head, untied, biases, bf16.
+    dict(
+        name="bias_untied_bf16",
+        config=dict(vocab_size=150, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, attention_bias=True),
+        theta=10000.0, dtype=torch.bfloat16, lengths=[40, 3, 20],
+        adapters=dict(r3=dict(rank=3, targets=ATTENTION + MLP)),
+    ),
+]
+
+
+def random_model(spec, seed):
+    """A checkpoint of `spec` with weights large enough that logits differ, and norms and biases that are not ones and zeros."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(**spec["config"], rope_parameters=dict(rope_type="default", rope_theta=spec["theta"]),
+                         max_position_embeddings=512, initializer_range=0.15, bos_token_id=0, eos_token_id=2, pad_token_id=0)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(0.5 + torch.rand_like(parameter))
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(0.15 * torch.randn_like(parameter))
+    return model.to(spec["dtype"])
+
+
+def save_model(model, spec, directory):
+    model.save_pretrained(directory, max_shard_size=spec.get("shard_size", "5GB"))
+    if spec.get("legacy_config"):
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        config["rope_scaling"] = None
+        config["torch_dtype"] = config.pop("dtype")
+        config.pop("layer_types", None)
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def load_model(directory, dtype):
+    return Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+
+
+def token_lists(spec, seed):
+    generator = torch.Generator().manual_seed(seed)
+    vocab = spec["config"]["vocab_size"]
+    lists = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in spec["lengths"]]
+    lists[0][0], lists[-1][-1] = vocab - 1, 0
+    return lists
+
+
+def next_logprobs(logits, tokens):
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return logprobs[:-1].gather(1, torch.tensor(tokens[1:]).reshape(-1, 1)).reshape(-1)
+
+
+def observe(model, tokens):
+    """Runs one sequence alone and returns everything worth comparing."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    seen, hooks = {}, []
+
+    def keep(name):
+        def hook(_module, _inputs, output):
+            value = output[0] if isinstance(output, tuple) else output
+            seen[name] = value.detach().reshape(len(tokens), -1).clone()
+        return hook
+
+    hooks.append(base.model.embed_tokens.register_forward_hook(keep("embeds")))
+    for i, layer in enumerate(base.model.layers):
+        hooks.append(layer.register_forward_hook(keep(f"layer_out.{i}")))
+    hooks.append(base.model.norm.register_forward_hook(keep("final_norm")))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0]
+    for hook in hooks:
+        hook.remove()
+    seen["logits"] = logits.clone()
+    seen["next_logprobs"] = next_logprobs(logits, tokens)
+    return seen
+
+
+def greedy(model, tokens):
+    """Continues a sequence greedily without a cache; None if a choice is too close to call."""
+    tokens, chosen, logprobs = list(tokens), [], []
+    for _ in range(GREEDY_TOKENS):
+        with torch.no_grad():
+            row = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+        best = row.topk(2)
+        if best.values[0] - best.values[1] < GREEDY_GAP_MIN:
+            return None
+        chosen.append(best.indices[0].item())
+        logprobs.append(torch.log_softmax(row.float(), dim=-1)[chosen[-1]].item())
+        tokens.append(chosen[-1])
+    return dict(greedy=torch.tensor(chosen, dtype=torch.int64), greedy_logprobs=torch.tensor(logprobs))
+
+
+def outputs(model, sequences, prefix="", with_greedy=True):
+    values = {}
+    for n, tokens in enumerate(sequences):
+        seen = observe(model, tokens)
+        if with_greedy:
+            continuation = greedy(model, tokens)
+            if continuation is None:
+                return None
+            seen |= continuation
+        values |= {f"{prefix}s.{n}.{name}": value.contiguous() for name, value in seen.items()}
+    return values
+
+
+def cross_entropy(model, sequences):
+    """Sum over all sequences of the next-token cross-entropy."""
+    total = 0.0
+    for tokens in sequences:
+        if len(tokens) > 1:
+            total = total - next_logprobs(model(input_ids=torch.tensor([tokens])).logits[0], tokens).sum()
+    return total
+
+
+def peft_named(model, tensor_of):
+    """`tensor_of(parameter)` of every LoRA parameter under the name that PEFT saves it by."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            named[name.replace(".default", "")] = tensor_of(parameter).detach().float().clone()
+    saved = {name for name in get_peft_model_state_dict(model, save_embedding_layers=False)}
+    assert saved == set(named), saved ^ set(named)
+    return named
+
+
+def gradients(model, sequences, prefix=""):
+    model.zero_grad()
+    cross_entropy(model, sequences).backward()
+    return {prefix + name: grad for name, grad in peft_named(model, lambda p: p.grad).items()}
+
+
+def adamw(model, sequences, run, lr, weight_decay, clip):
+    model = copy.deepcopy(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), eps=1e-12, weight_decay=weight_decay)
+    losses, norms = [], []
+    for _ in range(ADAMW_STEPS):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, sequences)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip).item())
+        optimizer.step()
+    with torch.no_grad():
+        losses.append(cross_entropy(model, sequences).item())
+    values = {"losses": torch.tensor(losses), "grad_norms": torch.tensor(norms)}
+    values |= {f"final.{name}": value for name, value in peft_named(model, lambda p: p).items()}
+    return {f"adamw.{run}.{name}": value for name, value in values.items()}
+
+
+def make_adapter(model, spec, seed, directory):
+    """Writes a PEFT adapter whose A and B are both random and not zero."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=spec["rank"], lora_alpha=32, target_modules=spec["targets"], lora_dropout=0.0, bias="none",
+                        task_type="CAUSAL_LM", base_model_name_or_path="reference")
+    peft = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * (0.1 if "lora_A" in name else 0.1 * spec["rank"] / 32))
+    peft.save_pretrained(directory, save_embedding_layers=False)
+    (directory / "README.md").unlink(missing_ok=True)
+    config_path = directory / "adapter_config.json"
+    written = json.loads(config_path.read_text())
+    written["base_model_name_or_path"] = "reference"
+    written["target_modules"] = sorted(written["target_modules"])
+    config_path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def load_adapter(base_directory, adapter_directory, dtype):
+    return PeftModel.from_pretrained(load_model(base_directory, dtype), adapter_directory, is_trainable=True).eval()
+
+
+def make_fixture(spec, seed):
+    """Writes one fixture; False if a greedy choice was too close for this seed."""
+    directory = ROOT / spec["name"]
+    shutil.rmtree(directory, ignore_errors=True)
+    model_directory = directory / "model"
+    save_model(random_model(spec, seed), spec, model_directory)
+    sequences = token_lists(spec, seed + 1)
+    (directory / "tokens.json").write_text(json.dumps(sequences) + "\n")
+
+    is_bf16 = spec["dtype"] == torch.bfloat16
+    values = outputs(load_model(model_directory, torch.float32), sequences)
+    if values is None:
+        return False
+    if is_bf16:
+        values |= outputs(load_model(model_directory, torch.bfloat16), sequences, "bf16.", with_greedy=False)
+    save_file(values, directory / "base.safetensors")
+
+    for index, (name, adapter) in enumerate(spec["adapters"].items()):
+        make_adapter(load_model(model_directory, torch.float32), adapter, seed + 10 + index, directory / name)
+        model = load_adapter(model_directory, directory / name, torch.float32)
+        # The first adapter of a fixture has every value, the others what depends on the modules they touch.
+        values = outputs(model, sequences)
+        if values is None:
+            return False
+        if index > 0:
+            values = {key: value for key, value in values.items() if key.split(".")[2] in ("logits", "next_logprobs")}
+        values |= gradients(model, sequences)
+        if index == 0:
+            for run, settings in ADAMW_RUNS.items():
+                values |= adamw(model, sequences, run, **settings)
+        if is_bf16:
+            half = load_adapter(model_directory, directory / name, torch.bfloat16)
+            values |= outputs(half, sequences, "bf16.", with_greedy=False)
+            values |= gradients(half, sequences, "bf16.")
+        values = {key: value for key, value in values.items() if not key.endswith("embeds")}
+        save_file(values, directory / f"{name}.safetensors")
+    return True
+
+
+def main():
+    torch.set_num_threads(1)
+    only = sys.argv[1:]
+    for place, spec in enumerate(FIXTURES):
+        if only and spec["name"] not in only:
+            continue
+        seed = 1000 * (place + 1)
+        while not make_fixture(spec, seed):
+            seed += 100
+        size = sum(path.stat().st_size for path in (ROOT / spec["name"]).rglob("*") if path.is_file())
+        print(f"{spec['name']}: seed {seed}, {size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
