@@ -12,6 +12,7 @@
 //! - Nothing outside `backend` and `cpu` knows a device.
 
 mod backend;
+mod cpu;
 mod dtype;
 mod error;
 mod kv;

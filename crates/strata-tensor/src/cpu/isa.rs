@@ -1,0 +1,232 @@
+//! Which instructions this machine has, and one source compiled for each of them.
+//!
+//! A kernel is written once, as plain Rust in an `#[inline(always)]` body. [`multiversion!`](crate::cpu::isa::multiversion)
+//! compiles that body once per instruction set, each copy vectorised as wide as its registers are, and picks a copy at run time.
+//!
+//! Invariant: a body gives the same bits on every instruction set with fused multiply-add. Bodies therefore fix the order of
+//! their reductions, whatever the width of a register, and fuse only where they say so, through [`Fma`].
+
+use std::fmt;
+
+use crate::{Error, Result};
+
+/// The environment variable that forces an instruction set, by name.
+const ISA_VARIABLE: &str = "STRATA_ISA";
+
+/// A set of instructions that kernels are compiled for.
+///
+/// Running a kernel for instructions that a machine lacks is undefined behaviour, so values come from [`Isa::detect`],
+/// [`Isa::available`] or [`Isa::from_env`], which name only what this machine can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// Nothing beyond the baseline of the target; multiply and add round separately.
+    Portable,
+    /// AArch64, where NEON and fused multiply-add are the baseline.
+    Neon,
+    /// x86-64 with AVX2 and FMA.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, VL and DQ.
+    Avx512,
+    /// [`Isa::Avx512`] and dot products of bf16.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// Every instruction set, worst first.
+    const ALL: [Isa; 5] = [Isa::Portable, Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+
+    /// The best that this machine can run.
+    pub fn detect() -> Isa {
+        Self::ALL.into_iter().rfind(|isa| isa.is_available()).unwrap_or(Isa::Portable)
+    }
+
+    /// All that this machine can run, worst first.
+    pub fn available() -> Vec<Isa> {
+        Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
+    }
+
+    /// What the environment variable `STRATA_ISA` names, or the best there is if it is not set.
+    ///
+    /// # Errors
+    /// If it names something that this machine cannot run, or nothing known.
+    pub fn from_env() -> Result<Isa> {
+        match std::env::var_os(ISA_VARIABLE) {
+            None => Ok(Self::detect()),
+            Some(name) => Self::from_name(&name.to_string_lossy()),
+        }
+    }
+
+    fn from_name(name: &str) -> Result<Isa> {
+        Self::available().into_iter().find(|isa| isa.name() == name).ok_or_else(|| {
+            let available: Vec<_> = Self::available().into_iter().map(Isa::name).collect();
+            Error::Unsupported(format!(
+                "{ISA_VARIABLE}={name} is not an instruction set of this machine, which has {}",
+                available.join(", ")
+            ))
+        })
+    }
+
+    /// The name for people and for `STRATA_ISA`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Neon => "neon",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512-bf16",
+        }
+    }
+
+    /// Whether this machine can run it. The answer is cached: asking costs a load and a test.
+    #[cfg(target_arch = "x86_64")]
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Portable => true,
+            Isa::Neon => false,
+            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Isa::Avx512 => {
+                Isa::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512dq")
+            }
+            Isa::Avx512Bf16 => Isa::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"),
+        }
+    }
+
+    /// Whether this machine can run it.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Portable => true,
+            Isa::Neon => cfg!(target_arch = "aarch64"),
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => false,
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// How a body multiplies and adds. `f32::mul_add` is one instruction where there is one and a slow call of libm where not,
+/// and the compiler never fuses by itself, so a body is told which.
+pub(crate) trait Fma: Copy {
+    /// `a * b + c`.
+    fn fma(self, a: f32, b: f32, c: f32) -> f32;
+}
+
+/// Rounds once.
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), expect(dead_code))]
+#[derive(Clone, Copy)]
+pub(crate) struct Fused;
+
+/// Rounds the product and then the sum.
+#[derive(Clone, Copy)]
+pub(crate) struct Unfused;
+
+impl Fma for Fused {
+    #[inline(always)]
+    fn fma(self, a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+}
+
+impl Fma for Unfused {
+    #[inline(always)]
+    fn fma(self, a: f32, b: f32, c: f32) -> f32 {
+        a * b + c
+    }
+}
+
+/// Makes a function that takes an [`Isa`] first from a body that takes an [`Fma`] first.
+///
+/// ```ignore
+/// multiversion! {
+///     /// Doubles every element.
+///     pub(crate) fn double(values: &mut [f32]) = double_body;
+/// }
+/// #[inline(always)]
+/// fn double_body(fma: impl Fma, values: &mut [f32]) { ... }
+///
+/// double(isa, &mut values);
+/// ```
+///
+/// The body, and all that it calls in its loops, must be `#[inline(always)]`: a call that stays a call is compiled for the baseline.
+macro_rules! multiversion {
+    (
+        $(#[$attribute:meta])*
+        $visibility:vis fn $name:ident $(<$element:ident : $bound:path>)? ($($argument:ident : $type:ty),* $(,)?) $(-> $output:ty)? = $body:path;
+    ) => {
+        $(#[$attribute])*
+        #[allow(clippy::too_many_arguments)]
+        $visibility fn $name $(<$element: $bound>)? (isa: $crate::cpu::isa::Isa, $($argument: $type),*) $(-> $output)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2 $(<$element: $bound>)? ($($argument: $type),*) $(-> $output)? {
+                $body($crate::cpu::isa::Fused, $($argument),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+            fn avx512 $(<$element: $bound>)? ($($argument: $type),*) $(-> $output)? {
+                $body($crate::cpu::isa::Fused, $($argument),*)
+            }
+            debug_assert!(isa.is_available(), "this machine has no {isa}");
+            match isa {
+                $crate::cpu::isa::Isa::Portable => $body($crate::cpu::isa::Unfused, $($argument),*),
+                // SAFETY: values of `Isa` name only instructions that this machine has.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::isa::Isa::Avx2 => unsafe { avx2($($argument),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::isa::Isa::Avx512 | $crate::cpu::isa::Isa::Avx512Bf16 => unsafe { avx512($($argument),*) },
+                #[cfg(target_arch = "aarch64")]
+                $crate::cpu::isa::Isa::Neon => $body($crate::cpu::isa::Fused, $($argument),*),
+                other => unreachable!("{other} is not an instruction set of this architecture"),
+            }
+        }
+    };
+}
+pub(crate) use multiversion;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    multiversion! {
+        fn multiply_add(a: f32, b: f32, c: f32) -> f32 = multiply_add_body;
+    }
+
+    #[inline(always)]
+    fn multiply_add_body(fma: impl Fma, a: f32, b: f32, c: f32) -> f32 {
+        fma.fma(a, b, c)
+    }
+
+    #[test]
+    fn all_but_portable_round_a_multiply_add_once() {
+        let a = 1.0 + f32::EPSILON;
+        for isa in Isa::available() {
+            let expected = if isa == Isa::Portable { 0.0 } else { f32::EPSILON * f32::EPSILON };
+            assert_eq!(multiply_add(isa, a, a, -(a * a)), expected, "{isa}");
+        }
+    }
+
+    #[test]
+    fn every_available_name_leads_back_to_its_instruction_set() {
+        for isa in Isa::available() {
+            assert_eq!(Isa::from_name(isa.name()).unwrap(), isa);
+        }
+        assert_eq!(Isa::available().last(), Some(&Isa::detect()));
+    }
+
+    #[test]
+    fn an_unknown_name_is_refused_with_those_that_are_available() {
+        let message = Isa::from_name("avx3").unwrap_err().to_string();
+        assert!(message.contains("avx3") && message.contains("portable"), "{message}");
+        let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
+        assert!(Isa::from_name(foreign).is_err());
+    }
+}
