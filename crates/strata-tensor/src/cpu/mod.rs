@@ -4,3 +4,5 @@
 
 #[cfg_attr(not(test), expect(dead_code, reason = "operations take these up as they land"))]
 pub(crate) mod isa;
+#[cfg_attr(not(test), expect(dead_code, reason = "operations take these up as they land"))]
+pub(crate) mod rows;

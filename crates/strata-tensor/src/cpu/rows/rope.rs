@@ -1,0 +1,337 @@
+//! What happens to the output of the QKV projection before attention: RMSNorm of each head of q and k where a model has it
+//! (Qwen3), and rotary positions (Su et al., 2021, arXiv:2104.09864), with the halves of a head rotated against each other as
+//! Hugging Face's `rotate_half` does.
+
+use super::norm::{backward_factors, inverse_rms, normalize};
+use crate::Element;
+use crate::cpu::isa::{Fma, multiversion};
+
+/// The largest head that the kernels' scratch on the stack has room for.
+pub(crate) const MAX_HEAD_DIM: usize = 512;
+
+/// Angles of rotary positions.
+#[derive(Clone, Debug)]
+pub(crate) struct RopeTable {
+    /// Radians per position of each pair of a head, `[head_dim / 2]`.
+    inverse_frequencies: Vec<f32>,
+}
+
+impl RopeTable {
+    /// `theta^(-2i / head_dim)` for pair `i`, rounded where Hugging Face's default initialisation rounds.
+    pub(crate) fn new(head_dim: usize, theta: f32) -> Self {
+        let inverse_frequency = |i: usize| {
+            let exponent = (2 * i) as f32 / head_dim as f32;
+            1.0 / (theta as f64).powf(exponent as f64) as f32
+        };
+        RopeTable { inverse_frequencies: (0..head_dim / 2).map(inverse_frequency).collect() }
+    }
+
+    /// Cosines and sines of these positions, both `[positions, head_dim / 2]`. The angle is an f32 product, as in the
+    /// reference; its cosine and sine are rounded once.
+    pub(crate) fn angles(&self, positions: &[u32], cos: &mut [f32], sin: &mut [f32]) {
+        let half = self.inverse_frequencies.len();
+        assert!(cos.len() == positions.len() * half && sin.len() == cos.len());
+        for ((&position, cos), sin) in positions.iter().zip(cos.chunks_exact_mut(half)).zip(sin.chunks_exact_mut(half)) {
+            for ((&frequency, cos), sin) in self.inverse_frequencies.iter().zip(cos).zip(sin) {
+                let (s, c) = ((position as f32 * frequency) as f64).sin_cos();
+                (*cos, *sin) = (c as f32, s as f32);
+            }
+        }
+    }
+}
+
+/// How a row of `qkv: [rows, (heads + 2 * kv_heads) * head_dim]` splits into heads, and what is done to them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QkvNormRope<'a> {
+    /// Heads of q.
+    pub(crate) heads: usize,
+    /// Heads of k and of v.
+    pub(crate) kv_heads: usize,
+    /// Elements of a head, at most [`MAX_HEAD_DIM`].
+    pub(crate) head_dim: usize,
+    /// Weight of the norm of q's heads, `[head_dim]`.
+    pub(crate) q_norm: Option<&'a [f32]>,
+    /// Weight of the norm of k's heads, `[head_dim]`.
+    pub(crate) k_norm: Option<&'a [f32]>,
+    /// Added to the mean square in both norms.
+    pub(crate) eps: f32,
+    /// Cosines of each row's position, `[rows, head_dim / 2]`.
+    pub(crate) cos: &'a [f32],
+    /// Sines of each row's position, `[rows, head_dim / 2]`.
+    pub(crate) sin: &'a [f32],
+}
+
+multiversion! {
+    /// Norms and rotates q and k of `qkv` and converts v, into `q: [rows, heads, head_dim]` and `k`, `v: [rows, kv_heads, head_dim]`.
+    pub(crate) fn qkv_norm_rope<T: Element>(
+        params: &QkvNormRope<'_>,
+        qkv: &[f32],
+        q: &mut [T],
+        k: &mut [T],
+        v: &mut [T],
+    ) = qkv_norm_rope_body;
+}
+
+multiversion! {
+    /// The gradient of `qkv` into `dqkv`, of its shape, given those of the outputs. The norms' weights are frozen.
+    pub(crate) fn qkv_norm_rope_backward<T: Element>(
+        params: &QkvNormRope<'_>,
+        dq: &[f32],
+        dk: &[f32],
+        dv: &[f32],
+        qkv: &[f32],
+        dqkv: &mut [T],
+    ) = qkv_norm_rope_backward_body;
+}
+
+/// One row's cosines and sines.
+#[derive(Clone, Copy)]
+struct Angles<'a> {
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl QkvNormRope<'_> {
+    #[inline(always)]
+    fn row_len(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    #[inline(always)]
+    fn angles(&self, row: usize) -> Angles<'_> {
+        let half = self.head_dim / 2;
+        let range = row * half..(row + 1) * half;
+        Angles { cos: &self.cos[range.clone()], sin: &self.sin[range] }
+    }
+}
+
+/// `out = x` rotated by the angles; x is `[head_dim]`.
+#[inline(always)]
+fn rotate<T: Element>(fma: impl Fma, x: &[f32], angles: Angles<'_>, out: &mut [T]) {
+    let half = x.len() / 2;
+    let (low, high) = x.split_at(half);
+    let (out_low, out_high) = out.split_at_mut(half);
+    let pairs = out_low.iter_mut().zip(out_high).zip(low).zip(high).zip(angles.cos).zip(angles.sin);
+    for (((((out_low, out_high), &low), &high), &cos), &sin) in pairs {
+        *out_low = T::from_f32(fma.fma(low, cos, -(high * sin)));
+        *out_high = T::from_f32(fma.fma(high, cos, low * sin));
+    }
+}
+
+/// `out = x` rotated by the negative angles: the transpose of [`rotate`], which takes gradients back.
+#[inline(always)]
+fn rotate_back<T: Element>(fma: impl Fma, x: &[f32], angles: Angles<'_>, out: &mut [T]) {
+    let half = x.len() / 2;
+    let (low, high) = x.split_at(half);
+    let (out_low, out_high) = out.split_at_mut(half);
+    let pairs = out_low.iter_mut().zip(out_high).zip(low).zip(high).zip(angles.cos).zip(angles.sin);
+    for (((((out_low, out_high), &low), &high), &cos), &sin) in pairs {
+        *out_low = T::from_f32(fma.fma(low, cos, high * sin));
+        *out_high = T::from_f32(fma.fma(high, cos, -(low * sin)));
+    }
+}
+
+/// Norms and rotates all heads of one row.
+#[inline(always)]
+fn heads_forward<T: Element>(
+    fma: impl Fma,
+    x: &[f32],
+    norm: Option<&[f32]>,
+    eps: f32,
+    angles: Angles<'_>,
+    scratch: &mut [f32],
+    out: &mut [T],
+) {
+    let head_dim = scratch.len();
+    for (x, out) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+        match norm {
+            Some(weight) => {
+                normalize(x, weight, inverse_rms(fma, x, eps), scratch);
+                rotate(fma, scratch, angles, out);
+            }
+            None => rotate(fma, x, angles, out),
+        }
+    }
+}
+
+/// The gradient of `x`, all heads of one row, given that of their output.
+#[inline(always)]
+#[expect(clippy::too_many_arguments)]
+fn heads_backward<T: Element>(
+    fma: impl Fma,
+    dy: &[f32],
+    x: &[f32],
+    norm: Option<&[f32]>,
+    eps: f32,
+    angles: Angles<'_>,
+    scratch: &mut [f32],
+    dx: &mut [T],
+) {
+    let head_dim = scratch.len();
+    for ((dy, x), dx) in dy.chunks_exact(head_dim).zip(x.chunks_exact(head_dim)).zip(dx.chunks_exact_mut(head_dim)) {
+        match norm {
+            Some(weight) => {
+                rotate_back(fma, dy, angles, scratch);
+                let (inverse, along) = backward_factors(fma, scratch, x, weight, eps);
+                for (((dx, &dy), &x), &w) in dx.iter_mut().zip(&*scratch).zip(x).zip(weight) {
+                    *dx = T::from_f32(fma.fma(dy * w, inverse, -(x * along)));
+                }
+            }
+            None => rotate_back(fma, dy, angles, dx),
+        }
+    }
+}
+
+#[inline(always)]
+fn qkv_norm_rope_body<T: Element>(fma: impl Fma, params: &QkvNormRope<'_>, qkv: &[f32], q: &mut [T], k: &mut [T], v: &mut [T]) {
+    let p = *params;
+    let (q_len, kv_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
+    let rows = qkv.len() / p.row_len();
+    assert!(q.len() == rows * q_len && k.len() == rows * kv_len && v.len() == k.len());
+    let mut scratch = [0.0; MAX_HEAD_DIM];
+    let scratch = &mut scratch[..p.head_dim];
+    let outputs = q.chunks_exact_mut(q_len).zip(k.chunks_exact_mut(kv_len)).zip(v.chunks_exact_mut(kv_len));
+    for (row, (qkv, ((q, k), v))) in qkv.chunks_exact(p.row_len()).zip(outputs).enumerate() {
+        let angles = p.angles(row);
+        heads_forward(fma, &qkv[..q_len], p.q_norm, p.eps, angles, scratch, q);
+        heads_forward(fma, &qkv[q_len..q_len + kv_len], p.k_norm, p.eps, angles, scratch, k);
+        for (v, &x) in v.iter_mut().zip(&qkv[q_len + kv_len..]) {
+            *v = T::from_f32(x);
+        }
+    }
+}
+
+#[inline(always)]
+fn qkv_norm_rope_backward_body<T: Element>(
+    fma: impl Fma,
+    params: &QkvNormRope<'_>,
+    dq: &[f32],
+    dk: &[f32],
+    dv: &[f32],
+    qkv: &[f32],
+    dqkv: &mut [T],
+) {
+    let p = *params;
+    let (q_len, kv_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
+    let rows = qkv.len() / p.row_len();
+    assert!(dq.len() == rows * q_len && dk.len() == rows * kv_len && dv.len() == dk.len() && dqkv.len() == qkv.len());
+    let mut scratch = [0.0; MAX_HEAD_DIM];
+    let scratch = &mut scratch[..p.head_dim];
+    let gradients = dq.chunks_exact(q_len).zip(dk.chunks_exact(kv_len)).zip(dv.chunks_exact(kv_len));
+    let qkv_rows = qkv.chunks_exact(p.row_len()).zip(dqkv.chunks_exact_mut(p.row_len()));
+    for (row, (((dq, dk), dv), (qkv, dqkv))) in gradients.zip(qkv_rows).enumerate() {
+        let angles = p.angles(row);
+        let (dq_out, dkv_out) = dqkv.split_at_mut(q_len);
+        let (dk_out, dv_out) = dkv_out.split_at_mut(kv_len);
+        heads_backward(fma, dq, &qkv[..q_len], p.q_norm, p.eps, angles, scratch, dq_out);
+        heads_backward(fma, dk, &qkv[q_len..q_len + kv_len], p.k_norm, p.eps, angles, scratch, dk_out);
+        for (out, &g) in dv_out.iter_mut().zip(dv) {
+            *out = T::from_f32(g);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
+
+    const ROWS: usize = 2;
+    const HEADS: usize = 3;
+
+    /// The definition, for one head.
+    fn head_reference(x: &[f64], norm: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32]) -> Vec<f64> {
+        let d = x.len();
+        let rms = (x.iter().map(|v| v * v).sum::<f64>() / d as f64 + eps as f64).sqrt();
+        let y: Vec<f64> = (0..d).map(|i| norm.map_or(x[i], |w| x[i] / rms * w[i] as f64)).collect();
+        let rotated = |i: usize| if i < d / 2 { -y[i + d / 2] } else { y[i - d / 2] };
+        (0..d).map(|i| y[i] * cos[i % (d / 2)] as f64 + rotated(i) * sin[i % (d / 2)] as f64).collect()
+    }
+
+    /// All of q, then all of k, then all of v.
+    fn reference(p: &QkvNormRope<'_>, qkv: &[f64]) -> Vec<f64> {
+        let (d, half) = (p.head_dim, p.head_dim / 2);
+        let mut parts = [const { Vec::new() }; 3];
+        for (row, qkv) in qkv.chunks(p.row_len()).enumerate() {
+            for (head, x) in qkv.chunks(d).enumerate() {
+                let (cos, sin) = (&p.cos[row * half..][..half], &p.sin[row * half..][..half]);
+                if head < p.heads {
+                    parts[0].extend(head_reference(x, p.q_norm, p.eps, cos, sin));
+                } else if head < p.heads + p.kv_heads {
+                    parts[1].extend(head_reference(x, p.k_norm, p.eps, cos, sin));
+                } else {
+                    parts[2].extend(x);
+                }
+            }
+        }
+        parts.concat()
+    }
+
+    fn with_params(head_dim: usize, kv_heads: usize, normed: bool, check: impl Fn(&QkvNormRope<'_>)) {
+        let (mut cos, mut sin) = (vec![0.0; ROWS * head_dim / 2], vec![0.0; ROWS * head_dim / 2]);
+        RopeTable::new(head_dim, 10_000.0).angles(&[3, 70], &mut cos, &mut sin);
+        let (q_norm, k_norm) = (random(head_dim, 5), random(head_dim, 6));
+        check(&QkvNormRope {
+            heads: HEADS,
+            kv_heads,
+            head_dim,
+            q_norm: normed.then_some(&q_norm),
+            k_norm: normed.then_some(&k_norm),
+            eps: 1e-6,
+            cos: &cos,
+            sin: &sin,
+        });
+    }
+
+    #[test]
+    fn heads_are_normed_and_rotated_and_v_is_neither() {
+        for (head_dim, normed) in [(2, false), (14, true), (16, false), (60, true), (64, true), (128, true), (128, false)] {
+            with_params(head_dim, 2, normed, |p| {
+                let qkv = random(ROWS * p.row_len(), 1);
+                let expected = reference(p, &qkv.iter().map(|&v| v as f64).collect::<Vec<_>>());
+                on_every_isa(|isa| {
+                    let kv_len = ROWS * p.kv_heads * head_dim;
+                    let (mut q, mut k, mut v) = (vec![0.0; ROWS * HEADS * head_dim], vec![0.0; kv_len], vec![0.0; kv_len]);
+                    qkv_norm_rope(isa, p, &qkv, &mut q, &mut k, &mut v);
+                    let mut narrow = [vec![bf16::ZERO; q.len()], vec![bf16::ZERO; kv_len], vec![bf16::ZERO; kv_len]];
+                    let [nq, nk, nv] = &mut narrow;
+                    qkv_norm_rope(isa, p, &qkv, nq, nk, nv);
+                    let all = [q, k, v].concat();
+                    assert!(narrow.concat().iter().zip(&all).all(|(n, &w)| *n == bf16::from_f32(w)));
+                    assert_close(&all, &expected, 2e-6, &format!("{isa}, head_dim {head_dim}"));
+                    all
+                });
+            });
+        }
+    }
+
+    #[test]
+    fn the_backward_of_norm_and_rope_is_their_gradient() {
+        for (head_dim, normed) in [(2, true), (14, false), (16, true), (60, true)] {
+            with_params(head_dim, 1, normed, |p| {
+                let (qkv, dy) = (random(ROWS * p.row_len(), 1), random(ROWS * p.row_len(), 2));
+                let loss = |x: &[f64]| reference(p, x).iter().zip(&dy).map(|(y, &g)| y * g as f64).sum();
+                let expected = numeric_gradient(loss, &qkv);
+                on_every_isa(|isa| {
+                    let mut dqkv = vec![0.0; qkv.len()];
+                    let (dq, dkv) = dy.split_at(ROWS * HEADS * head_dim);
+                    let (dk, dv) = dkv.split_at(ROWS * head_dim);
+                    qkv_norm_rope_backward(isa, p, dq, dk, dv, &qkv, &mut dqkv);
+                    assert_close(&dqkv, &expected, 2e-5, &format!("{isa}, head_dim {head_dim}"));
+                    dqkv
+                });
+            });
+        }
+    }
+
+    #[test]
+    fn angles_are_positions_times_powers_of_theta() {
+        let (mut cos, mut sin) = ([0.0; 4], [0.0; 4]);
+        RopeTable::new(4, 10_000.0).angles(&[0, 100], &mut cos, &mut sin);
+        assert_eq!((cos[..2].to_vec(), sin[..2].to_vec()), (vec![1.0; 2], vec![0.0; 2]));
+        assert_close(&cos[2..], &[100f64.cos(), 1f64.cos()], 1e-7, "cos");
+        assert_close(&sin[2..], &[100f64.sin(), 1f64.sin()], 1e-7, "sin");
+    }
+}

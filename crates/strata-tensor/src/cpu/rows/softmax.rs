@@ -1,0 +1,327 @@
+//! Softmax in its three places: over the vocabulary, over a block of keys in attention, and backward.
+//!
+//! Attention keeps a running maximum and sum over blocks of keys (Dao et al., 2022, arXiv:2205.14135).
+
+use super::exp::exp_f32;
+use super::lanes::{LANES, filled, tree};
+use crate::Element;
+use crate::cpu::isa::{Fma, multiversion};
+
+/// Partial sums over a row of logits, and keys in a block of attention: four registers of sixteen lanes, which hide the
+/// latency of the exponential.
+const WIDE: usize = 4 * LANES;
+
+/// How many keys attention scores at a time.
+pub(crate) const BLOCK_KEYS: usize = WIDE;
+
+/// Elements of a row that are summed in f32 before their sum goes on in f64, so that a vocabulary of any size keeps 24 bits.
+const SPAN: usize = 64 * WIDE;
+
+multiversion! {
+    /// `ln(sum(exp(row)))`, about the maximum of the row. NaN if the row has a NaN.
+    pub(crate) fn log_sum_exp(row: &[f32]) -> f32 = log_sum_exp_body;
+}
+
+multiversion! {
+    /// `scale * exp(logit - log_normalizer)` into `out`, of the length of `logits`: `scale` times their softmax.
+    pub(crate) fn softmax_gradient<T: Element>(logits: &[f32], log_normalizer: f32, scale: f32, out: &mut [T]) = softmax_gradient_body;
+}
+
+multiversion! {
+    /// One block of one query's attention. `scores` become `probabilities = exp(score * scale - maximum)`, with zeros from
+    /// `valid` on; `maximum` and `sum` are brought up to date. Returns the factor on what was accumulated under the old maximum
+    /// (0 in the first block, where `maximum` comes in as negative infinity and `sum` as 0).
+    pub(crate) fn attention_block<T: Element>(
+        scores: &[f32; BLOCK_KEYS],
+        valid: usize,
+        scale: f32,
+        maximum: &mut f32,
+        sum: &mut f32,
+        probabilities: &mut [T; BLOCK_KEYS],
+    ) -> f32 = attention_block_body;
+}
+
+multiversion! {
+    /// One block of one query's attention, backward. Given the gradient of the probabilities and `delta`, the sum over all keys
+    /// of probability times its gradient, writes the probabilities `p = exp(score * scale - log_normalizer)` and the gradient of
+    /// the scores before scaling, `p * (gradient - delta) * scale`; zeros from `valid` on.
+    pub(crate) fn attention_block_backward<T: Element>(
+        scores: &[f32; BLOCK_KEYS],
+        gradient: &[f32; BLOCK_KEYS],
+        valid: usize,
+        scale: f32,
+        log_normalizer: f32,
+        delta: f32,
+        probabilities: &mut [T; BLOCK_KEYS],
+        score_gradient: &mut [T; BLOCK_KEYS],
+    ) = attention_block_backward_body;
+}
+
+/// Lanes `l`, `l + 16`, `l + 32`, `l + 48` one after the other, then the tree.
+#[inline(always)]
+fn join(wide: &[f32; WIDE]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for l in 0..LANES {
+        lanes[l] = wide[l] + wide[l + LANES] + wide[l + 2 * LANES] + wide[l + 3 * LANES];
+    }
+    tree(lanes)
+}
+
+/// The larger of two, or `a` if `b` is NaN.
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
+/// The largest of a block. A maximum has no rounding, so its order is free.
+#[inline(always)]
+fn largest(wide: &[f32; WIDE]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for l in 0..LANES {
+        lanes[l] = larger(larger(wide[l], wide[l + LANES]), larger(wide[l + 2 * LANES], wide[l + 3 * LANES]));
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for l in 0..width {
+            lanes[l] = larger(lanes[l], lanes[l + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// What to subtract before the exponential: the maximum, or 0 where that would make a NaN of an infinity.
+#[inline(always)]
+fn center(maximum: f32) -> f32 {
+    if maximum.abs() < f32::INFINITY { maximum } else { 0.0 }
+}
+
+#[inline(always)]
+fn log_sum_exp_body(fma: impl Fma, row: &[f32]) -> f32 {
+    let mut maxima = [f32::NEG_INFINITY; WIDE];
+    let (chunks, tail) = row.as_chunks::<WIDE>();
+    for chunk in chunks {
+        for l in 0..WIDE {
+            maxima[l] = larger(maxima[l], chunk[l]);
+        }
+    }
+    let tail = filled::<WIDE>(tail, f32::NEG_INFINITY);
+    for l in 0..WIDE {
+        maxima[l] = larger(maxima[l], tail[l]);
+    }
+    let center = center(largest(&maxima));
+
+    let mut sum = 0.0f64;
+    for span in row.chunks(SPAN) {
+        let mut sums = [0.0; WIDE];
+        let (chunks, tail) = span.as_chunks::<WIDE>();
+        for chunk in chunks {
+            for l in 0..WIDE {
+                sums[l] += exp_f32(fma, chunk[l] - center);
+            }
+        }
+        if !tail.is_empty() {
+            let tail = filled::<WIDE>(tail, f32::NEG_INFINITY);
+            for l in 0..WIDE {
+                sums[l] += exp_f32(fma, tail[l] - center);
+            }
+        }
+        sum += join(&sums) as f64;
+    }
+    (center as f64 + sum.ln()) as f32
+}
+
+#[inline(always)]
+fn softmax_gradient_body<T: Element>(fma: impl Fma, logits: &[f32], log_normalizer: f32, scale: f32, out: &mut [T]) {
+    assert_eq!(logits.len(), out.len());
+    for (out, &logit) in out.iter_mut().zip(logits) {
+        *out = T::from_f32(scale * exp_f32(fma, logit - log_normalizer));
+    }
+}
+
+/// The body of [`attention_block`], for kernels that are compiled for an instruction set themselves.
+#[inline(always)]
+pub(crate) fn attention_block_body<T: Element>(
+    fma: impl Fma,
+    scores: &[f32; BLOCK_KEYS],
+    valid: usize,
+    scale: f32,
+    maximum: &mut f32,
+    sum: &mut f32,
+    probabilities: &mut [T; BLOCK_KEYS],
+) -> f32 {
+    let valid = valid as u32;
+    let mut scaled = [0.0; BLOCK_KEYS];
+    for l in 0..BLOCK_KEYS {
+        scaled[l] = if (l as u32) < valid { scores[l] * scale } else { f32::NEG_INFINITY };
+    }
+    let new_maximum = larger(*maximum, largest(&scaled));
+    let center = center(new_maximum);
+    for l in 0..BLOCK_KEYS {
+        scaled[l] = exp_f32(fma, scaled[l] - center);
+        probabilities[l] = T::from_f32(scaled[l]);
+    }
+    let rescale = exp_f32(fma, *maximum - center);
+    *sum = fma.fma(*sum, rescale, join(&scaled));
+    *maximum = new_maximum;
+    rescale
+}
+
+/// The body of [`attention_block_backward`], for kernels that are compiled for an instruction set themselves.
+#[inline(always)]
+#[expect(clippy::too_many_arguments)]
+pub(crate) fn attention_block_backward_body<T: Element>(
+    fma: impl Fma,
+    scores: &[f32; BLOCK_KEYS],
+    gradient: &[f32; BLOCK_KEYS],
+    valid: usize,
+    scale: f32,
+    log_normalizer: f32,
+    delta: f32,
+    probabilities: &mut [T; BLOCK_KEYS],
+    score_gradient: &mut [T; BLOCK_KEYS],
+) {
+    let valid = valid as u32;
+    for l in 0..BLOCK_KEYS {
+        let is_valid = (l as u32) < valid;
+        let p = exp_f32(fma, fma.fma(scores[l], scale, -log_normalizer));
+        let p = if is_valid { p } else { 0.0 };
+        // The gradient of a masked key may be anything, even NaN: it is not multiplied by its zero but replaced.
+        let ds = p * (gradient[l] - delta) * scale;
+        probabilities[l] = T::from_f32(p);
+        score_gradient[l] = T::from_f32(if is_valid { ds } else { 0.0 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::cpu::isa::Isa;
+    use crate::cpu::rows::testing::{LENGTHS, assert_close, numeric_gradient, on_every_isa, random};
+
+    const SCALE: f32 = 0.125;
+
+    fn log_sum_exp_reference(row: impl Iterator<Item = f64> + Clone) -> f64 {
+        let maximum = row.clone().fold(f64::NEG_INFINITY, f64::max);
+        maximum + row.map(|v| (v - maximum).exp()).sum::<f64>().ln()
+    }
+
+    fn logits(n: usize) -> Vec<f32> {
+        random(n, 1).iter().map(|v| v * 5.0 + 3.0).collect()
+    }
+
+    #[test]
+    fn log_sum_exp_equals_its_definition() {
+        for n in LENGTHS.into_iter().chain([SPAN, SPAN + 1, 151_936]) {
+            let row = logits(n);
+            let expected = log_sum_exp_reference(row.iter().map(|&v| v as f64));
+            on_every_isa(|isa| {
+                let actual = log_sum_exp(isa, &row);
+                assert_close(&[actual], &[expected], 1e-7, &format!("{isa}, length {n}"));
+                vec![actual]
+            });
+        }
+    }
+
+    #[test]
+    fn log_sum_exp_of_infinities_and_nan() {
+        let (inf, nan) = (f32::INFINITY, f32::NAN);
+        for isa in Isa::available() {
+            assert_eq!(log_sum_exp(isa, &[-inf; 70]), -inf, "{isa}");
+            assert_eq!(log_sum_exp(isa, &[-inf, 2.0]), 2.0, "{isa}");
+            assert_eq!(log_sum_exp(isa, &[inf, 2.0]), inf, "{isa}");
+            assert_eq!(log_sum_exp(isa, &[300.0, -300.0]), 300.0, "{isa}");
+            for row in [vec![nan; 3], vec![1.0, nan], [vec![nan], vec![1.0; 99]].concat()] {
+                assert!(log_sum_exp(isa, &row).is_nan(), "{isa}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_softmax_gradient_is_that_of_log_sum_exp() {
+        for n in [1, 7, 16, 60, 128] {
+            let row = logits(n);
+            let expected = numeric_gradient(|x| -0.7 * log_sum_exp_reference(x.iter().copied()), &row);
+            on_every_isa(|isa| {
+                let (mut out, mut narrow) = (vec![0.0; n], vec![bf16::ZERO; n]);
+                let normalizer = log_sum_exp(isa, &row);
+                softmax_gradient(isa, &row, normalizer, -0.7, &mut out);
+                assert_close(&out, &expected, 2e-6, &format!("{isa}, length {n}"));
+                softmax_gradient(isa, &row, normalizer, -0.7, &mut narrow);
+                assert!(narrow.iter().zip(&out).all(|(a, &b)| *a == bf16::from_f32(b)));
+                out
+            });
+        }
+    }
+
+    fn block(scores: &[f32], fill: f32) -> [f32; BLOCK_KEYS] {
+        filled(scores, fill)
+    }
+
+    #[test]
+    fn attention_over_blocks_equals_a_softmax_over_all_keys() {
+        for keys in [1, 7, 63, 64, 65, 128, 200] {
+            let scores: Vec<f32> = random(keys, 1).iter().map(|v| v * 30.0).collect();
+            let scaled: Vec<f64> = scores.iter().map(|&s| s as f64 * SCALE as f64).collect();
+            let normalizer = log_sum_exp_reference(scaled.iter().copied());
+            let expected: Vec<f64> = scaled.iter().map(|s| (s - normalizer).exp()).collect();
+            on_every_isa(|isa| {
+                let (mut maximum, mut sum, mut all) = (f32::NEG_INFINITY, 0.0, Vec::new());
+                for part in scores.chunks(BLOCK_KEYS) {
+                    let mut out = [9.0; BLOCK_KEYS];
+                    let masked = block(part, f32::NAN);
+                    let rescale = attention_block(isa, &masked, part.len(), SCALE, &mut maximum, &mut sum, &mut out);
+                    assert!(!all.is_empty() || rescale == 0.0);
+                    assert!(out[part.len()..].iter().all(|&p| p == 0.0), "{isa}");
+                    all.iter_mut().for_each(|p| *p *= rescale);
+                    all.extend_from_slice(&out[..part.len()]);
+                }
+                assert_close(&[maximum + sum.ln()], &[normalizer], 1e-6, &format!("{isa}, {keys} keys"));
+                all.iter_mut().for_each(|p| *p /= sum);
+                assert_close(&all, &expected, 1e-6, &format!("{isa}, {keys} keys"));
+                all
+            });
+        }
+    }
+
+    #[test]
+    fn a_block_with_no_valid_key_changes_nothing() {
+        for isa in Isa::available() {
+            let (mut maximum, mut sum, mut out) = (f32::NEG_INFINITY, 0.0, [bf16::ONE; BLOCK_KEYS]);
+            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 0, SCALE, &mut maximum, &mut sum, &mut out), 0.0);
+            assert_eq!((maximum, sum, out), (f32::NEG_INFINITY, 0.0, [bf16::ZERO; BLOCK_KEYS]));
+            (maximum, sum) = (2.0, 3.0);
+            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 0, SCALE, &mut maximum, &mut sum, &mut out), 1.0);
+            assert_eq!((maximum, sum), (2.0, 3.0));
+        }
+    }
+
+    #[test]
+    fn the_backward_of_a_block_is_the_gradient_of_its_softmax() {
+        for keys in [1, 7, 16, 60, 64] {
+            let scores: Vec<f32> = random(keys, 1).iter().map(|v| v * 10.0).collect();
+            let gradient = random(keys, 2);
+            let softmax = |scores: &[f64]| -> Vec<f64> {
+                let scaled: Vec<f64> = scores.iter().map(|s| s * SCALE as f64).collect();
+                let normalizer = log_sum_exp_reference(scaled.iter().copied());
+                scaled.iter().map(|s| (s - normalizer).exp()).collect()
+            };
+            let loss = |scores: &[f64]| softmax(scores).iter().zip(&gradient).map(|(p, &g)| p * g as f64).sum::<f64>();
+            let wide: Vec<f64> = scores.iter().map(|&s| s as f64).collect();
+            let (p_expected, delta) = (softmax(&wide), loss(&wide) as f32);
+            let normalizer = log_sum_exp_reference(wide.iter().map(|s| s * SCALE as f64)) as f32;
+            let ds_expected = numeric_gradient(loss, &scores);
+            let (scores, gradient) = (block(&scores, f32::NAN), block(&gradient, f32::NAN));
+            on_every_isa(|isa| {
+                let (mut p, mut ds) = ([9.0; BLOCK_KEYS], [9.0; BLOCK_KEYS]);
+                attention_block_backward(isa, &scores, &gradient, keys, SCALE, normalizer, delta, &mut p, &mut ds);
+                assert_close(&p[..keys], &p_expected, 1e-6, &format!("{isa}, {keys} keys"));
+                assert_close(&ds[..keys], &ds_expected, 1e-6, &format!("{isa}, {keys} keys"));
+                assert!(p[keys..].iter().chain(&ds[keys..]).all(|&v| v == 0.0), "{isa}");
+                [p, ds].concat()
+            });
+        }
+    }
+}
