@@ -1,9 +1,11 @@
 //! The optimizer's sweeps. AdamW reads 16 bytes and writes 16 per parameter, which is what bounds it.
 
+use super::lanes::{LANES, filled};
 use crate::AdamwStep;
 use crate::cpu::isa::{Fma, multiversion};
 
-use super::lanes::LANES;
+/// Partial sums of squares.
+const WIDE: usize = 4 * LANES;
 
 /// What one step multiplies by, from [`AdamwStep`]: the same for all parameters.
 #[derive(Clone, Copy, Debug)]
@@ -75,18 +77,18 @@ fn adamw_body(fma: impl Fma, factors: &AdamwFactors, weights: &mut [f32], gradie
 #[inline(always)]
 fn sum_squares_body(_: impl Fma, values: &[f32]) -> f64 {
     // The square of an f32 is exact in f64: fused or not, the bits are the same.
-    let mut sums = [0.0f64; LANES];
-    let (chunks, tail) = values.as_chunks::<LANES>();
+    let mut sums = [0.0f64; WIDE];
+    let (chunks, tail) = values.as_chunks::<WIDE>();
     for chunk in chunks {
-        for l in 0..LANES {
+        for l in 0..WIDE {
             sums[l] += chunk[l] as f64 * chunk[l] as f64;
         }
     }
-    let tail = super::lanes::filled::<LANES>(tail, 0.0);
-    for l in 0..LANES {
+    let tail = filled::<WIDE>(tail, 0.0);
+    for l in 0..WIDE {
         sums[l] += tail[l] as f64 * tail[l] as f64;
     }
-    let mut width = LANES / 2;
+    let mut width = WIDE / 2;
     while width > 0 {
         for l in 0..width {
             sums[l] += sums[l + width];

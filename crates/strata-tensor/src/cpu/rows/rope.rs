@@ -2,6 +2,7 @@
 //! (Qwen3), and rotary positions (Su et al., 2021, arXiv:2104.09864), with the halves of a head rotated against each other as
 //! Hugging Face's `rotate_half` does.
 
+use super::lanes::LANES;
 use super::norm::{backward_factors, inverse_rms, normalize};
 use crate::Element;
 use crate::cpu::isa::{Fma, multiversion};
@@ -108,26 +109,46 @@ impl QkvNormRope<'_> {
 /// `out = x` rotated by the angles; x is `[head_dim]`.
 #[inline(always)]
 fn rotate<T: Element>(fma: impl Fma, x: &[f32], angles: Angles<'_>, out: &mut [T]) {
-    let half = x.len() / 2;
-    let (low, high) = x.split_at(half);
-    let (out_low, out_high) = out.split_at_mut(half);
-    let pairs = out_low.iter_mut().zip(out_high).zip(low).zip(high).zip(angles.cos).zip(angles.sin);
-    for (((((out_low, out_high), &low), &high), &cos), &sin) in pairs {
-        *out_low = T::from_f32(fma.fma(low, cos, -(high * sin)));
-        *out_high = T::from_f32(fma.fma(high, cos, low * sin));
-    }
+    map_pairs(x, angles, out, |low, high, cos, sin| (fma.fma(low, cos, -(high * sin)), fma.fma(high, cos, low * sin)));
 }
 
 /// `out = x` rotated by the negative angles: the transpose of [`rotate`], which takes gradients back.
 #[inline(always)]
 fn rotate_back<T: Element>(fma: impl Fma, x: &[f32], angles: Angles<'_>, out: &mut [T]) {
+    map_pairs(x, angles, out, |low, high, cos, sin| (fma.fma(low, cos, high * sin), fma.fma(high, cos, -(low * sin))));
+}
+
+/// `out = turn(low, high, cos, sin)` for all pairs of a head: element `i` of its lower half and of its upper half.
+///
+/// Whole registers at a time by hand: half a head is too short for the loop that the compiler would make, which unrolls
+/// four times and leaves the rest to scalars.
+#[inline(always)]
+fn map_pairs<T: Element>(x: &[f32], angles: Angles<'_>, out: &mut [T], turn: impl Fn(f32, f32, f32, f32) -> (f32, f32)) {
     let half = x.len() / 2;
     let (low, high) = x.split_at(half);
     let (out_low, out_high) = out.split_at_mut(half);
-    let pairs = out_low.iter_mut().zip(out_high).zip(low).zip(high).zip(angles.cos).zip(angles.sin);
-    for (((((out_low, out_high), &low), &high), &cos), &sin) in pairs {
-        *out_low = T::from_f32(fma.fma(low, cos, high * sin));
-        *out_high = T::from_f32(fma.fma(high, cos, -(low * sin)));
+    let (low, low_tail) = low.as_chunks::<LANES>();
+    let (high, high_tail) = high.as_chunks::<LANES>();
+    let (cos, cos_tail) = angles.cos.as_chunks::<LANES>();
+    let (sin, sin_tail) = angles.sin.as_chunks::<LANES>();
+    let (out_low, out_low_tail) = out_low.as_chunks_mut::<LANES>();
+    let (out_high, out_high_tail) = out_high.as_chunks_mut::<LANES>();
+    let chunks = out_low.iter_mut().zip(out_high).zip(low).zip(high).zip(cos).zip(sin);
+    for (((((out_low, out_high), low), high), cos), sin) in chunks {
+        let (mut turned_low, mut turned_high) = ([0.0; LANES], [0.0; LANES]);
+        for l in 0..LANES {
+            (turned_low[l], turned_high[l]) = turn(low[l], high[l], cos[l], sin[l]);
+        }
+        for l in 0..LANES {
+            out_low[l] = T::from_f32(turned_low[l]);
+        }
+        for l in 0..LANES {
+            out_high[l] = T::from_f32(turned_high[l]);
+        }
+    }
+    for i in 0..low_tail.len() {
+        let (low, high) = turn(low_tail[i], high_tail[i], cos_tail[i], sin_tail[i]);
+        (out_low_tail[i], out_high_tail[i]) = (T::from_f32(low), T::from_f32(high));
     }
 }
 
@@ -190,9 +211,12 @@ fn qkv_norm_rope_body<T: Element>(fma: impl Fma, params: &QkvNormRope<'_>, qkv: 
     assert!(q.len() == rows * q_len && k.len() == rows * kv_len && v.len() == k.len());
     let mut scratch = [0.0; MAX_HEAD_DIM];
     let scratch = &mut scratch[..p.head_dim];
-    let outputs = q.chunks_exact_mut(q_len).zip(k.chunks_exact_mut(kv_len)).zip(v.chunks_exact_mut(kv_len));
-    for (row, (qkv, ((q, k), v))) in qkv.chunks_exact(p.row_len()).zip(outputs).enumerate() {
+    for row in 0..rows {
         let angles = p.angles(row);
+        let qkv = &qkv[row * p.row_len()..][..p.row_len()];
+        let q = &mut q[row * q_len..][..q_len];
+        let k = &mut k[row * kv_len..][..kv_len];
+        let v = &mut v[row * kv_len..][..kv_len];
         heads_forward(fma, &qkv[..q_len], p.q_norm, p.eps, angles, scratch, q);
         heads_forward(fma, &qkv[q_len..q_len + kv_len], p.k_norm, p.eps, angles, scratch, k);
         for (v, &x) in v.iter_mut().zip(&qkv[q_len + kv_len..]) {
@@ -217,15 +241,24 @@ fn qkv_norm_rope_backward_body<T: Element>(
     assert!(dq.len() == rows * q_len && dk.len() == rows * kv_len && dv.len() == dk.len() && dqkv.len() == qkv.len());
     let mut scratch = [0.0; MAX_HEAD_DIM];
     let scratch = &mut scratch[..p.head_dim];
-    let gradients = dq.chunks_exact(q_len).zip(dk.chunks_exact(kv_len)).zip(dv.chunks_exact(kv_len));
-    let qkv_rows = qkv.chunks_exact(p.row_len()).zip(dqkv.chunks_exact_mut(p.row_len()));
-    for (row, (((dq, dk), dv), (qkv, dqkv))) in gradients.zip(qkv_rows).enumerate() {
+    for row in 0..rows {
         let angles = p.angles(row);
+        let qkv = &qkv[row * p.row_len()..][..p.row_len()];
+        let dqkv = &mut dqkv[row * p.row_len()..][..p.row_len()];
         let (dq_out, dkv_out) = dqkv.split_at_mut(q_len);
         let (dk_out, dv_out) = dkv_out.split_at_mut(kv_len);
-        heads_backward(fma, dq, &qkv[..q_len], p.q_norm, p.eps, angles, scratch, dq_out);
-        heads_backward(fma, dk, &qkv[q_len..q_len + kv_len], p.k_norm, p.eps, angles, scratch, dk_out);
-        for (out, &g) in dv_out.iter_mut().zip(dv) {
+        heads_backward(fma, &dq[row * q_len..][..q_len], &qkv[..q_len], p.q_norm, p.eps, angles, scratch, dq_out);
+        heads_backward(
+            fma,
+            &dk[row * kv_len..][..kv_len],
+            &qkv[q_len..q_len + kv_len],
+            p.k_norm,
+            p.eps,
+            angles,
+            scratch,
+            dk_out,
+        );
+        for (out, &g) in dv_out.iter_mut().zip(&dv[row * kv_len..]) {
             *out = T::from_f32(g);
         }
     }
