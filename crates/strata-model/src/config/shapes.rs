@@ -1,0 +1,66 @@
+//! Public model shapes by name, for benchmarks and randomly initialised models.
+
+use strata_tensor::DType;
+
+use super::ModelConfig;
+
+struct NamedShape {
+    name: &'static str,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_layers: usize,
+    num_heads: usize,
+    tie_word_embeddings: bool,
+}
+
+/// The dense models of the Qwen3 technical report (arXiv:2505.09388), table 1, with the widths of their published configs.
+const QWEN3: [NamedShape; 6] = [
+    shape("qwen3-0.6b", 1024, 3072, 28, 16, true),
+    shape("qwen3-1.7b", 2048, 6144, 28, 16, true),
+    shape("qwen3-4b", 2560, 9728, 36, 32, true),
+    shape("qwen3-8b", 4096, 12_288, 36, 32, false),
+    shape("qwen3-14b", 5120, 17_408, 40, 40, false),
+    shape("qwen3-32b", 5120, 25_600, 64, 64, false),
+];
+
+const fn shape(
+    name: &'static str,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_layers: usize,
+    num_heads: usize,
+    tie_word_embeddings: bool,
+) -> NamedShape {
+    NamedShape { name, hidden_size, intermediate_size, num_layers, num_heads, tie_word_embeddings }
+}
+
+impl ModelConfig {
+    /// The configuration of a public model by its short name, such as `qwen3-0.6b`. `None`: no such name.
+    pub fn named_shape(name: &str) -> Option<ModelConfig> {
+        let shape = QWEN3.iter().find(|s| s.name == name)?;
+        Some(ModelConfig {
+            model_type: "qwen3".into(),
+            vocab_size: 151_936,
+            hidden_size: shape.hidden_size,
+            intermediate_size: shape.intermediate_size,
+            num_layers: shape.num_layers,
+            num_heads: shape.num_heads,
+            num_kv_heads: 8,
+            head_dim: 128,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e6,
+            attention_bias: false,
+            tie_word_embeddings: shape.tie_word_embeddings,
+            max_position_embeddings: 40_960,
+            initializer_range: 0.02,
+            bos_token_id: Some(151_643),
+            eos_token_ids: vec![151_645, 151_643],
+            dtype: Some(DType::BF16),
+        })
+    }
+
+    /// The names that [`ModelConfig::named_shape`] knows, smallest model first.
+    pub fn named_shapes() -> impl Iterator<Item = &'static str> {
+        QWEN3.iter().map(|s| s.name)
+    }
+}
