@@ -1,0 +1,149 @@
+"""Servers with settings of their own: keys, addresses, timeouts, restarts."""
+
+import signal
+import subprocess
+import time
+
+import httpx
+import pytest
+import tinker
+
+from harness import API_KEY, Server, binary, encode, free_port, logprobs_of, next_token, same_bits, train
+from wire import Wire, fwdbwd, next_token_datum
+
+DATUM = next_token_datum(encode("the quick brown fox"))
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("locked"), "--api-key", "tml-secret") as running:
+        yield running
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-wrong", "tml-secre", "tml-secret-and-more"])
+def test_without_the_right_key_nothing_is_answered(locked, key):
+    with Wire(locked.url, api_key=key) as wire:
+        for path in ("client/config", "create_session", "asample", "retrieve_future", "forward_backward", "weights_info"):
+            response = wire.post(path, {})
+            assert response.status_code == 401 and response.content, path
+        for path in ("get_server_capabilities", "checkpoints", "training_runs", "sessions"):
+            assert wire.get(path).status_code == 401, path
+        assert wire.http.get("/healthz").status_code == 200, "a health check needs no key"
+
+
+def test_the_sdk_reports_a_wrong_key_and_works_with_the_right_one(locked):
+    with pytest.raises(tinker.AuthenticationError):
+        locked.base_model(api_key="tml-wrong")
+    base_model = locked.base_model(api_key="tml-secret")
+    with tinker.ServiceClient(base_url=locked.url, api_key="tml-secret") as service:
+        client = service.create_lora_training_client(base_model=base_model, rank=2).result()
+        client.forward([next_token(encode("hello"))], "cross_entropy").result()
+
+
+def test_the_key_is_not_logged(locked):
+    assert "tml-secret" not in locked.log()
+
+
+def refuses_to_start(*flags, env=None):
+    command = [binary(), "serve", "--port", str(free_port()), *flags]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert finished.returncode != 0, command
+    return finished.stderr
+
+
+def test_other_machines_are_served_only_with_a_key(tmp_path):
+    for host in ("0.0.0.0", "::"):
+        assert "api-key" in refuses_to_start("--host", host, "--data-dir", str(tmp_path))
+
+
+def test_a_key_that_no_client_can_send_is_refused_at_start(tmp_path):
+    assert "tml-" in refuses_to_start("--api-key", "secret", "--data-dir", str(tmp_path))
+
+
+def test_a_taken_port_is_named(locked, tmp_path):
+    command = [binary(), "serve", "--port", str(locked.port), "--data-dir", str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert finished.returncode != 0 and str(locked.port) in finished.stderr + finished.stdout
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    missing = tmp_path / "no-such-model"
+    assert "no-such-model" in refuses_to_start(str(missing), "--data-dir", str(tmp_path))
+
+
+def test_a_session_without_heartbeats_expires(tmp_path):
+    with Server(tmp_path, "--session-timeout", "1s") as server, Wire(server.url) as wire:
+        base_model = server.base_model()
+        session = wire.session()
+        model_id = wire.model(base_model, session=session)
+        kept = wire.session()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            heartbeat = wire.post("session_heartbeat", {"session_id": kept, "type": "session_heartbeat"})
+            assert heartbeat.status_code == 200
+            if wire.submit(fwdbwd(model_id, 1, [DATUM], forward_only=True)).status_code != 200:
+                break
+            time.sleep(2.5)
+        assert wire.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"}).status_code == 410
+        wire.model(base_model, session=kept)
+
+
+def test_checkpoints_outlive_the_server(tmp_path):
+    data = [next_token(encode("the quick brown fox"))]
+    with Server(tmp_path) as server:
+        base_model = server.base_model()
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            client = service.create_lora_training_client(base_model=base_model, rank=4, seed=1).result()
+            train(client, data, steps=2)
+            path = client.save_state("kept").result().path
+            run_id = client.model_id
+            expected = train(client, data, steps=2)
+    with Server(tmp_path) as server, tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        rest = tinker.RestClient(base_url=server.url, api_key=API_KEY)
+        assert path in {c.tinker_path for c in rest.list_checkpoints(run_id).result().checkpoints}
+        client = service.create_training_client_from_state_with_optimizer(path).result()
+        assert train(client, data, steps=2) == expected
+
+
+def test_a_killed_server_leaves_whole_checkpoints_or_none(tmp_path):
+    data = [next_token(encode("the quick brown fox"))]
+    server = Server(tmp_path)
+    server.start()
+    service = tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
+    client = service.create_lora_training_client(base_model=server.base_model(), rank=64, seed=1).result()
+    expected = logprobs_of(client.forward(data, "cross_entropy").result())
+    paths = [client.save_state("first").result().path]
+    for i in range(5):
+        client.save_state(f"interrupted-{i}")
+    time.sleep(0.05)
+    server.stop(signal.SIGKILL)
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        listed = {c["tinker_path"] for c in wire.get("checkpoints", params={"limit": 1000}).json()["checkpoints"]}
+        assert paths[0] in listed
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            for path in listed:
+                revived = service.create_training_client_from_state_with_optimizer(path).result()
+                assert same_bits(logprobs_of(revived.forward(data, "cross_entropy").result()), expected)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(tmp_path):
+    outcomes = []
+    for threads in ("1", "2"):
+        directory = tmp_path / threads
+        directory.mkdir()
+        with Server(directory, "--threads", threads) as server, Wire(server.url) as wire:
+            model_id = wire.model(server.base_model(), seed=9)
+            output = wire.forward_backward(fwdbwd(model_id, 1, [DATUM] * 3))
+            step = wire.result(wire.optim_step(model_id, 2))
+            after = wire.forward_backward(fwdbwd(model_id, 3, [DATUM]))
+            outcomes.append((dict(output.metrics), step, dict(after.metrics)))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_server_ends_when_it_is_told_to(tmp_path):
+    server = Server(tmp_path)
+    server.start()
+    server.stop(signal.SIGTERM)
+    assert server.process.returncode == 0, server.log()
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{server.url}/healthz", timeout=2)
