@@ -1,14 +1,19 @@
 //! What a model is: configuration, stacked layers, LoRA adapters, architectures, checkpoints, the KV cache.
 
 pub mod batch;
+pub mod checkpoint;
 pub mod config;
+mod embedded;
 mod error;
 mod kv_cache;
 pub mod lora;
 mod model;
+mod source;
 
 pub use batch::{AdapterGroup, PackedBatch, Span};
 pub use config::ModelConfig;
+pub use embedded::EMBEDDED_NAME;
 pub use error::{Error, Result};
 pub use kv_cache::{KvCache, PAGE_TOKENS};
 pub use model::{LogitsRow, Model, Targets, TokenLoss};
+pub use source::ModelSource;

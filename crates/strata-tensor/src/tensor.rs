@@ -233,6 +233,28 @@ pub struct TensorRef<'a> {
 }
 
 impl<'a> TensorRef<'a> {
+    /// A view of elements that lie elsewhere, such as in a mapped file, in the byte order of this machine.
+    ///
+    /// # Errors
+    /// If the shape has too many axes, its size is not that of `bytes`, or `bytes` are not aligned for the dtype (the
+    /// caller then has to copy them).
+    pub fn from_bytes(bytes: &'a [u8], shape: &[usize], dtype: DType) -> Result<Self> {
+        let size = shape.iter().try_fold(dtype.size_bytes(), |size, &n| size.checked_mul(n));
+        if shape.len() > Shape::MAX_RANK || size != Some(bytes.len()) {
+            let expected = format!("{shape:?} of {dtype}");
+            return Err(Error::Shape { op: "from_bytes", expected, actual: format!("{} bytes", bytes.len()) });
+        }
+        if !(bytes.as_ptr() as usize).is_multiple_of(dtype.size_bytes()) {
+            return Err(Error::Unsupported(format!("from_bytes: the address is not a multiple of the size of {dtype}")));
+        }
+        Ok(TensorRef { shape: Shape::new(shape), dtype, bytes })
+    }
+
+    /// The bytes of the elements, row-major, in the byte order of this machine.
+    pub fn as_bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// Extents.
     pub fn shape(&self) -> Shape {
         self.shape
@@ -318,6 +340,19 @@ impl<'a> TensorMut<'a> {
         Ok(())
     }
 
+    /// Overwrites all elements with those that `bytes` hold, bit for bit, in the byte order of this machine.
+    ///
+    /// # Errors
+    /// If the number of bytes is not that of the shape.
+    pub fn copy_from_bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        if bytes.len() != self.bytes.len() {
+            let expected = format!("{} of {}", self.shape, self.dtype);
+            return Err(Error::Shape { op: "copy_from_bytes", expected, actual: format!("{} bytes", bytes.len()) });
+        }
+        self.bytes.copy_from_slice(bytes);
+        Ok(())
+    }
+
     /// Sets every element to zero.
     pub fn fill_zero(&mut self) {
         self.bytes.fill(0);
@@ -358,5 +393,20 @@ mod tests {
     #[test]
     fn a_wrong_number_of_values_is_refused() {
         assert!(Tensor::from_f32(&[1.0], &[2], DType::F32).is_err());
+    }
+
+    #[test]
+    fn foreign_bytes_are_viewed_only_if_they_fit_and_are_aligned() {
+        let tensor = Tensor::from_f32(&[1.0, 2.0, 3.0, 4.0], &[4], DType::F32).unwrap();
+        let bytes = tensor.as_ref().as_bytes();
+        assert_eq!(TensorRef::from_bytes(bytes, &[2, 2], DType::F32).unwrap().row(1).to_f32_vec(), [3.0, 4.0]);
+        assert!(TensorRef::from_bytes(&bytes[1..13], &[3], DType::F32).is_err());
+        assert!(TensorRef::from_bytes(bytes, &[3], DType::F32).is_err());
+        assert!(TensorRef::from_bytes(bytes, &[usize::MAX, 4], DType::F32).is_err());
+        assert!(TensorRef::from_bytes(bytes, &[1, 1, 1, 1, 4], DType::F32).is_err());
+        let mut copy = Tensor::zeros(&[4], DType::F32);
+        copy.as_mut().copy_from_bytes(bytes).unwrap();
+        assert_eq!(copy.to_f32_vec(), tensor.to_f32_vec());
+        assert!(copy.as_mut().copy_from_bytes(&bytes[..12]).is_err());
     }
 }

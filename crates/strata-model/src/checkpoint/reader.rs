@@ -1,0 +1,68 @@
+//! Accounting for the tensors of a checkpoint: every parameter filled, every tensor used, and all that is wrong in one message.
+
+use std::collections::BTreeSet;
+
+use super::safetensors::list_names;
+use super::{Checkpoint, SourceTensor};
+use crate::{Error, Result};
+
+/// Hands out the tensors of a checkpoint and remembers what was missing, misshapen or left over.
+pub struct CheckpointReader<'a> {
+    checkpoint: &'a Checkpoint,
+    unused: BTreeSet<&'a str>,
+    missing: Vec<String>,
+    malformed: Vec<String>,
+}
+
+impl<'a> CheckpointReader<'a> {
+    /// Begins with every tensor unused.
+    pub fn new(checkpoint: &'a Checkpoint) -> Self {
+        CheckpointReader { checkpoint, unused: checkpoint.names().collect(), missing: Vec::new(), malformed: Vec::new() }
+    }
+
+    /// The tensor of a parameter. If it is absent, has another shape or a dtype that cannot be read, this returns `None` and
+    /// [`CheckpointReader::finish`] will say so.
+    pub fn require(&mut self, name: &str, shape: &[usize]) -> Option<SourceTensor<'a>> {
+        self.unused.remove(name);
+        match self.checkpoint.tensor(name) {
+            Ok(None) => self.missing.push(name.into()),
+            Err(Error::Checkpoint { message, .. }) => self.malformed.push(message),
+            Err(other) => self.malformed.push(other.to_string()),
+            Ok(Some(tensor)) if tensor.shape != shape => {
+                self.malformed.push(format!("tensor {name} has shape {:?}, expected {shape:?}", tensor.shape));
+            }
+            Ok(Some(tensor)) => return Some(tensor),
+        }
+        None
+    }
+
+    /// Whether the checkpoint holds a tensor of this name. Does not count as its use.
+    pub fn contains(&self, name: &str) -> bool {
+        self.checkpoint.contains(name)
+    }
+
+    /// Marks a tensor that is known and not needed, such as the `lm_head.weight` of a tied model, if it is there.
+    pub fn ignore(&mut self, name: &str) {
+        self.unused.remove(name);
+    }
+
+    /// Ends the accounting.
+    ///
+    /// # Errors
+    /// If anything was missing or malformed, or a tensor was neither required nor ignored. The message names all of them.
+    pub fn finish(self) -> Result<()> {
+        let mut problems = self.malformed;
+        if !self.missing.is_empty() {
+            let names: Vec<_> = self.missing.iter().map(String::as_str).collect();
+            problems.push(format!("missing tensors: {}", list_names(&names)));
+        }
+        if !self.unused.is_empty() {
+            let names: Vec<_> = self.unused.into_iter().collect();
+            problems.push(format!("tensors that the model has no use for: {}", list_names(&names)));
+        }
+        if problems.is_empty() {
+            return Ok(());
+        }
+        Err(self.checkpoint.error(problems.join("; ")))
+    }
+}

@@ -1,0 +1,220 @@
+//! Weights in safetensors files: `model.safetensors`, or shards listed by `model.safetensors.index.json`.
+//!
+//! Files are mapped, not read: a tensor costs memory only while it is converted. Nothing in them is believed: the
+//! `safetensors` crate checks headers against the length of the file, and the index is checked here against the shards.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensors};
+
+use super::{SourceDType, SourceTensor, read_text};
+use crate::{Error, Result};
+
+/// The largest `model.safetensors.index.json` that is read.
+const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// The most shards of a checkpoint.
+const SHARDS_MAX: usize = 4096;
+const SINGLE_FILE: &str = "model.safetensors";
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+// Safetensors files are little-endian, and tensors are viewed in place.
+const _: () = assert!(cfg!(target_endian = "little"));
+
+/// The tensors of a checkpoint, by name.
+pub struct Checkpoint {
+    path: PathBuf,
+    shards: Vec<ShardBytes>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+enum ShardBytes {
+    Mapped(Mmap),
+    Static(&'static [u8]),
+}
+
+struct Entry {
+    shard: usize,
+    bytes: Range<usize>,
+    shape: Vec<usize>,
+    dtype: Dtype,
+}
+
+impl Checkpoint {
+    /// Opens the weights of a model directory. The files must not change while they are open.
+    ///
+    /// # Errors
+    /// If there are no weights, a file is missing, truncated or malformed, or index and shards disagree.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let single = dir.join(SINGLE_FILE);
+        if single.is_file() {
+            return Self::open_file(&single);
+        }
+        if dir.join(INDEX_FILE).is_file() {
+            return Self::open_sharded(dir);
+        }
+        let message = format!("the directory holds neither {SINGLE_FILE} nor {INDEX_FILE}");
+        Err(Error::Checkpoint { path: dir.into(), message })
+    }
+
+    /// Opens one safetensors file. It must not change while it is open.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is truncated or malformed.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let mut checkpoint = Self::empty(path);
+        checkpoint.add_shard(map(path)?, path)?;
+        Ok(checkpoint)
+    }
+
+    /// Reads a safetensors file that is part of the program; `name` is for error messages.
+    ///
+    /// # Errors
+    /// If the bytes are not a whole safetensors file.
+    pub fn from_static(bytes: &'static [u8], name: &str) -> Result<Self> {
+        let mut checkpoint = Self::empty(Path::new(name));
+        checkpoint.add_shard(ShardBytes::Static(bytes), Path::new(name))?;
+        Ok(checkpoint)
+    }
+
+    /// The file or directory it was opened from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// A tensor by name; `None` if there is none.
+    ///
+    /// # Errors
+    /// If its dtype is not one of [`SourceDType`].
+    pub fn tensor(&self, name: &str) -> Result<Option<SourceTensor<'_>>> {
+        let Some((name, entry)) = self.tensors.get_key_value(name) else { return Ok(None) };
+        let dtype = SourceDType::from_safetensors(entry.dtype)
+            .ok_or_else(|| self.error(format!("tensor {name} has dtype {}; supported: F32, BF16, F16", entry.dtype)))?;
+        let bytes = &self.shards[entry.shard].bytes()[entry.bytes.clone()];
+        Ok(Some(SourceTensor { name, shape: &entry.shape, dtype, bytes }))
+    }
+
+    /// An error about this checkpoint.
+    pub(crate) fn error(&self, message: String) -> Error {
+        Error::Checkpoint { path: self.path.clone(), message }
+    }
+
+    fn empty(path: &Path) -> Self {
+        Checkpoint { path: path.into(), shards: Vec::new(), tensors: BTreeMap::new() }
+    }
+
+    fn open_sharded(dir: &Path) -> Result<Self> {
+        let mut checkpoint = Self::empty(dir);
+        let shards = read_index(&dir.join(INDEX_FILE))?;
+        for (file, names) in &shards {
+            let path = dir.join(file);
+            let held = checkpoint.add_shard(map(&path)?, &path)?;
+            let missing: Vec<_> = names.difference(&held).map(String::as_str).collect();
+            let unlisted: Vec<_> = held.difference(names).map(String::as_str).collect();
+            let complain = |what: &str, names: &[&str]| {
+                let message = format!("{what} according to {INDEX_FILE}: {}", list_names(names));
+                Err(Error::Checkpoint { path: path.clone(), message })
+            };
+            if !missing.is_empty() {
+                return complain("the shard lacks tensors that it holds", &missing);
+            }
+            if !unlisted.is_empty() {
+                return complain("the shard holds tensors that it does not", &unlisted);
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    /// Adds the tensors of a file and returns their names.
+    fn add_shard(&mut self, bytes: ShardBytes, path: &Path) -> Result<BTreeSet<String>> {
+        let error = |message: String| Error::Checkpoint { path: path.into(), message };
+        let data = bytes.bytes();
+        let file = SafeTensors::deserialize(data).map_err(|e| error(format!("not a whole safetensors file: {e}")))?;
+        let mut names = BTreeSet::new();
+        for (name, view) in file.iter() {
+            let start = view.data().as_ptr() as usize - data.as_ptr() as usize;
+            let entry = Entry {
+                shard: self.shards.len(),
+                bytes: start..start + view.data().len(),
+                shape: view.shape().to_vec(),
+                dtype: view.dtype(),
+            };
+            if self.tensors.insert(name.to_string(), entry).is_some() {
+                return Err(error(format!("tensor {name} is also in another shard")));
+            }
+            names.insert(name.to_string());
+        }
+        self.shards.push(bytes);
+        Ok(names)
+    }
+}
+
+impl ShardBytes {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            ShardBytes::Mapped(map) => map,
+            ShardBytes::Static(bytes) => bytes,
+        }
+    }
+}
+
+fn map(path: &Path) -> Result<ShardBytes> {
+    let io_error = |source| Error::Io { path: path.into(), source };
+    let file = File::open(path).map_err(io_error)?;
+    // SAFETY: the mapping is read-only and private to this object. Should another process truncate or rewrite the file meanwhile,
+    // reads could fault or give other numbers; that files of a model in use are left alone is a condition of `open`.
+    let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
+    Ok(ShardBytes::Mapped(map))
+}
+
+/// The `weight_map` of an index, turned around: for each shard file the names of its tensors.
+fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let error = |message: String| Error::Checkpoint { path: path.into(), message };
+    let index: Index = serde_json::from_str(&read_text(path, INDEX_BYTES_MAX)?).map_err(|e| error(e.to_string()))?;
+    let mut shards: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (name, file) in index.weight_map {
+        if !is_plain_file_name(&file) {
+            return Err(error(format!("the shard of {name} is {file:?}, not a plain *.safetensors file name")));
+        }
+        shards.entry(file).or_default().insert(name);
+    }
+    if shards.is_empty() || shards.len() > SHARDS_MAX {
+        return Err(error(format!("lists {} shards, not between 1 and {SHARDS_MAX}", shards.len())));
+    }
+    Ok(shards)
+}
+
+/// Whether a name from an index stays within the directory of the index.
+fn is_plain_file_name(file: &str) -> bool {
+    file.ends_with(".safetensors") && !file.starts_with('.') && !file.contains(['/', '\\', ':', '\0'])
+}
+
+/// Names for an error message, cut at a number that no sound checkpoint reaches.
+pub(crate) fn list_names(names: &[&str]) -> String {
+    const NAMES_MAX: usize = 2000;
+    let listed = names[..names.len().min(NAMES_MAX)].join(", ");
+    match names.len().checked_sub(NAMES_MAX) {
+        None | Some(0) => listed,
+        Some(more) => format!("{listed} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,138 @@
+use std::collections::HashMap;
+use std::fs;
+
+use safetensors::tensor::TensorView;
+use serde_json::json;
+use strata_tensor::DType;
+
+use super::*;
+use crate::checkpoint::CheckpointReader;
+
+/// A safetensors file of f32 tensors, each filled with the index of its place in the list.
+fn file_of(tensors: &[(&str, &[usize])]) -> Vec<u8> {
+    let bytes: Vec<Vec<u8>> =
+        tensors.iter().enumerate().map(|(i, (_, shape))| (i as f32).to_le_bytes().repeat(shape.iter().product())).collect();
+    let views = tensors
+        .iter()
+        .zip(&bytes)
+        .map(|((name, shape), bytes)| (*name, TensorView::new(Dtype::F32, shape.to_vec(), bytes).unwrap()));
+    safetensors::serialize(views, None).unwrap()
+}
+
+/// Writes files into a directory of their own.
+fn directory(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, bytes) in files {
+        fs::write(dir.path().join(name), bytes).unwrap();
+    }
+    dir
+}
+
+fn index(entries: &[(&str, &str)]) -> Vec<u8> {
+    let weight_map: HashMap<_, _> = entries.iter().copied().collect();
+    json!({"metadata": {"total_size": 8}, "weight_map": weight_map}).to_string().into_bytes()
+}
+
+fn open_error(dir: &tempfile::TempDir) -> String {
+    Checkpoint::open(dir.path()).err().expect("the checkpoint is broken").to_string()
+}
+
+#[test]
+fn a_single_file_is_opened_by_name() {
+    let dir = directory(&[(SINGLE_FILE, &file_of(&[("a", &[2]), ("b", &[3, 2])]))]);
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["a", "b"]);
+    let b = checkpoint.tensor("b").unwrap().unwrap();
+    assert_eq!((b.shape, b.dtype), (&[3, 2][..], SourceDType::F32));
+    assert_eq!(b.to_tensor(DType::F32).unwrap().to_f32_vec(), [1.0; 6]);
+    assert!(checkpoint.tensor("c").unwrap().is_none());
+}
+
+#[test]
+fn shards_are_one_checkpoint() {
+    let dir = directory(&[
+        ("m-1.safetensors", &file_of(&[("a", &[2])])),
+        ("m-2.safetensors", &file_of(&[("b", &[3]), ("c", &[1])])),
+        (INDEX_FILE, &index(&[("a", "m-1.safetensors"), ("b", "m-2.safetensors"), ("c", "m-2.safetensors")])),
+    ]);
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert_eq!(checkpoint.tensor("c").unwrap().unwrap().to_tensor(DType::F32).unwrap().to_f32_vec(), [1.0]);
+}
+
+#[test]
+fn an_index_that_disagrees_with_its_shards_is_refused() {
+    let shard = file_of(&[("a", &[2]), ("b", &[1])]);
+    let lacking = directory(&[
+        ("m.safetensors", &shard),
+        (INDEX_FILE, &index(&[("a", "m.safetensors"), ("b", "m.safetensors"), ("c", "m.safetensors")])),
+    ]);
+    assert!(open_error(&lacking).contains("lacks tensors that it holds according to model.safetensors.index.json: c"));
+    let unlisted = directory(&[("m.safetensors", &shard), (INDEX_FILE, &index(&[("a", "m.safetensors")]))]);
+    assert!(open_error(&unlisted).contains("holds tensors that it does not according to model.safetensors.index.json: b"));
+    let twice = directory(&[
+        ("m.safetensors", &shard),
+        ("n.safetensors", &file_of(&[("a", &[2])])),
+        (INDEX_FILE, &index(&[("a", "m.safetensors"), ("b", "m.safetensors"), ("d", "n.safetensors")])),
+    ]);
+    assert!(open_error(&twice).contains("tensor a is also in another shard"));
+    let gone = directory(&[(INDEX_FILE, &index(&[("a", "m.safetensors")]))]);
+    assert!(open_error(&gone).contains("m.safetensors"));
+}
+
+#[test]
+fn an_index_cannot_name_files_elsewhere() {
+    for file in ["../m.safetensors", "/etc/m.safetensors", "x/m.safetensors", "..\\m.safetensors", ".safetensors", "m.bin", ""]
+    {
+        let dir = directory(&[(INDEX_FILE, &index(&[("a", file)]))]);
+        assert!(open_error(&dir).contains("not a plain *.safetensors file name"), "{file}");
+    }
+    assert!(open_error(&directory(&[(INDEX_FILE, b"{\"weight_map\": {}}")])).contains("0 shards"));
+    assert!(open_error(&directory(&[(INDEX_FILE, b"{}")])).contains("weight_map"));
+}
+
+#[test]
+fn truncated_and_foreign_files_are_refused() {
+    let whole = file_of(&[("a", &[2])]);
+    for bytes in [&whole[..whole.len() - 1], &whole[..20], &whole[..3], b"", b"PK\x03\x04 a zip archive, perhaps of pickles"] {
+        let dir = directory(&[(SINGLE_FILE, bytes)]);
+        assert!(open_error(&dir).contains(SINGLE_FILE), "{} bytes", bytes.len());
+    }
+    assert!(open_error(&directory(&[])).contains("holds neither"));
+}
+
+#[test]
+fn a_dtype_that_cannot_be_read_is_an_error_only_where_it_is_asked_for() {
+    let view = TensorView::new(Dtype::I64, vec![1], &[0; 8]).unwrap();
+    let dir = directory(&[(SINGLE_FILE, &safetensors::serialize([("position_ids", view)], None).unwrap())]);
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let error = checkpoint.tensor("position_ids").err().unwrap().to_string();
+    assert!(error.contains("position_ids has dtype I64"), "{error}");
+}
+
+#[test]
+fn the_reader_names_everything_that_is_wrong() {
+    let dir =
+        directory(&[(SINGLE_FILE, &file_of(&[("a", &[2]), ("b", &[1]), ("c", &[3]), ("d", &[1]), ("lm_head.weight", &[1])]))]);
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let mut reader = CheckpointReader::new(&checkpoint);
+    assert!(reader.require("a", &[2]).is_some());
+    assert!(reader.require("b", &[2, 3]).is_none());
+    assert!(reader.require("x", &[1]).is_none());
+    assert!(reader.require("y", &[1]).is_none());
+    assert!(reader.contains("lm_head.weight"));
+    reader.ignore("lm_head.weight");
+    let error = reader.finish().unwrap_err().to_string();
+    assert!(error.contains("tensor b has shape [1], expected [2, 3]"), "{error}");
+    assert!(error.contains("missing tensors: x, y"), "{error}");
+    assert!(error.ends_with("no use for: c, d"), "{error}");
+}
+
+#[test]
+fn a_reader_that_used_everything_is_content() {
+    let dir = directory(&[(SINGLE_FILE, &file_of(&[("a", &[2])]))]);
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let mut reader = CheckpointReader::new(&checkpoint);
+    reader.require("a", &[2]).unwrap();
+    reader.finish().unwrap();
+}

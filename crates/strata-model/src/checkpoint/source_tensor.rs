@@ -1,0 +1,197 @@
+//! A tensor as it lies in a file, and its conversion to the dtype that a model computes in.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use safetensors::Dtype;
+use strata_tensor::{DType, Element, Error, Result, Tensor, TensorRef};
+
+/// Element types that weights may have in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceDType {
+    /// IEEE 754 single precision.
+    F32,
+    /// The upper half of an `F32`.
+    BF16,
+    /// IEEE 754 half precision.
+    F16,
+}
+
+impl SourceDType {
+    pub(crate) fn from_safetensors(dtype: Dtype) -> Option<Self> {
+        match dtype {
+            Dtype::F32 => Some(SourceDType::F32),
+            Dtype::BF16 => Some(SourceDType::BF16),
+            Dtype::F16 => Some(SourceDType::F16),
+            _ => None,
+        }
+    }
+
+    /// Bytes of one element.
+    pub const fn size_bytes(self) -> usize {
+        match self {
+            SourceDType::F32 => 4,
+            SourceDType::BF16 | SourceDType::F16 => 2,
+        }
+    }
+
+    /// The dtype to compute in when nothing else is asked for: its own, or f32 for f16.
+    pub const fn compute_dtype(self) -> DType {
+        match self {
+            SourceDType::BF16 => DType::BF16,
+            SourceDType::F32 | SourceDType::F16 => DType::F32,
+        }
+    }
+}
+
+/// A tensor as it lies in a file.
+#[derive(Clone, Copy)]
+pub struct SourceTensor<'a> {
+    /// Its name in the checkpoint.
+    pub name: &'a str,
+    /// Extents, outermost first.
+    pub shape: &'a [usize],
+    /// Element type.
+    pub dtype: SourceDType,
+    /// Its elements, row-major and little-endian, at any alignment.
+    pub bytes: &'a [u8],
+}
+
+/// Elements in the dtype that was asked for: in place where the file has them so, converted where it does not.
+pub enum Converted<'a> {
+    /// In the file.
+    Borrowed(TensorRef<'a>),
+    /// In memory of their own.
+    Owned(Tensor),
+}
+
+impl Converted<'_> {
+    /// The elements.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        match self {
+            Converted::Borrowed(tensor) => *tensor,
+            Converted::Owned(tensor) => tensor.as_ref(),
+        }
+    }
+}
+
+impl<'a> SourceTensor<'a> {
+    /// The whole tensor in `dtype`, borrowed if the file allows it.
+    ///
+    /// # Errors
+    /// If it has more axes than a tensor can have.
+    pub fn read(&self, dtype: DType) -> Result<Converted<'a>> {
+        read(self.bytes, self.shape, self.dtype, dtype)
+    }
+
+    /// Entries `rows` of the leading axis in `dtype`, borrowed if the file allows it, so that several threads can convert and pack
+    /// one matrix in slices.
+    ///
+    /// # Errors
+    /// If the range is not within the leading axis, or the tensor has more axes than a tensor can have.
+    pub fn read_rows(&self, rows: Range<usize>, dtype: DType) -> Result<Converted<'a>> {
+        let leading = self.shape.first().copied().unwrap_or(0);
+        if rows.start > rows.end || rows.end > leading {
+            return Err(Error::Index { op: "read_rows", what: "rows", index: rows.end, size: leading });
+        }
+        // Cannot overflow: the whole tensor lies in memory.
+        let row_bytes = self.bytes.len() / leading.max(1);
+        let mut shape = self.shape.to_vec();
+        shape[0] = rows.len();
+        read(&self.bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, self.dtype, dtype)
+    }
+
+    /// A copy of the whole tensor in `dtype`.
+    ///
+    /// # Errors
+    /// If it has more axes than a tensor can have.
+    pub fn to_tensor(&self, dtype: DType) -> Result<Tensor> {
+        match self.read(dtype)? {
+            Converted::Owned(tensor) => Ok(tensor),
+            Converted::Borrowed(view) => {
+                let mut tensor = Tensor::zeros(self.shape, dtype);
+                tensor.as_mut().copy_from_bytes(view.as_bytes())?;
+                Ok(tensor)
+            }
+        }
+    }
+}
+
+fn read<'a>(bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> Result<Converted<'a>> {
+    if shape.len() > strata_tensor::Shape::MAX_RANK {
+        let expected = format!("at most {} axes", strata_tensor::Shape::MAX_RANK);
+        return Err(Error::Shape { op: "read", expected, actual: format!("{shape:?}") });
+    }
+    let same = matches!((from, to), (SourceDType::F32, DType::F32) | (SourceDType::BF16, DType::BF16));
+    if same {
+        if let Ok(view) = TensorRef::from_bytes(bytes, shape, to) {
+            return Ok(Converted::Borrowed(view));
+        }
+        let mut tensor = Tensor::zeros(shape, to);
+        tensor.as_mut().copy_from_bytes(bytes)?;
+        return Ok(Converted::Owned(tensor));
+    }
+    let values: Vec<f32> = match from {
+        SourceDType::F32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        SourceDType::BF16 => bytes.as_chunks().0.iter().map(|&b| Element::to_f32(bf16::from_le_bytes(b))).collect(),
+        SourceDType::F16 => bytes.as_chunks().0.iter().map(|&b| f16::from_le_bytes(b).to_f32()).collect(),
+    };
+    Ok(Converted::Owned(Tensor::from_f32(&values, shape, to)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source<'a>(bytes: &'a [u8], shape: &'a [usize], dtype: SourceDType) -> SourceTensor<'a> {
+        SourceTensor { name: "w", shape, dtype, bytes }
+    }
+
+    #[test]
+    fn an_aligned_tensor_of_the_same_dtype_is_borrowed_and_an_unaligned_one_is_copied() {
+        let tensor = Tensor::from_f32(&[0.0, 1.0, 2.0, 3.0], &[4], DType::F32).unwrap();
+        let bytes = tensor.as_ref().as_bytes();
+        let aligned = source(&bytes[4..], &[3], SourceDType::F32).read(DType::F32).unwrap();
+        assert!(matches!(aligned, Converted::Borrowed(_)));
+        assert_eq!(aligned.as_ref().to_f32_vec(), [1.0, 2.0, 3.0]);
+        let mut shifted = vec![0];
+        shifted.extend_from_slice(bytes);
+        let aligned_at = (shifted.as_ptr() as usize).next_multiple_of(4) - shifted.as_ptr() as usize;
+        shifted.splice(0..1, vec![0; aligned_at + 1]);
+        let start = shifted.len() - bytes.len();
+        for dtype in [DType::F32, DType::BF16] {
+            let copied = source(&shifted[start..], &[4], SourceDType::F32).read(dtype).unwrap();
+            assert_eq!(copied.as_ref().to_f32_vec(), [0.0, 1.0, 2.0, 3.0]);
+        }
+    }
+
+    #[test]
+    fn every_source_dtype_converts_to_every_target() {
+        let values = [1.0f32, -2.5, 0.15625, 65504.0];
+        let f32_bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let bf16_bytes: Vec<u8> = values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect();
+        let f16_bytes: Vec<u8> = values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect();
+        let rounded: Vec<f32> = values.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
+        for (bytes, dtype, wide) in [
+            (&f32_bytes, SourceDType::F32, values.to_vec()),
+            (&bf16_bytes, SourceDType::BF16, rounded.clone()),
+            (&f16_bytes, SourceDType::F16, values.to_vec()),
+        ] {
+            let tensor = source(bytes, &[2, 2], dtype);
+            assert_eq!(tensor.to_tensor(DType::F32).unwrap().to_f32_vec(), wide, "{dtype:?}");
+            assert_eq!(tensor.to_tensor(DType::BF16).unwrap().to_f32_vec(), rounded, "{dtype:?}");
+            let row = tensor.read_rows(1..2, DType::F32).unwrap();
+            assert_eq!(row.as_ref().shape().dims(), [1, 2]);
+            assert_eq!(row.as_ref().to_f32_vec(), wide[2..], "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn rows_outside_the_tensor_and_too_many_axes_are_refused() {
+        let bytes = [0; 8];
+        assert!(source(&bytes, &[2], SourceDType::F32).read_rows(1..3, DType::F32).is_err());
+        assert!(source(&bytes[..4], &[], SourceDType::F32).read_rows(0..1, DType::F32).is_err());
+        assert!(source(&bytes, &[1, 1, 1, 1, 2], SourceDType::F32).read(DType::F32).is_err());
+        assert!(source(&bytes, &[1, 1, 1, 1, 2], SourceDType::F16).read(DType::F32).is_err());
+    }
+}

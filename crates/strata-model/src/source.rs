@@ -1,0 +1,179 @@
+//! Where a model comes from: the program itself, a directory, or the Hugging Face hub. All are read through [`ModelSource`].
+
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{Checkpoint, read_text, read_text_if_exists};
+use crate::embedded::{self, EMBEDDED_NAME};
+use crate::{Error, ModelConfig, Result};
+
+/// The largest `config.json` or `generation_config.json` that is read.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+/// The largest `tokenizer.json` that is read; large multilingual vocabularies take some 35 MB.
+const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
+/// The largest `tokenizer_config.json` that is read; it lists added tokens.
+const TOKENIZER_CONFIG_BYTES_MAX: u64 = 16 << 20;
+/// The largest chat template that is read.
+const CHAT_TEMPLATE_BYTES_MAX: u64 = 1 << 20;
+
+/// The files of a model, wherever they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelSource {
+    /// The default model, which is part of the program.
+    Embedded,
+    /// A directory with a Hugging Face checkpoint.
+    Directory(PathBuf),
+    /// A repository of the Hugging Face hub, downloaded.
+    Hub {
+        /// Its name, `organisation/model`.
+        repository: String,
+        /// The directory that holds its files.
+        snapshot: PathBuf,
+    },
+}
+
+impl ModelSource {
+    /// What a user names: a directory that exists, or [`EMBEDDED_NAME`].
+    ///
+    /// # Errors
+    /// If it is neither.
+    pub fn resolve(spec: &str) -> Result<Self> {
+        if spec == EMBEDDED_NAME {
+            return Ok(ModelSource::Embedded);
+        }
+        if Path::new(spec).is_dir() {
+            return Ok(ModelSource::Directory(spec.into()));
+        }
+        Err(Error::Hub(format!("{spec:?} is not a directory and not {EMBEDDED_NAME}")))
+    }
+
+    /// The name to serve the model under: that of the repository, or of the directory.
+    pub fn served_name(&self) -> String {
+        match self {
+            ModelSource::Embedded => EMBEDDED_NAME.into(),
+            ModelSource::Hub { repository, .. } => repository.clone(),
+            ModelSource::Directory(dir) => {
+                // `.` and `models/..` have a name only once they are resolved.
+                let resolved = dir.canonicalize().unwrap_or_else(|_| dir.clone());
+                resolved.file_name().unwrap_or(resolved.as_os_str()).to_string_lossy().into_owned()
+            }
+        }
+    }
+
+    /// The directory of the files; `None` for the embedded model.
+    pub fn directory(&self) -> Option<&Path> {
+        match self {
+            ModelSource::Embedded => None,
+            ModelSource::Directory(dir) | ModelSource::Hub { snapshot: dir, .. } => Some(dir),
+        }
+    }
+
+    /// The configuration, read and checked.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or [`ModelConfig::from_json`] refuses it.
+    pub fn config(&self) -> Result<ModelConfig> {
+        ModelConfig::from_json(&self.config_json()?, self.generation_config_json()?.as_deref())
+    }
+
+    /// The text of `config.json`.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn config_json(&self) -> Result<Cow<'static, str>> {
+        self.required("config.json", embedded::CONFIG, CONFIG_BYTES_MAX)
+    }
+
+    /// The text of `generation_config.json`, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn generation_config_json(&self) -> Result<Option<Cow<'static, str>>> {
+        self.optional("generation_config.json", embedded::GENERATION_CONFIG, CONFIG_BYTES_MAX)
+    }
+
+    /// The weights.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn checkpoint(&self) -> Result<Checkpoint> {
+        match self.directory() {
+            Some(dir) => Checkpoint::open(dir),
+            None => Checkpoint::from_static(embedded::weights(), EMBEDDED_NAME),
+        }
+    }
+
+    /// The text of `tokenizer.json`.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn tokenizer_json(&self) -> Result<Cow<'static, str>> {
+        self.required("tokenizer.json", embedded::TOKENIZER, TOKENIZER_BYTES_MAX)
+    }
+
+    /// The text of `tokenizer_config.json`, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn tokenizer_config_json(&self) -> Result<Option<Cow<'static, str>>> {
+        self.optional("tokenizer_config.json", embedded::TOKENIZER_CONFIG, TOKENIZER_CONFIG_BYTES_MAX)
+    }
+
+    /// The text of `chat_template.jinja`, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn chat_template_jinja(&self) -> Result<Option<Cow<'static, str>>> {
+        self.optional("chat_template.jinja", embedded::CHAT_TEMPLATE, CHAT_TEMPLATE_BYTES_MAX)
+    }
+
+    fn required(&self, file: &str, embedded: &'static str, bytes_max: u64) -> Result<Cow<'static, str>> {
+        match self.directory() {
+            Some(dir) => Ok(read_text(&dir.join(file), bytes_max)?.into()),
+            None => Ok(embedded.into()),
+        }
+    }
+
+    fn optional(&self, file: &str, embedded: &'static str, bytes_max: u64) -> Result<Option<Cow<'static, str>>> {
+        match self.directory() {
+            Some(dir) => Ok(read_text_if_exists(&dir.join(file), bytes_max)?.map(Cow::from)),
+            None => Ok(Some(embedded.into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use strata_tensor::DType;
+
+    use super::*;
+
+    #[test]
+    fn the_embedded_model_is_whole() {
+        let source = ModelSource::Embedded;
+        let config = source.config().unwrap();
+        let checkpoint = source.checkpoint().unwrap();
+        let embedding = checkpoint.tensor("model.embed_tokens.weight").unwrap().unwrap();
+        assert_eq!(embedding.shape, [config.vocab_size, config.hidden_size]);
+        let converted = embedding.read(DType::BF16).unwrap();
+        assert!(matches!(converted, crate::checkpoint::Converted::Borrowed(_)), "embedded tensors are aligned");
+        assert!(source.tokenizer_json().unwrap().starts_with('{'));
+        assert!(source.tokenizer_config_json().unwrap().is_some());
+        assert!(source.chat_template_jinja().unwrap().unwrap().contains("im_start"));
+        assert_eq!(source.served_name(), "strata/tiny-base");
+    }
+
+    #[test]
+    fn a_directory_is_read_and_served_by_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("my-model");
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("config.json"), embedded::CONFIG).unwrap();
+        let source = ModelSource::Directory(path.clone());
+        assert_eq!(source.config().unwrap().num_layers, 5);
+        assert_eq!(source.generation_config_json().unwrap(), None);
+        assert!(source.tokenizer_json().unwrap_err().to_string().contains("tokenizer.json"));
+        assert_eq!(source.served_name(), "my-model");
+        assert_eq!(ModelSource::Directory(path.join("..").join("my-model")).served_name(), "my-model");
+    }
+}
