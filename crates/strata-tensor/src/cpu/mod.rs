@@ -1,8 +1,14 @@
 //! The processor: the reference for every other device, and fast in its own right.
 //!
-//! Map: [`isa`] chooses instructions at run time; [`rows`] holds the operations on rows of elements.
+//! Map: [`backend`](CpuBackend) splits ops over [`threads`]; [`matmul`] and [`attention`] are the hard kernels, [`rows`] the operations on
+//! rows of elements; [`isa`] chooses instructions at run time.
 
-#[cfg_attr(not(test), expect(dead_code, reason = "operations take these up as they land"))]
-pub(crate) mod isa;
-#[cfg_attr(not(test), expect(dead_code, reason = "operations take these up as they land"))]
-pub(crate) mod rows;
+mod attention;
+mod backend;
+mod isa;
+mod matmul;
+mod rows;
+mod threads;
+
+pub use backend::CpuBackend;
+pub use isa::Isa;

@@ -1,0 +1,467 @@
+//! Matrix products of the CPU backend: three shapes of them, one tile kernel (`tile`), one order of reduction.
+//!
+//! - [`Matmul::forward`]: `y = x·Wᵀ` on packed weights, streamed once; the same code for one token as for a thousand.
+//! - [`Matmul::backward_input`]: `dx = dy·W` on the same packed weights, transposed block by block in cache (`transpose`).
+//! - [`Matmul::backward_weight`]: `dW += dyᵀ·x` for low-rank weights, reduced over tokens in order, sequence after sequence.
+//!
+//! Work is split over threads by outputs: panels of 64 columns, and runs of rows where there are few panels.
+
+mod tile;
+mod transpose;
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+pub(crate) use tile::{Tile, TileKernel};
+
+use super::isa::Isa;
+use super::threads::{Pool, SharedMut};
+use crate::packed::{LANES, PANEL, PackedRef};
+use crate::{DType, Element};
+
+/// Steps of the reduction (four bytes each) in a block: 64 KiB of a full panel, which stays in the second-level cache while all rows pass.
+const BLOCK_STEPS: usize = 256;
+/// Fewer rows than this are not worth splitting over threads.
+const SPLIT_ROWS_MIN: usize = 24;
+
+/// Rows of the left side of a product: `[rows, width]` of `dtype`, contiguous.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    bytes: &'a [u8],
+    width: usize,
+    dtype: DType,
+}
+
+impl<'a> Rows<'a> {
+    pub(crate) fn new<T: Element>(values: &'a [T], width: usize) -> Self {
+        // SAFETY: plain numbers are readable as bytes.
+        let bytes = unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), std::mem::size_of_val(values)) };
+        Rows { bytes, width, dtype: T::DTYPE }
+    }
+
+    fn stride(&self) -> usize {
+        self.width * self.dtype.size_bytes()
+    }
+
+    fn len(&self) -> usize {
+        self.bytes.len().checked_div(self.stride()).unwrap_or(0)
+    }
+
+    /// The rows, with a zero after each where the width is not a whole number of steps.
+    fn whole_steps(self, padded: &'a mut Vec<u8>) -> Rows<'a> {
+        let stride = self.stride();
+        if stride.is_multiple_of(4) {
+            return self;
+        }
+        padded.clear();
+        for row in self.bytes.chunks_exact(stride) {
+            padded.extend_from_slice(row);
+            padded.resize(padded.len().next_multiple_of(4), 0);
+        }
+        Rows { bytes: padded, width: self.width + 1, dtype: self.dtype }
+    }
+}
+
+/// Steps of a reduction over `len` elements.
+fn steps(len: usize, dtype: DType) -> usize {
+    (len * dtype.size_bytes()).div_ceil(4)
+}
+
+/// Columns `64 * panel ..` of a matrix of `columns`.
+fn panel_columns(panel: usize, columns: usize) -> usize {
+    (columns - panel * PANEL).min(PANEL)
+}
+
+thread_local! {
+    /// Room for a block of a panel.
+    static SCRATCH: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `body` with this thread's scratch block of at least `len` words, contents unspecified.
+fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [u32]) -> R) -> R {
+    SCRATCH.with_borrow_mut(|scratch| {
+        if scratch.len() < len + LANES {
+            scratch.resize(len + LANES, 0);
+        }
+        let offset = scratch.as_ptr().align_offset(64);
+        body(&mut scratch[offset..offset + len])
+    })
+}
+
+/// The matrix products of one instruction set on one pool of threads.
+pub(crate) struct Matmul<'a> {
+    pool: &'a Pool,
+    isa: Isa,
+    kernel: TileKernel,
+    dtype: DType,
+}
+
+impl<'a> Matmul<'a> {
+    pub(crate) fn new(pool: &'a Pool, isa: Isa, dtype: DType) -> Self {
+        Matmul { pool, isa, kernel: TileKernel::new(isa, dtype), dtype }
+    }
+
+    /// `y: [rows, out_features]` = (or, with `accumulate`, +=) `x: [rows, in_features]` · Wᵀ.
+    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: &mut [f32], accumulate: bool) {
+        assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
+        assert_eq!(y.len(), x.len() * w.out_features);
+        let (rows, columns) = (x.len(), w.out_features);
+        let mut padded = Vec::new();
+        let x = x.whole_steps(&mut padded);
+        let num_steps = steps(w.in_features, self.dtype);
+        let y = SharedMut::new(y);
+        self.over_panels(rows, columns, |panel, row_range| {
+            let width = panel_columns(panel, columns);
+            let b_stride = width.next_multiple_of(LANES) * 4;
+            let b = &w.bytes[panel * PANEL * num_steps * 4..];
+            for first in (0..num_steps).step_by(BLOCK_STEPS) {
+                let count = BLOCK_STEPS.min(num_steps - first);
+                assert!(b.len() >= (first + count) * b_stride);
+                // SAFETY: rows and columns are in bounds by the assertions; tasks own disjoint parts of y.
+                unsafe {
+                    let tile = Tile {
+                        steps: count,
+                        a: x.bytes.as_ptr().add(row_range.start * x.stride() + first * 4),
+                        a_stride: x.stride(),
+                        b: b.as_ptr().add(first * b_stride),
+                        b_stride,
+                        c: y.as_ptr().add(row_range.start * columns + panel * PANEL),
+                        c_stride: columns,
+                        columns: width,
+                        accumulate: accumulate || first > 0,
+                    };
+                    self.kernel.block(row_range.len(), &tile);
+                }
+            }
+        });
+    }
+
+    /// `dx: [rows, in_features]` = (or +=) `dy: [rows, out_features]` · W.
+    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: &mut [f32], accumulate: bool) {
+        assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
+        assert_eq!(dx.len(), dy.len() * w.in_features);
+        let (rows, columns) = (dy.len(), w.in_features);
+        let mut padded = Vec::new();
+        let dy = dy.whole_steps(&mut padded);
+        let num_steps = steps(w.out_features, self.dtype);
+        let dx = SharedMut::new(dx);
+        self.over_panels(rows, columns, |panel, row_range| {
+            let width = panel_columns(panel, columns);
+            let padded_width = width.next_multiple_of(LANES);
+            with_scratch(BLOCK_STEPS * padded_width, |scratch| {
+                for first in (0..num_steps).step_by(BLOCK_STEPS) {
+                    let count = BLOCK_STEPS.min(num_steps - first);
+                    transpose::block(self.isa, w, panel * PANEL..panel * PANEL + width, first..first + count, scratch);
+                    // SAFETY: as in `forward`; the scratch block holds `count` steps.
+                    unsafe {
+                        let tile = Tile {
+                            steps: count,
+                            a: dy.bytes.as_ptr().add(row_range.start * dy.stride() + first * 4),
+                            a_stride: dy.stride(),
+                            b: scratch.as_ptr().cast(),
+                            b_stride: padded_width * 4,
+                            c: dx.as_ptr().add(row_range.start * columns + panel * PANEL),
+                            c_stride: columns,
+                            columns: width,
+                            accumulate: accumulate || first > 0,
+                        };
+                        self.kernel.block(row_range.len(), &tile);
+                    }
+                }
+            });
+        });
+    }
+
+    /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]`, one sequence of tokens after another.
+    ///
+    /// In bf16 two tokens make a step, and a sequence of odd length ends with half a step: no step spans two sequences, so the
+    /// sum over several sequences has the same bits as adding them one call at a time.
+    pub(crate) fn backward_weight<T: Element>(&self, low: &[T], x: &[T], sequences: &[Range<usize>], dw: &mut [f32], width: usize) {
+        assert_eq!(T::DTYPE, self.dtype);
+        let rank = dw.len() / width;
+        let tokens = x.len() / width;
+        assert!(dw.len() == rank * width && x.len() == tokens * width && low.len() == tokens * rank);
+        let per_step = 4 / self.dtype.size_bytes();
+        // Token pairs (or single tokens) in order; `usize::MAX` stands for a row of zeros.
+        let pairs: Vec<(usize, usize)> = sequences
+            .iter()
+            .flat_map(|s| s.clone().step_by(per_step).map(move |t| (t, if t + 1 < s.end { t + 1 } else { usize::MAX })))
+            .collect();
+        let num_steps = pairs.len();
+        let word = |values: &[T], stride: usize, (first, second): (usize, usize), i: usize| {
+            step_word(values[first * stride + i], (second != usize::MAX).then(|| values[second * stride + i]))
+        };
+        let low_rows: Vec<u32> = (0..rank).flat_map(|r| pairs.iter().map(move |&p| (r, p))).map(|(r, p)| word(low, rank, p, r)).collect();
+        let dw = SharedMut::new(dw);
+        self.over_panels(rank, width, |panel, row_range| {
+            let columns = panel_columns(panel, width);
+            let padded = columns.next_multiple_of(LANES);
+            let base = panel * PANEL;
+            with_scratch(BLOCK_STEPS * padded, |scratch| {
+                for first in (0..num_steps).step_by(BLOCK_STEPS) {
+                    let count = BLOCK_STEPS.min(num_steps - first);
+                    for (&(t, u), out) in pairs[first..first + count].iter().zip(scratch.chunks_exact_mut(padded)) {
+                        let row = |t: usize| &x[t * width + base..t * width + base + columns];
+                        pack_step(row(t), (u != usize::MAX).then(|| row(u)), &mut out[..columns]);
+                    }
+                    // SAFETY: as in `forward`; lanes of the scratch block past `columns` are computed but not stored.
+                    unsafe {
+                        let tile = Tile {
+                            steps: count,
+                            a: low_rows.as_ptr().add(row_range.start * num_steps + first).cast(),
+                            a_stride: num_steps * 4,
+                            b: scratch.as_ptr().cast(),
+                            b_stride: padded * 4,
+                            c: dw.as_ptr().add(row_range.start * width + base),
+                            c_stride: width,
+                            columns,
+                            accumulate: true,
+                        };
+                        self.kernel.block(row_range.len(), &tile);
+                    }
+                }
+            });
+        });
+    }
+
+    /// Runs `body(panel, rows)` over all panels of `columns`, and runs of rows if there are too few panels to share.
+    fn over_panels(&self, rows: usize, columns: usize, body: impl Fn(usize, Range<usize>) + Sync) {
+        if rows == 0 {
+            return;
+        }
+        let panels = columns.div_ceil(PANEL);
+        let threads = self.pool.num_threads();
+        let wanted = if panels >= 4 * threads { 1 } else { (4 * threads).div_ceil(panels) };
+        let runs = wanted.min(rows.div_ceil(SPLIT_ROWS_MIN)).max(1);
+        let run_rows = rows.div_ceil(runs);
+        self.pool.run(panels * runs, &|task| {
+            let (panel, run) = (task / runs, task % runs);
+            let range = (run * run_rows).min(rows)..((run + 1) * run_rows).min(rows);
+            if !range.is_empty() {
+                body(panel, range);
+            }
+        });
+    }
+}
+
+/// One step of the reduction: an f32, or a pair of bf16 whose second may be missing.
+#[inline(always)]
+fn step_word<T: Element>(first: T, second: Option<T>) -> u32 {
+    match T::DTYPE {
+        DType::F32 => first.to_f32().to_bits(),
+        // Widening and cutting again is exact.
+        DType::BF16 => first.to_f32().to_bits() >> 16 | second.map_or(0, |s| s.to_f32().to_bits()),
+    }
+}
+
+/// Interleaves one or two rows into a row of steps.
+#[inline(always)]
+fn pack_step<T: Element>(first: &[T], second: Option<&[T]>, out: &mut [u32]) {
+    match second {
+        Some(second) => out.iter_mut().zip(first.iter().zip(second)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b))),
+        None => out.iter_mut().zip(first).for_each(|(o, &a)| *o = step_word(a, None)),
+    }
+}
+
+/// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
+pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut crate::packed::PackedMut<'_>) {
+    let k = w.in_features;
+    let num_steps = steps(k, w.dtype);
+    let (n, out_features) = (rows.len() / k, w.out_features);
+    let per_step = 4 / w.dtype.size_bytes();
+    // SAFETY: buffers are aligned to pages and panels to whole steps; every 4 bytes are a word.
+    let words = SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
+    pool.run(panels.len(), &|task| {
+        let panel = panels.start + task;
+        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
+        let start = panel * PANEL * num_steps;
+        // SAFETY: each task has a panel to itself.
+        let panel_words = unsafe { words.part(start..start + num_steps * width) };
+        let outputs = (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n);
+        // Sixteen outputs at a time fill whole cache lines of the panel.
+        for group in outputs.clone().step_by(LANES) {
+            let group = group..(group + LANES).min(outputs.end);
+            for s in 0..num_steps {
+                let line = &mut panel_words[s * width..(s + 1) * width];
+                for output in group.clone() {
+                    let row = &rows[(output - first_output) * k..][..k];
+                    line[output - panel * PANEL] = step_word(row[s * per_step], row.get(s * per_step + 1).copied());
+                }
+            }
+        }
+    });
+}
+
+/// Writes `columns: [in_features, out_features]` as packed weights.
+pub(crate) fn pack_columns<T: Element>(pool: &Pool, columns: &[T], w: &mut crate::packed::PackedMut<'_>) {
+    let (k, n) = (w.in_features, w.out_features);
+    let num_steps = steps(k, w.dtype);
+    let per_step = 4 / w.dtype.size_bytes();
+    // SAFETY: as in `pack_rows`.
+    let words = SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    pool.run(n.div_ceil(PANEL), &|panel| {
+        let columns_here = panel_columns(panel, n);
+        let width = columns_here.next_multiple_of(LANES);
+        let start = panel * PANEL * num_steps;
+        // SAFETY: each task has a panel to itself.
+        let panel_words = unsafe { words.part(start..start + num_steps * width) };
+        for (s, line) in panel_words.chunks_exact_mut(width).enumerate() {
+            let row = |i: usize| &columns[i * n + panel * PANEL..][..columns_here];
+            let first = s * per_step;
+            pack_step(row(first), (per_step == 2 && first + 1 < k).then(|| row(first + 1)), &mut line[..columns_here]);
+        }
+    });
+}
+
+/// Reads row `output` (one token's embedding, where embedding and unembedding are one matrix) back out of packed weights.
+pub(crate) fn unpack_row<T: Element>(w: PackedRef<'_>, output: usize, out: &mut [f32]) {
+    let num_steps = steps(w.in_features, w.dtype);
+    let panel = output / PANEL;
+    let width = panel_columns(panel, w.out_features).next_multiple_of(LANES);
+    let start = (panel * PANEL * num_steps + output % PANEL) * 4;
+    for (s, values) in out.chunks_mut(4 / T::DTYPE.size_bytes()).enumerate() {
+        let at = start + s * width * 4;
+        let word = u32::from_le_bytes(w.bytes[at..at + 4].try_into().expect("a word is four bytes"));
+        match T::DTYPE {
+            DType::F32 => values[0] = f32::from_bits(word),
+            DType::BF16 => {
+                values[0] = f32::from_bits(word << 16);
+                if let Some(second) = values.get_mut(1) {
+                    *second = f32::from_bits(word & 0xffff_0000);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::packed::PackedStack;
+    use crate::random;
+
+    fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
+        (0..n).map(|i| T::from_f32(random::normal([seed, 0], i as u64))).collect()
+    }
+
+    fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
+        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE);
+        pack_rows(pool, w, 0, &mut stack.layer_mut(0));
+        stack
+    }
+
+    fn close(actual: &[f32], expected: &[f64], what: &str) {
+        for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+            assert!((a as f64 - e).abs() <= 1e-4 * (1.0 + e.abs()), "{what}: element {i} is {a}, not {e}");
+        }
+    }
+
+    /// The three products against f64 sums, on every instruction set, in shapes that leave remainders everywhere.
+    fn all_products_match_plain_sums<T: Element>() {
+        for isa in Isa::available() {
+            for threads in [1, 3] {
+                let pool = Pool::new(threads);
+                for (m, k, n) in [(1, 1, 1), (1, 60, 100), (5, 64, 64), (7, 33, 65), (13, 700, 130), (50, 96, 16), (33, 17, 263)] {
+                    let what = format!("{isa} {} m={m} k={k} n={n}", T::DTYPE);
+                    let (x, w, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(1, m * k), values(2, n * k), values(3, m * n));
+                    let stack = packed(&pool, &w, k, n);
+                    let matmul = Matmul::new(&pool, isa, T::DTYPE);
+                    let get = |v: &[T], i: usize| v[i].to_f32() as f64;
+
+                    let mut y = vec![1.0; m * n];
+                    matmul.forward(Rows::new(&x, k), stack.layer(0), &mut y, true);
+                    let expected: Vec<f64> = (0..m * n)
+                        .map(|i| 1.0 + (0..k).map(|j| get(&x, i / n * k + j) * get(&w, i % n * k + j)).sum::<f64>())
+                        .collect();
+                    close(&y, &expected, &what);
+
+                    let mut dx = vec![0.5; m * k];
+                    matmul.backward_input(Rows::new(&dy, n), stack.layer(0), &mut dx, true);
+                    let expected: Vec<f64> = (0..m * k)
+                        .map(|i| 0.5 + (0..n).map(|j| get(&dy, i / k * n + j) * get(&w, j * k + i % k)).sum::<f64>())
+                        .collect();
+                    close(&dx, &expected, &what);
+
+                    let mut dw = vec![0.25; n * k];
+                    let cut = m / 2;
+                    matmul.backward_weight(&dy, &x, &[0..cut, cut..m], &mut dw, k);
+                    let expected: Vec<f64> = (0..n * k)
+                        .map(|i| 0.25 + (0..m).map(|t| get(&dy, t * n + i / k) * get(&x, t * k + i % k)).sum::<f64>())
+                        .collect();
+                    close(&dw, &expected, &what);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn f32_products_match_plain_sums() {
+        all_products_match_plain_sums::<f32>();
+    }
+
+    #[test]
+    fn bf16_products_match_plain_sums() {
+        all_products_match_plain_sums::<bf16>();
+    }
+
+    #[test]
+    fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
+        let (m, k, n) = (37, 1100, 200);
+        let (x, w, dy): (Vec<bf16>, Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k), values(3, m * n));
+        for isa in Isa::available() {
+            let (one, many) = (Pool::new(1), Pool::new(4));
+            let stack = packed(&many, &w, k, n);
+            let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
+            let matmul = Matmul::new(&many, isa, DType::BF16);
+            matmul.forward(Rows::new(&x, k), stack.layer(0), &mut y, false);
+            matmul.backward_input(Rows::new(&dy, n), stack.layer(0), &mut dx, false);
+            let matmul = Matmul::new(&one, isa, DType::BF16);
+            for r in 0..m {
+                let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
+                matmul.forward(Rows::new(&x[r * k..][..k], k), stack.layer(0), &mut alone, false);
+                matmul.backward_input(Rows::new(&dy[r * n..][..n], n), stack.layer(0), &mut dx_alone, false);
+                assert_eq!(alone, y[r * n..][..n], "{isa} row {r}");
+                assert_eq!(dx_alone, dx[r * k..][..k], "{isa} row {r}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_weight_gradient_has_the_same_bits_in_one_call_and_in_one_call_for_each_sequence() {
+        let (tokens, rank, width) = (41, 7, 70);
+        let (low, x): (Vec<bf16>, Vec<bf16>) = (values(1, tokens * rank), values(2, tokens * width));
+        for isa in Isa::available() {
+            let pool = Pool::new(3);
+            let matmul = Matmul::new(&pool, isa, DType::BF16);
+            let (mut whole, mut parts) = (vec![0.0; rank * width], vec![0.0; rank * width]);
+            let sequences = [0..5, 5..6, 6..41];
+            matmul.backward_weight(&low, &x, &sequences, &mut whole, width);
+            for s in sequences {
+                let part = 0..s.len();
+                matmul.backward_weight(&low[s.start * rank..s.end * rank], &x[s.start * width..s.end * width], &[part], &mut parts, width);
+            }
+            assert_eq!(whole, parts, "{isa}");
+        }
+    }
+
+    #[test]
+    fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
+        let pool = Pool::new(2);
+        for (k, n) in [(5, 130), (64, 64), (33, 17)] {
+            let w: Vec<bf16> = values(4, n * k);
+            let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
+            let by_rows = packed(&pool, &w, k, n);
+            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16);
+            pack_columns(&pool, &transposed, &mut by_columns.layer_mut(0));
+            assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
+            let mut row = vec![0.0; k];
+            for o in 0..n {
+                unpack_row::<bf16>(by_rows.layer(0), o, &mut row);
+                assert!(row.iter().zip(&w[o * k..]).all(|(a, b)| *a == b.to_f32()));
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The worker threads of the CPU backend.
+//!
+//! A decode step of a small model is some two hundred parallel regions of a few tens of microseconds each, so workers spin
+//! for a moment before they sleep, and the caller works too. A worker that the system has not scheduled is never waited for: whoever
+//! is awake takes the tasks. Tasks split outputs, never a reduction, so who runs one does not matter to its bits.
+
+use std::cell::{Cell, UnsafeCell};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+
+/// Spins before a worker sleeps: some tens of microseconds, more than the pause between two regions of a step.
+const SPINS_BEFORE_SLEEP: u32 = 20_000;
+
+/// Set in [`Shared::state`] while workers may join the current region.
+const OPEN: u64 = 1 << 63;
+/// One region, in [`Shared::state`]; the bits below count the workers inside.
+const REGION: u64 = 1 << 16;
+
+type Task<'a> = dyn Fn(usize) + Sync + 'a;
+
+struct Shared {
+    /// [`OPEN`], the number of the region, and the number of workers in it.
+    state: AtomicU64,
+    /// The region's task. Written only while the region is closed and empty.
+    task: UnsafeCell<Option<*const Task<'static>>>,
+    num_tasks: AtomicUsize,
+    next_task: AtomicUsize,
+    panic: Mutex<Option<Box<dyn std::any::Any + Send>>>,
+    /// Workers asleep, and whether the pool is closing.
+    sleepers: Mutex<Sleepers>,
+    wake: Condvar,
+    num_sleeping: AtomicUsize,
+}
+
+struct Sleepers {
+    closing: bool,
+}
+
+// SAFETY: `task` is only written by the one thread that holds `Pool::region`, while no worker is inside, and only read by workers that
+// joined the open region; the atomics on `state` order the two.
+unsafe impl Sync for Shared {}
+// SAFETY: the task pointer is only followed inside a region, during which its owner waits.
+unsafe impl Send for Shared {}
+
+/// A fixed set of threads that run the tasks of one region at a time.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    region: Mutex<()>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+thread_local! {
+    static IN_REGION: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Pool {
+    /// A pool in which `num_threads` threads work, the caller among them.
+    pub(crate) fn new(num_threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            state: AtomicU64::new(0),
+            task: UnsafeCell::new(None),
+            num_tasks: AtomicUsize::new(0),
+            next_task: AtomicUsize::new(0),
+            panic: Mutex::new(None),
+            sleepers: Mutex::new(Sleepers { closing: false }),
+            wake: Condvar::new(),
+            num_sleeping: AtomicUsize::new(0),
+        });
+        let workers = (1..num_threads.max(1))
+            .map(|i| {
+                let shared = shared.clone();
+                std::thread::Builder::new()
+                    .name(format!("strata-cpu-{i}"))
+                    .spawn(move || shared.work())
+                    .expect("the system refused a worker thread")
+            })
+            .collect();
+        Pool { shared, region: Mutex::new(()), workers }
+    }
+
+    /// Threads that work, the caller among them.
+    pub(crate) fn num_threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `task(i)` once for every `i` below `num_tasks`, in any order, on any thread, and returns when all are done.
+    pub(crate) fn run(&self, num_tasks: usize, task: &Task<'_>) {
+        if num_tasks <= 1 || self.workers.is_empty() || IN_REGION.get() {
+            (0..num_tasks).for_each(task);
+            return;
+        }
+        let _one_region = self.region.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime changes; this function returns after every worker has left the region.
+        let task: *const Task<'static> = unsafe { std::mem::transmute(task as *const Task<'_>) };
+        // SAFETY: the region is closed and empty, so nobody reads.
+        unsafe { *shared.task.get() = Some(task) };
+        shared.num_tasks.store(num_tasks, Ordering::Relaxed);
+        shared.next_task.store(0, Ordering::Relaxed);
+        let region = (shared.state.load(Ordering::Relaxed) & !(OPEN | (REGION - 1))).wrapping_add(REGION) & !OPEN;
+        shared.state.store(region | OPEN, Ordering::SeqCst);
+        if shared.num_sleeping.load(Ordering::SeqCst) > 0 {
+            let _guard = shared.sleepers.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            shared.wake.notify_all();
+        }
+        shared.run_tasks();
+        shared.state.fetch_and(!OPEN, Ordering::AcqRel);
+        let mut spins = 0u32;
+        while shared.state.load(Ordering::Acquire) & (REGION - 1) != 0 {
+            spins += 1;
+            if spins < SPINS_BEFORE_SLEEP { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+        if let Some(panic) = shared.panic.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take() {
+            resume_unwind(panic);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.sleepers.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).closing = true;
+        self.shared.wake.notify_all();
+        for worker in self.workers.drain(..) {
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Shared {
+    fn work(&self) {
+        let mut last_region = 0;
+        let mut spins = 0;
+        loop {
+            let state = self.state.load(Ordering::Acquire);
+            let region = state & !(OPEN | (REGION - 1));
+            if state & OPEN != 0 && region != last_region {
+                if self.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                    last_region = region;
+                    self.run_tasks();
+                    self.state.fetch_sub(1, Ordering::AcqRel);
+                    spins = 0;
+                }
+                continue;
+            }
+            spins += 1;
+            if spins < SPINS_BEFORE_SLEEP {
+                std::hint::spin_loop();
+                continue;
+            }
+            let mut sleepers = self.sleepers.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            self.num_sleeping.fetch_add(1, Ordering::SeqCst);
+            loop {
+                if sleepers.closing {
+                    return;
+                }
+                let state = self.state.load(Ordering::SeqCst);
+                if state & OPEN != 0 && state & !(OPEN | (REGION - 1)) != last_region {
+                    break;
+                }
+                sleepers = self.wake.wait(sleepers).unwrap_or_else(|poisoned| poisoned.into_inner());
+            }
+            self.num_sleeping.fetch_sub(1, Ordering::SeqCst);
+            spins = 0;
+        }
+    }
+
+    fn run_tasks(&self) {
+        let num_tasks = self.num_tasks.load(Ordering::Relaxed);
+        IN_REGION.set(true);
+        loop {
+            let i = self.next_task.fetch_add(1, Ordering::Relaxed);
+            if i >= num_tasks {
+                break;
+            }
+            // SAFETY: the task was published before the region opened, and its owner waits until everyone has left.
+            let task = unsafe { &*(*self.task.get()).expect("an open region has a task") };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| task(i))) {
+                *self.panic.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(panic);
+            }
+        }
+        IN_REGION.set(false);
+    }
+}
+
+/// A pointer into an output that several tasks write, each its own part.
+#[derive(Clone, Copy)]
+pub(crate) struct SharedMut<T>(*mut T, usize);
+
+// SAFETY: whoever takes parts of it promises that they do not overlap.
+unsafe impl<T: Send> Send for SharedMut<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SharedMut<T> {}
+
+impl<T> SharedMut<T> {
+    /// Wraps an output for the length of a region.
+    pub(crate) fn new(slice: &mut [T]) -> Self {
+        SharedMut(slice.as_mut_ptr(), slice.len())
+    }
+
+    /// Elements `range` of the output.
+    ///
+    /// # Safety
+    /// No two live parts may overlap, and none may outlive the slice.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn part(&self, range: std::ops::Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.1);
+        // SAFETY: in bounds by the assertion; exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
+    }
+
+    /// The start of the output.
+    pub(crate) fn as_ptr(&self) -> *mut T {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_exactly_once() {
+        let pool = Pool::new(4);
+        for n in [0, 1, 2, 3, 100, 1000] {
+            for _ in 0..200 {
+                let counts: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(n, &|i| {
+                    counts[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn sleeping_workers_wake_and_panics_reach_the_caller() {
+        let pool = Pool::new(3);
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        let sum = AtomicUsize::new(0);
+        pool.run(10, &|i| {
+            sum.fetch_add(i, Ordering::Relaxed);
+        });
+        assert_eq!(sum.into_inner(), 45);
+        assert!(catch_unwind(AssertUnwindSafe(|| pool.run(10, &|i| assert!(i != 7)))).is_err());
+        pool.run(10, &|_| {});
+    }
+
+    #[test]
+    fn a_region_inside_a_region_runs_in_place() {
+        let pool = Pool::new(2);
+        let sum = AtomicUsize::new(0);
+        pool.run(4, &|_| {
+            pool.run(4, &|i| {
+                sum.fetch_add(i, Ordering::Relaxed);
+            });
+        });
+        assert_eq!(sum.into_inner(), 24);
+    }
+}
