@@ -26,6 +26,12 @@ impl KvPages {
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
     }
 
+    /// As [`KvPages::new`], with pages that hold what others left: every caller fills or clears them.
+    pub(crate) fn recycled(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
+        let buffer = Buffer::recycled(num_pages * Self::page_bytes(num_kv_heads, head_dim, dtype));
+        KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
+    }
+
     /// Bytes of one page of keys and values.
     pub fn page_bytes(num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
         num_kv_heads * (key_len(head_dim) + value_len(head_dim)) * dtype.size_bytes()

@@ -150,6 +150,24 @@ impl Tensor {
         Ok(tensor)
     }
 
+    /// Rows `rows` of `source`, in that order.
+    ///
+    /// # Errors
+    /// If a row is not there.
+    pub fn gather(source: &Tensor, rows: &[usize]) -> Result<Self> {
+        let mut shape = source.shape;
+        shape.dims[0] = rows.len();
+        let mut out = Tensor::scratch(shape.dims(), source.dtype);
+        let size = source.shape.row_len() * source.dtype.size_bytes();
+        for (&row, out) in rows.iter().zip(out.as_mut().bytes.chunks_exact_mut(size.max(1))) {
+            if row >= source.rows() {
+                return Err(Error::Index { op: "gather", what: "rows", index: row, size: source.rows() });
+            }
+            out.copy_from_slice(source.row(row).bytes);
+        }
+        Ok(out)
+    }
+
     /// Extents.
     pub fn shape(&self) -> Shape {
         self.shape
@@ -191,6 +209,13 @@ impl Tensor {
         self.as_mut().into_row(i)
     }
 
+    /// Rows `rows`, as a view that writes through.
+    pub(crate) fn rows_mut(&mut self, rows: std::ops::Range<usize>) -> TensorMut<'_> {
+        let size = self.shape.row_len() * self.dtype.size_bytes();
+        let (shape, dtype) = (self.shape.with_leading(rows.len()), self.dtype);
+        TensorMut { shape, dtype, bytes: &mut self.buffer[rows.start * size..rows.end * size] }
+    }
+
     /// All elements, widened to `f32`.
     pub fn to_f32_vec(&self) -> Vec<f32> {
         self.as_ref().to_f32_vec()
@@ -212,9 +237,7 @@ impl Tensor {
 
 impl Clone for Tensor {
     fn clone(&self) -> Self {
-        let mut copy = Tensor::scratch(self.shape.dims(), self.dtype);
-        copy.as_mut().bytes.copy_from_slice(self.as_ref().bytes);
-        copy
+        self.as_ref().to_tensor()
     }
 }
 
@@ -290,6 +313,18 @@ impl<'a> TensorRef<'a> {
         }
     }
 
+    /// An owned copy.
+    pub fn to_tensor(&self) -> Tensor {
+        let mut copy = Tensor::scratch(self.shape.dims(), self.dtype);
+        copy.as_mut().bytes.copy_from_slice(self.bytes);
+        copy
+    }
+
+    /// Element `i` of an f32 view.
+    pub(crate) fn f32_at(&self, i: usize) -> f32 {
+        self.slice::<f32>()[i]
+    }
+
     pub(crate) fn slice<T: Element>(&self) -> &'a [T] {
         assert_eq!(self.dtype, T::DTYPE);
         // SAFETY: the bytes hold `len` elements of `T::DTYPE`, and buffers and their rows are aligned for every element type.
@@ -351,6 +386,12 @@ impl<'a> TensorMut<'a> {
         }
         self.bytes.copy_from_slice(bytes);
         Ok(())
+    }
+
+    /// Overwrites all elements with those of a tensor of the same shape and dtype.
+    pub(crate) fn copy_from(&mut self, source: &Tensor) {
+        assert!(self.shape == source.shape && self.dtype == source.dtype);
+        self.bytes.copy_from_slice(source.as_ref().bytes);
     }
 
     /// Sets every element to zero.

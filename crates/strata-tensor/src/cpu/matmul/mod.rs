@@ -14,8 +14,9 @@ use std::ops::Range;
 
 pub(crate) use tile::{Tile, TileKernel};
 
-use super::isa::Isa;
+use super::isa::{Fma, Isa, multiversion};
 use super::threads::{Pool, SharedMut};
+use crate::backend::Target;
 use crate::packed::{LANES, PANEL, PackedRef};
 use crate::{DType, Element};
 
@@ -24,41 +25,73 @@ const BLOCK_STEPS: usize = 256;
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
 
-/// Rows of the left side of a product: `[rows, width]` of `dtype`, contiguous.
+/// A block of a row-major matrix of `dtype`, to be read.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
     bytes: &'a [u8],
+    rows: usize,
     width: usize,
+    /// Bytes from one row to the next.
+    stride: usize,
     dtype: DType,
 }
 
 impl<'a> Rows<'a> {
-    pub(crate) fn new<T: Element>(values: &'a [T], width: usize) -> Self {
+    /// Rows `rows` and columns `columns` of a matrix with `matrix_columns` columns.
+    pub(crate) fn new<T: Element>(matrix: &'a [T], matrix_columns: usize, rows: Range<usize>, columns: Range<usize>) -> Self {
+        let size = size_of::<T>();
         // SAFETY: plain numbers are readable as bytes.
-        let bytes = unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), std::mem::size_of_val(values)) };
-        Rows { bytes, width, dtype: T::DTYPE }
+        let bytes = unsafe { std::slice::from_raw_parts(matrix.as_ptr().cast::<u8>(), std::mem::size_of_val(matrix)) };
+        assert!(columns.end <= matrix_columns && rows.end * matrix_columns <= matrix.len());
+        let start = (rows.start * matrix_columns + columns.start) * size;
+        let bytes = if rows.is_empty() { &[] } else { &bytes[start..((rows.end - 1) * matrix_columns + columns.end) * size] };
+        Rows { bytes, rows: rows.len(), width: columns.len(), stride: matrix_columns * size, dtype: T::DTYPE }
     }
 
-    fn stride(&self) -> usize {
-        self.width * self.dtype.size_bytes()
+    fn row<T: Element>(&self, row: usize) -> &'a [T] {
+        assert_eq!(self.dtype, T::DTYPE);
+        let bytes = &self.bytes[row * self.stride..][..self.width * size_of::<T>()];
+        // SAFETY: made of whole, aligned elements of `T` in `new`.
+        unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), self.width) }
     }
 
-    fn len(&self) -> usize {
-        self.bytes.len().checked_div(self.stride()).unwrap_or(0)
-    }
-
-    /// The rows, with a zero after each where the width is not a whole number of steps.
+    /// The rows, each followed by a zero where the width is not a whole number of steps.
     fn whole_steps(self, padded: &'a mut Vec<u8>) -> Rows<'a> {
-        let stride = self.stride();
-        if stride.is_multiple_of(4) {
+        let size = self.width * self.dtype.size_bytes();
+        if size.is_multiple_of(4) {
             return self;
         }
         padded.clear();
-        for row in self.bytes.chunks_exact(stride) {
-            padded.extend_from_slice(row);
+        for row in 0..self.rows {
+            padded.extend_from_slice(&self.bytes[row * self.stride..][..size]);
             padded.resize(padded.len().next_multiple_of(4), 0);
         }
-        Rows { bytes: padded, width: self.width + 1, dtype: self.dtype }
+        Rows { bytes: padded, width: self.width + 1, stride: size.next_multiple_of(4), ..self }
+    }
+}
+
+/// A block of a row-major f32 matrix, to be written.
+pub(crate) struct Out {
+    values: SharedMut<f32>,
+    start: usize,
+    stride: usize,
+    rows: usize,
+    columns: usize,
+    accumulate: bool,
+}
+
+impl Out {
+    /// `rows` by `columns` from `(first_row, first_column)` on of a matrix with `matrix_columns` columns.
+    pub(crate) fn new(matrix: &mut [f32], matrix_columns: usize, target: &Target, rows: usize, columns: usize) -> Self {
+        assert!(target.first_column + columns <= matrix_columns && (target.first_row + rows) * matrix_columns <= matrix.len());
+        let start = target.first_row * matrix_columns + target.first_column;
+        Out { values: SharedMut::new(matrix), start, stride: matrix_columns, rows, columns, accumulate: target.accumulate }
+    }
+
+    /// Element `(row, column)`.
+    fn at(&self, row: usize, column: usize) -> *mut f32 {
+        debug_assert!(row < self.rows && column < self.columns);
+        self.values.as_ptr().wrapping_add(self.start + row * self.stride + column)
     }
 }
 
@@ -101,15 +134,14 @@ impl<'a> Matmul<'a> {
         Matmul { pool, isa, kernel: TileKernel::new(isa, dtype), dtype }
     }
 
-    /// `y: [rows, out_features]` = (or, with `accumulate`, +=) `x: [rows, in_features]` · Wᵀ.
-    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: &mut [f32], accumulate: bool) {
+    /// `y = x·Wᵀ`.
+    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: Out) {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
-        assert_eq!(y.len(), x.len() * w.out_features);
-        let (rows, columns) = (x.len(), w.out_features);
+        assert!(y.rows == x.rows && y.columns == w.out_features);
+        let (rows, columns) = (x.rows, w.out_features);
         let mut padded = Vec::new();
         let x = x.whole_steps(&mut padded);
         let num_steps = steps(w.in_features, self.dtype);
-        let y = SharedMut::new(y);
         self.over_panels(rows, columns, |panel, row_range| {
             let width = panel_columns(panel, columns);
             let b_stride = width.next_multiple_of(LANES) * 4;
@@ -121,14 +153,14 @@ impl<'a> Matmul<'a> {
                 unsafe {
                     let tile = Tile {
                         steps: count,
-                        a: x.bytes.as_ptr().add(row_range.start * x.stride() + first * 4),
-                        a_stride: x.stride(),
+                        a: x.bytes.as_ptr().add(row_range.start * x.stride + first * 4),
+                        a_stride: x.stride,
                         b: b.as_ptr().add(first * b_stride),
                         b_stride,
-                        c: y.as_ptr().add(row_range.start * columns + panel * PANEL),
-                        c_stride: columns,
+                        c: y.at(row_range.start, panel * PANEL),
+                        c_stride: y.stride,
                         columns: width,
-                        accumulate: accumulate || first > 0,
+                        accumulate: y.accumulate || first > 0,
                     };
                     self.kernel.block(row_range.len(), &tile);
                 }
@@ -136,15 +168,14 @@ impl<'a> Matmul<'a> {
         });
     }
 
-    /// `dx: [rows, in_features]` = (or +=) `dy: [rows, out_features]` · W.
-    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: &mut [f32], accumulate: bool) {
+    /// `dx = dy·W`.
+    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out) {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
-        assert_eq!(dx.len(), dy.len() * w.in_features);
-        let (rows, columns) = (dy.len(), w.in_features);
+        assert!(dx.rows == dy.rows && dx.columns == w.in_features);
+        let (rows, columns) = (dy.rows, w.in_features);
         let mut padded = Vec::new();
         let dy = dy.whole_steps(&mut padded);
         let num_steps = steps(w.out_features, self.dtype);
-        let dx = SharedMut::new(dx);
         self.over_panels(rows, columns, |panel, row_range| {
             let width = panel_columns(panel, columns);
             let padded_width = width.next_multiple_of(LANES);
@@ -156,14 +187,14 @@ impl<'a> Matmul<'a> {
                     unsafe {
                         let tile = Tile {
                             steps: count,
-                            a: dy.bytes.as_ptr().add(row_range.start * dy.stride() + first * 4),
-                            a_stride: dy.stride(),
+                            a: dy.bytes.as_ptr().add(row_range.start * dy.stride + first * 4),
+                            a_stride: dy.stride,
                             b: scratch.as_ptr().cast(),
                             b_stride: padded_width * 4,
-                            c: dx.as_ptr().add(row_range.start * columns + panel * PANEL),
-                            c_stride: columns,
+                            c: dx.at(row_range.start, panel * PANEL),
+                            c_stride: dx.stride,
                             columns: width,
-                            accumulate: accumulate || first > 0,
+                            accumulate: dx.accumulate || first > 0,
                         };
                         self.kernel.block(row_range.len(), &tile);
                     }
@@ -176,44 +207,44 @@ impl<'a> Matmul<'a> {
     ///
     /// In bf16 two tokens make a step, and a sequence of odd length ends with half a step: no step spans two sequences, so the
     /// sum over several sequences has the same bits as adding them one call at a time.
-    pub(crate) fn backward_weight<T: Element>(&self, low: &[T], x: &[T], sequences: &[Range<usize>], dw: &mut [f32], width: usize) {
-        assert_eq!(T::DTYPE, self.dtype);
-        let rank = dw.len() / width;
-        let tokens = x.len() / width;
-        assert!(dw.len() == rank * width && x.len() == tokens * width && low.len() == tokens * rank);
+    pub(crate) fn backward_weight<T: Element>(&self, low: Rows<'_>, x: Rows<'_>, sequences: &[Range<usize>], dw: Out) {
+        let (rank, width) = (low.width, x.width);
+        assert!(low.rows == x.rows && dw.rows == rank && dw.columns == width && dw.accumulate && T::DTYPE == self.dtype);
         let per_step = 4 / self.dtype.size_bytes();
-        // Token pairs (or single tokens) in order; `usize::MAX` stands for a row of zeros.
-        let pairs: Vec<(usize, usize)> = sequences
+        // Tokens of each step, in order: one, or two unless the sequence ends.
+        let step_tokens: Vec<(usize, Option<usize>)> = sequences
             .iter()
-            .flat_map(|s| s.clone().step_by(per_step).map(move |t| (t, if t + 1 < s.end { t + 1 } else { usize::MAX })))
+            .flat_map(|s| s.clone().step_by(per_step).map(move |t| (t, (per_step == 2 && t + 1 < s.end).then_some(t + 1))))
             .collect();
-        let num_steps = pairs.len();
-        let word = |values: &[T], stride: usize, (first, second): (usize, usize), i: usize| {
-            step_word(values[first * stride + i], (second != usize::MAX).then(|| values[second * stride + i]))
-        };
-        let low_rows: Vec<u32> = (0..rank).flat_map(|r| pairs.iter().map(move |&p| (r, p))).map(|(r, p)| word(low, rank, p, r)).collect();
-        let dw = SharedMut::new(dw);
+        let num_steps = step_tokens.len();
+        let mut low_steps = vec![0u32; rank * num_steps];
+        for (s, &(first, second)) in step_tokens.iter().enumerate() {
+            let (first, second) = (low.row::<T>(first), second.map(|t| low.row::<T>(t)));
+            for r in 0..rank {
+                low_steps[r * num_steps + s] = step_word(first[r], second.map(|row| row[r]));
+            }
+        }
         self.over_panels(rank, width, |panel, row_range| {
             let columns = panel_columns(panel, width);
             let padded = columns.next_multiple_of(LANES);
-            let base = panel * PANEL;
+            let range = panel * PANEL..panel * PANEL + columns;
             with_scratch(BLOCK_STEPS * padded, |scratch| {
                 for first in (0..num_steps).step_by(BLOCK_STEPS) {
                     let count = BLOCK_STEPS.min(num_steps - first);
-                    for (&(t, u), out) in pairs[first..first + count].iter().zip(scratch.chunks_exact_mut(padded)) {
-                        let row = |t: usize| &x[t * width + base..t * width + base + columns];
-                        pack_step(row(t), (u != usize::MAX).then(|| row(u)), &mut out[..columns]);
+                    for (&(t, u), out) in step_tokens[first..first + count].iter().zip(scratch.chunks_exact_mut(padded)) {
+                        let row = |t: usize| &x.row::<T>(t)[range.clone()];
+                        pack_step(self.isa, row(t), u.map(row), &mut out[..columns]);
                     }
                     // SAFETY: as in `forward`; lanes of the scratch block past `columns` are computed but not stored.
                     unsafe {
                         let tile = Tile {
                             steps: count,
-                            a: low_rows.as_ptr().add(row_range.start * num_steps + first).cast(),
+                            a: low_steps.as_ptr().add(row_range.start * num_steps + first).cast(),
                             a_stride: num_steps * 4,
                             b: scratch.as_ptr().cast(),
                             b_stride: padded * 4,
-                            c: dw.as_ptr().add(row_range.start * width + base),
-                            c_stride: width,
+                            c: dw.at(row_range.start, panel * PANEL),
+                            c_stride: dw.stride,
                             columns,
                             accumulate: true,
                         };
@@ -254,9 +285,13 @@ fn step_word<T: Element>(first: T, second: Option<T>) -> u32 {
     }
 }
 
-/// Interleaves one or two rows into a row of steps.
+multiversion! {
+    /// Interleaves one or two rows into a row of steps; with f32 the second is ignored.
+    pub(crate) fn pack_step<T: Element>(first: &[T], second: Option<&[T]>, out: &mut [u32]) = pack_step_body;
+}
+
 #[inline(always)]
-fn pack_step<T: Element>(first: &[T], second: Option<&[T]>, out: &mut [u32]) {
+fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>, out: &mut [u32]) {
     match second {
         Some(second) => out.iter_mut().zip(first.iter().zip(second)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b))),
         None => out.iter_mut().zip(first).for_each(|(o, &a)| *o = step_word(a, None)),
@@ -270,7 +305,8 @@ pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize
     let (n, out_features) = (rows.len() / k, w.out_features);
     let per_step = 4 / w.dtype.size_bytes();
     // SAFETY: buffers are aligned to pages and panels to whole steps; every 4 bytes are a word.
-    let words = SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    let words =
+        SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
     let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
     pool.run(panels.len(), &|task| {
         let panel = panels.start + task;
@@ -294,12 +330,13 @@ pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize
 }
 
 /// Writes `columns: [in_features, out_features]` as packed weights.
-pub(crate) fn pack_columns<T: Element>(pool: &Pool, columns: &[T], w: &mut crate::packed::PackedMut<'_>) {
+pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut crate::packed::PackedMut<'_>) {
     let (k, n) = (w.in_features, w.out_features);
     let num_steps = steps(k, w.dtype);
     let per_step = 4 / w.dtype.size_bytes();
     // SAFETY: as in `pack_rows`.
-    let words = SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    let words =
+        SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
     pool.run(n.div_ceil(PANEL), &|panel| {
         let columns_here = panel_columns(panel, n);
         let width = columns_here.next_multiple_of(LANES);
@@ -309,7 +346,7 @@ pub(crate) fn pack_columns<T: Element>(pool: &Pool, columns: &[T], w: &mut crate
         for (s, line) in panel_words.chunks_exact_mut(width).enumerate() {
             let row = |i: usize| &columns[i * n + panel * PANEL..][..columns_here];
             let first = s * per_step;
-            pack_step(row(first), (per_step == 2 && first + 1 < k).then(|| row(first + 1)), &mut line[..columns_here]);
+            pack_step(isa, row(first), (per_step == 2 && first + 1 < k).then(|| row(first + 1)), &mut line[..columns_here]);
         }
     });
 }
@@ -353,6 +390,15 @@ mod tests {
         stack
     }
 
+    fn all<T: Element>(matrix: &[T], columns: usize) -> Rows<'_> {
+        Rows::new(matrix, columns, 0..matrix.len() / columns, 0..columns)
+    }
+
+    fn into(matrix: &mut [f32], columns: usize, accumulate: bool) -> Out {
+        let rows = matrix.len() / columns;
+        Out::new(matrix, columns, &Target { accumulate, ..Target::overwrite() }, rows, columns)
+    }
+
     fn close(actual: &[f32], expected: &[f64], what: &str) {
         for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
             assert!((a as f64 - e).abs() <= 1e-4 * (1.0 + e.abs()), "{what}: element {i} is {a}, not {e}");
@@ -364,7 +410,9 @@ mod tests {
         for isa in Isa::available() {
             for threads in [1, 3] {
                 let pool = Pool::new(threads);
-                for (m, k, n) in [(1, 1, 1), (1, 60, 100), (5, 64, 64), (7, 33, 65), (13, 700, 130), (50, 96, 16), (33, 17, 263)] {
+                for (m, k, n) in
+                    [(1, 1, 1), (1, 60, 100), (5, 64, 64), (7, 33, 65), (13, 700, 130), (50, 96, 16), (33, 17, 263)]
+                {
                     let what = format!("{isa} {} m={m} k={k} n={n}", T::DTYPE);
                     let (x, w, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(1, m * k), values(2, n * k), values(3, m * n));
                     let stack = packed(&pool, &w, k, n);
@@ -372,14 +420,14 @@ mod tests {
                     let get = |v: &[T], i: usize| v[i].to_f32() as f64;
 
                     let mut y = vec![1.0; m * n];
-                    matmul.forward(Rows::new(&x, k), stack.layer(0), &mut y, true);
+                    matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, true));
                     let expected: Vec<f64> = (0..m * n)
                         .map(|i| 1.0 + (0..k).map(|j| get(&x, i / n * k + j) * get(&w, i % n * k + j)).sum::<f64>())
                         .collect();
                     close(&y, &expected, &what);
 
                     let mut dx = vec![0.5; m * k];
-                    matmul.backward_input(Rows::new(&dy, n), stack.layer(0), &mut dx, true);
+                    matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true));
                     let expected: Vec<f64> = (0..m * k)
                         .map(|i| 0.5 + (0..n).map(|j| get(&dy, i / k * n + j) * get(&w, j * k + i % k)).sum::<f64>())
                         .collect();
@@ -387,7 +435,7 @@ mod tests {
 
                     let mut dw = vec![0.25; n * k];
                     let cut = m / 2;
-                    matmul.backward_weight(&dy, &x, &[0..cut, cut..m], &mut dw, k);
+                    matmul.backward_weight::<T>(all(&dy, n), all(&x, k), &[0..cut, cut..m], into(&mut dw, k, true));
                     let expected: Vec<f64> = (0..n * k)
                         .map(|i| 0.25 + (0..m).map(|t| get(&dy, t * n + i / k) * get(&x, t * k + i % k)).sum::<f64>())
                         .collect();
@@ -408,6 +456,25 @@ mod tests {
     }
 
     #[test]
+    fn a_product_reads_and_writes_blocks_of_larger_matrices() {
+        let pool = Pool::new(2);
+        let w: Vec<bf16> = values(2, 10 * 6);
+        let stack = packed(&pool, &w, 6, 10);
+        let x: Vec<bf16> = values(1, 4 * 9);
+        let block: Vec<bf16> = (1..3).flat_map(|r| x[r * 9 + 3..r * 9 + 9].to_vec()).collect();
+        let matmul = Matmul::new(&pool, Isa::detect(), DType::BF16);
+        let (mut expected, mut y) = (vec![0.0; 2 * 10], vec![7.0; 5 * 13]);
+        matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false));
+        let target = Target { first_row: 2, first_column: 3, accumulate: false };
+        matmul.forward(Rows::new(&x, 9, 1..3, 3..9), stack.layer(0), Out::new(&mut y, 13, &target, 2, 10));
+        for (i, &value) in y.iter().enumerate() {
+            let (r, c) = (i / 13, i % 13);
+            let inside = (2..4).contains(&r) && c >= 3;
+            assert_eq!(value, if inside { expected[(r - 2) * 10 + c - 3] } else { 7.0 });
+        }
+    }
+
+    #[test]
     fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
         let (m, k, n) = (37, 1100, 200);
         let (x, w, dy): (Vec<bf16>, Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k), values(3, m * n));
@@ -416,13 +483,13 @@ mod tests {
             let stack = packed(&many, &w, k, n);
             let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
             let matmul = Matmul::new(&many, isa, DType::BF16);
-            matmul.forward(Rows::new(&x, k), stack.layer(0), &mut y, false);
-            matmul.backward_input(Rows::new(&dy, n), stack.layer(0), &mut dx, false);
+            matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false));
+            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false));
             let matmul = Matmul::new(&one, isa, DType::BF16);
             for r in 0..m {
                 let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
-                matmul.forward(Rows::new(&x[r * k..][..k], k), stack.layer(0), &mut alone, false);
-                matmul.backward_input(Rows::new(&dy[r * n..][..n], n), stack.layer(0), &mut dx_alone, false);
+                matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false));
+                matmul.backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false));
                 assert_eq!(alone, y[r * n..][..n], "{isa} row {r}");
                 assert_eq!(dx_alone, dx[r * k..][..k], "{isa} row {r}");
             }
@@ -438,10 +505,11 @@ mod tests {
             let matmul = Matmul::new(&pool, isa, DType::BF16);
             let (mut whole, mut parts) = (vec![0.0; rank * width], vec![0.0; rank * width]);
             let sequences = [0..5, 5..6, 6..41];
-            matmul.backward_weight(&low, &x, &sequences, &mut whole, width);
+            matmul.backward_weight::<bf16>(all(&low, rank), all(&x, width), &sequences, into(&mut whole, width, true));
             for s in sequences {
-                let part = 0..s.len();
-                matmul.backward_weight(&low[s.start * rank..s.end * rank], &x[s.start * width..s.end * width], &[part], &mut parts, width);
+                let part = [0..s.len()];
+                let (low, x) = (Rows::new(&low, rank, s.clone(), 0..rank), Rows::new(&x, width, s, 0..width));
+                matmul.backward_weight::<bf16>(low, x, &part, into(&mut parts, width, true));
             }
             assert_eq!(whole, parts, "{isa}");
         }
@@ -455,7 +523,7 @@ mod tests {
             let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
             let by_rows = packed(&pool, &w, k, n);
             let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16);
-            pack_columns(&pool, &transposed, &mut by_columns.layer_mut(0));
+            pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0));
             assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
             let mut row = vec![0.0; k];
             for o in 0..n {

@@ -28,17 +28,17 @@ pub(crate) struct AdamwFactors {
 impl AdamwFactors {
     /// The factors, computed in f64.
     pub(crate) fn new(step: &AdamwStep) -> Self {
-        let (beta1, beta2, rate) = (step.beta1 as f64, step.beta2 as f64, step.learning_rate as f64);
+        let (beta1, beta2, rate) = (step.beta1, step.beta2, step.learning_rate);
         let count = step.step as f64;
         AdamwFactors {
             gradient_scale: step.gradient_scale,
-            keep: (1.0 - rate * step.weight_decay as f64) as f32,
+            keep: (1.0 - rate * step.weight_decay) as f32,
             m_weight: (1.0 - beta1) as f32,
-            beta2: step.beta2,
+            beta2: beta2 as f32,
             v_weight: (1.0 - beta2) as f32,
             step_size: (rate / (1.0 - beta1.powf(count))) as f32,
             root_correction: (1.0 - beta2.powf(count)).sqrt() as f32,
-            eps: step.eps,
+            eps: step.eps as f32,
         }
     }
 }

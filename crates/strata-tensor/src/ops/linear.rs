@@ -1,0 +1,145 @@
+//! A frozen linear layer with low-rank additions for runs of tokens.
+//!
+//! `y = x·Wᵀ + bias`, and for each run of tokens and each projection within the layer `y[:, columns] += (scale · x·Aᵀ)·Bᵀ` (Hu et al., 2021,
+//! arXiv:2106.09685). The base product runs once over all tokens. A and B are rounded to the base's dtype for the product, as is
+//! the product between them; sums are f32.
+
+use std::rc::Rc;
+
+use super::check;
+use crate::backend::{Backend, Block, Target};
+use crate::tape::{Backward, LoraGroup, Tape, Var};
+use crate::{DType, Error, PackedRef, Result, Tensor, TensorRef};
+
+/// For each group and projection, in order, `scale · x·Aᵀ` in the compute dtype: `[tokens of the group, rank]`.
+pub(super) type LowProducts = Vec<Tensor>;
+
+impl<'a> Tape<'a> {
+    /// `x: [tokens, in_features]` in the weight's dtype, through a frozen layer and the low-rank pairs of `lora`; f32 `[tokens, out_features]`.
+    ///
+    /// # Errors
+    /// If the width or dtype of `x`, the bias or a pair do not fit the weight.
+    pub fn linear(&mut self, x: &Var, w: PackedRef<'a>, bias: Option<TensorRef<'a>>, lora: Rc<[LoraGroup<'a>]>) -> Result<Var> {
+        let (y, low) = forward(self.backend(), x.value(), w, bias, &lora)?;
+        let y = Rc::new(y);
+        let has_weights = lora.iter().any(|g| !g.projections.is_empty());
+        if !self.records(&[x], has_weights) {
+            return Ok(self.shared_constant(y));
+        }
+        let (input, node) = (x.shared(), x.node());
+        Ok(self.push(y, move |pass, dy| {
+            let dy = in_dtype(pass.backend, dy, w.dtype());
+            if let Some(dx) = backward(pass, &input, &dy, w, &lora, &low, node.is_some())? {
+                pass.accumulate(node, Rc::new(dx));
+            }
+            Ok(())
+        }))
+    }
+}
+
+/// Rounds to the dtype of a matmul's inputs, if it is not in it already.
+fn in_dtype(backend: &dyn Backend, tensor: Rc<Tensor>, dtype: DType) -> Rc<Tensor> {
+    if tensor.dtype() == dtype {
+        return tensor;
+    }
+    let mut converted = Tensor::scratch(tensor.shape().dims(), dtype);
+    backend.convert(&tensor, 1.0, &mut converted);
+    Rc::new(converted)
+}
+
+/// The forward pass, with the low products that its backward wants.
+pub(super) fn forward(
+    backend: &dyn Backend,
+    x: &Tensor,
+    w: PackedRef<'_>,
+    bias: Option<TensorRef<'_>>,
+    lora: &[LoraGroup<'_>],
+) -> Result<(Tensor, LowProducts)> {
+    const OP: &str = "linear";
+    check(OP, x, w.dtype(), w.in_features())?;
+    let tokens = x.rows();
+    let mut y = Tensor::scratch(&[tokens, w.out_features()], DType::F32);
+    backend.matmul(Block::whole(x), w, &mut y, Target::overwrite());
+    if let Some(bias) = bias {
+        if bias.shape().len() != w.out_features() {
+            return Err(Error::Shape { op: OP, expected: format!("[{}]", w.out_features()), actual: bias.shape().to_string() });
+        }
+        backend.add_bias(bias, &mut y);
+    }
+    let mut low_products = Vec::new();
+    for group in lora {
+        if group.tokens.end > tokens {
+            return Err(Error::Index { op: OP, what: "tokens", index: group.tokens.end, size: tokens });
+        }
+        for p in &group.projections {
+            let columns = p.first_column + p.b.out_features();
+            if p.a.in_features() != w.in_features() || p.a.out_features() != p.b.in_features() || columns > w.out_features() {
+                return Err(Error::Shape {
+                    op: OP,
+                    expected: format!("low-rank pair {} → r → at most {}", w.in_features(), w.out_features() - p.first_column),
+                    actual: format!(
+                        "{} → {}, {} → {}",
+                        p.a.in_features(),
+                        p.a.out_features(),
+                        p.b.in_features(),
+                        p.b.out_features()
+                    ),
+                });
+            }
+            let shape = [group.tokens.len(), p.a.out_features()];
+            let mut product = Tensor::scratch(&shape, DType::F32);
+            backend.matmul(Block::rows(x, group.tokens.clone()), p.a, &mut product, Target::overwrite());
+            let mut low = Tensor::scratch(&shape, w.dtype());
+            backend.convert(&product, p.scale, &mut low);
+            let target = Target { first_row: group.tokens.start, first_column: p.first_column, accumulate: true };
+            backend.matmul(Block::whole(&low), p.b, &mut y, target);
+            low_products.push(low);
+        }
+    }
+    Ok((y, low_products))
+}
+
+/// The backward pass: adds the gradients of the pairs, and answers that of `x` if `wants_dx`.
+pub(super) fn backward(
+    pass: &mut Backward<'_>,
+    x: &Tensor,
+    dy: &Tensor,
+    w: PackedRef<'_>,
+    lora: &[LoraGroup<'_>],
+    low_products: &[Tensor],
+    wants_dx: bool,
+) -> Result<Option<Tensor>> {
+    let backend = pass.backend;
+    let mut dx = wants_dx.then(|| Tensor::scratch(&[x.rows(), w.in_features()], DType::F32));
+    if let Some(dx) = &mut dx {
+        backend.matmul_transposed(Block::whole(dy), w, dx, Target::overwrite());
+    }
+    let mut low_products = low_products.iter();
+    for group in lora {
+        let tokens = group.tokens.clone();
+        let sequences: Vec<_> = group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
+        for p in &group.projections {
+            let low = low_products.next().expect("one low product for each projection");
+            let gradient = pass.lora.at(p.site);
+            if gradient.is_none() && dx.is_none() {
+                continue;
+            }
+            let columns = p.first_column..p.first_column + p.b.out_features();
+            let dy = Block { tensor: dy, rows: tokens.clone(), columns };
+            let shape = [tokens.len(), p.a.out_features()];
+            let mut product = Tensor::scratch(&shape, DType::F32);
+            backend.matmul_transposed(dy.clone(), p.b, &mut product, Target::overwrite());
+            let mut dlow = Tensor::scratch(&shape, w.dtype());
+            backend.convert(&product, p.scale, &mut dlow);
+            if let Some((da, db)) = gradient {
+                backend.matmul_weight_gradient(Block::whole(low), dy, &sequences, db);
+                backend.matmul_weight_gradient(Block::whole(&dlow), Block::rows(x, tokens.clone()), &sequences, da);
+            }
+            if let Some(dx) = &mut dx {
+                let target = Target { first_row: tokens.start, first_column: 0, accumulate: true };
+                backend.matmul_transposed(Block::whole(&dlow), p.a, dx, target);
+            }
+        }
+    }
+    Ok(dx)
+}

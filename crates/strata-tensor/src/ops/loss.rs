@@ -1,0 +1,191 @@
+//! The unembedding with log-softmax, target log-probabilities and their loss, over chunks of tokens.
+//!
+//! The logits of all tokens are never in memory at once: a chunk of them is computed, read, turned into its own gradient and multiplied back, in
+//! one pass over the weight in each direction. Chunks end at even places of a sequence, so that the pairs of tokens
+//! that a bf16 gradient is summed in do not depend on where a chunk ends.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::{check, linear};
+use crate::backend::Backend;
+use crate::tape::{Backward, LoraGradients, LoraGroup};
+use crate::{DType, Error, PackedRef, Result, Tensor};
+
+/// Bytes of f32 logits in a chunk, about: enough rows that the product is bound by arithmetic, and far from the memory of a batch.
+const CHUNK_BYTES: usize = 160 << 20;
+/// Rows of a chunk at least, whatever the vocabulary, and at most.
+const CHUNK_ROWS: Range<usize> = 16..512;
+
+/// Target tokens, any number for each row.
+#[derive(Clone, Copy)]
+pub struct LogprobTargets<'t> {
+    /// Token ids, row after row.
+    pub ids: &'t [u32],
+    /// `offsets[r]..offsets[r + 1]` are the targets of row `r`.
+    pub offsets: &'t [usize],
+}
+
+/// A loss that is a sum of one term for each target.
+pub trait TargetLoss {
+    /// Writes the derivative of the loss by each log-probability of targets `first..first + logprobs.len()`.
+    fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]);
+}
+
+fn chunk_rows(vocab: usize) -> usize {
+    (CHUNK_BYTES / (4 * vocab.max(1))).clamp(CHUNK_ROWS.start, CHUNK_ROWS.end)
+}
+
+/// Runs of at most `max` rows that split a sequence only at even places.
+fn chunks(sequences: &[Range<usize>], rows: usize, max: usize) -> Vec<Range<usize>> {
+    let mut chunks: Vec<Range<usize>> = Vec::new();
+    let mut start = 0;
+    while start < rows {
+        let mut end = (start + max).min(rows);
+        if let Some(cut) = sequences.iter().find(|s| s.start < end && end < s.end) {
+            // `max` is even and at least 16, so at least one row of the chunk stays.
+            end -= (end - cut.start) % 2;
+        }
+        chunks.push(start..end);
+        start = end;
+    }
+    chunks
+}
+
+/// The parts of low-rank groups that fall in `rows`, with tokens counted from its start.
+fn groups_in<'a>(lora: &[LoraGroup<'a>], rows: &Range<usize>) -> Vec<LoraGroup<'a>> {
+    let clip = |r: &Range<usize>| {
+        let (start, end) = (r.start.max(rows.start), r.end.min(rows.end));
+        (start < end).then(|| start - rows.start..end - rows.start)
+    };
+    lora.iter()
+        .filter_map(|g| {
+            let tokens = clip(&g.tokens)?;
+            let sequences = g.sequences.iter().filter_map(clip).collect();
+            Some(LoraGroup { tokens, sequences, projections: g.projections.clone() })
+        })
+        .collect()
+}
+
+/// Log-probabilities of `targets` under the unembedding `w` of normed hidden states `x: [tokens, hidden]` (in the weight's dtype). With a
+/// loss and somewhere for the gradients of low-rank pairs, also the gradient of the loss by `x`, f32.
+///
+/// `sequences` are the sequences of the batch; they decide where chunks may end.
+///
+/// # Errors
+/// If a target is not in the vocabulary, or shapes do not fit.
+pub fn target_logprobs(
+    backend: &dyn Backend,
+    x: &Tensor,
+    w: PackedRef<'_>,
+    lora: &[LoraGroup<'_>],
+    sequences: &[Range<usize>],
+    targets: LogprobTargets<'_>,
+    mut loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
+) -> Result<(Vec<f32>, Option<Tensor>)> {
+    const OP: &str = "target_logprobs";
+    check(OP, x, w.dtype(), w.in_features())?;
+    let vocab = w.out_features();
+    if let Some(&id) = targets.ids.iter().find(|&&id| id as usize >= vocab) {
+        return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: vocab });
+    }
+    if targets.offsets.len() != x.rows() + 1 || targets.offsets.last() != Some(&targets.ids.len()) {
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("offsets of {} rows and {} targets", x.rows(), targets.ids.len()),
+            actual: format!("{} offsets up to {:?}", targets.offsets.len(), targets.offsets.last()),
+        });
+    }
+    let mut logprobs = vec![0.0f32; targets.ids.len()];
+    let mut dx = loss.is_some().then(|| Tensor::scratch(&[x.rows(), w.in_features()], DType::F32));
+    for rows in chunks(sequences, x.rows(), chunk_rows(vocab)) {
+        let chunk = x.as_ref().rows(rows.clone()).to_tensor();
+        let groups = groups_in(lora, &rows);
+        let (logits, low) = linear::forward(backend, &chunk, w, None, &groups)?;
+        let normalizers = backend.log_normalizers(&logits);
+        let logits_view = logits.as_ref();
+        for (r, row) in rows.clone().enumerate() {
+            for t in targets.offsets[row]..targets.offsets[row + 1] {
+                logprobs[t] = logits_view.row(r).f32_at(targets.ids[t] as usize) - normalizers[r];
+            }
+        }
+        let (Some((loss, gradients)), Some(dx)) = (loss.as_mut(), dx.as_mut()) else { continue };
+        let range = targets.offsets[rows.start]..targets.offsets[rows.end];
+        let mut by_logprob = vec![0.0f32; range.len()];
+        loss.gradient(range.start, &logprobs[range.clone()], &mut by_logprob);
+        let terms: Vec<Vec<(u32, f32)>> = rows
+            .clone()
+            .map(|row| {
+                let row = targets.offsets[row]..targets.offsets[row + 1];
+                row.map(|t| (targets.ids[t], by_logprob[t - range.start])).collect()
+            })
+            .collect();
+        let mut dlogits = Tensor::scratch(logits.shape().dims(), w.dtype());
+        backend.logits_gradient(&logits, &normalizers, &terms, &mut dlogits);
+        drop(logits);
+        let mut pass = Backward::new(backend, *gradients);
+        let chunk_dx = linear::backward(&mut pass, &chunk, &dlogits, w, &groups, &low, true)?;
+        let chunk_dx = chunk_dx.expect("the gradient of the input was asked for");
+        dx.rows_mut(rows).copy_from(&chunk_dx);
+    }
+    Ok((logprobs, dx))
+}
+
+/// Calls `visit(i, logits, log_normalizer)` with the prediction after each row `rows[i]` of `x`, from several threads.
+///
+/// # Errors
+/// If a row is not there, or shapes do not fit.
+pub fn visit_logits(
+    backend: &dyn Backend,
+    x: &Tensor,
+    w: PackedRef<'_>,
+    lora: &[LoraGroup<'_>],
+    rows: &[usize],
+    visit: &(dyn Fn(usize, &[f32], f32) + Sync),
+) -> Result<()> {
+    const OP: &str = "visit_logits";
+    check(OP, x, w.dtype(), w.in_features())?;
+    if let Some(&row) = rows.iter().find(|&&r| r >= x.rows()) {
+        return Err(Error::Index { op: OP, what: "rows", index: row, size: x.rows() });
+    }
+    if !rows.is_sorted() {
+        return Err(Error::Unsupported(format!("rows {rows:?} of a batch in an order that is not theirs")));
+    }
+    for (chunk, first) in rows.chunks(chunk_rows(w.out_features())).zip((0..).step_by(chunk_rows(w.out_features()))) {
+        let gathered = Tensor::gather(x, chunk)?;
+        let groups: Vec<LoraGroup<'_>> = lora
+            .iter()
+            .filter_map(|g| {
+                let start = chunk.partition_point(|&r| r < g.tokens.start);
+                let end = chunk.partition_point(|&r| r < g.tokens.end);
+                (start < end).then(|| LoraGroup {
+                    tokens: start..end,
+                    sequences: Rc::from([]),
+                    projections: g.projections.clone(),
+                })
+            })
+            .collect();
+        let (logits, _) = linear::forward(backend, &gathered, w, None, &groups)?;
+        backend.visit_rows(&logits, &|i, row, normalizer| visit(first + i, row, normalizer));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cut_sequences_at_even_places_only() {
+        let sequences = [0..7, 7..60, 60..61, 61..90];
+        let chunks = chunks(&sequences, 90, 16);
+        assert_eq!(chunks.first().unwrap().start, 0);
+        assert_eq!(chunks.last().unwrap().end, 90);
+        assert!(chunks.windows(2).all(|w| w[0].end == w[1].start));
+        for chunk in chunks {
+            assert!(chunk.len() <= 16 && !chunk.is_empty());
+            let inside = sequences.iter().find(|s| s.start < chunk.start && chunk.start < s.end);
+            assert!(inside.is_none_or(|s| (chunk.start - s.start) % 2 == 0));
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! RMSNorm (Zhang & Sennrich, 2019, arXiv:1910.07467), and the residual addition.
+
+use std::rc::Rc;
+
+use super::check_f32;
+use crate::tape::{Tape, Var};
+use crate::{DType, Result, Tensor, TensorRef};
+
+impl<'a> Tape<'a> {
+    /// RMSNorm of every row of f32 `x: [tokens, n]` with frozen f32 `weight: [n]`, in the dtype of the matmul that reads it.
+    ///
+    /// # Errors
+    /// If the width of `x` is not that of the weight.
+    pub fn rms_norm(&mut self, x: &Var, weight: TensorRef<'a>, eps: f32, dtype: DType) -> Result<Var> {
+        check_f32("rms_norm", x.value(), weight.shape().len())?;
+        let mut y = Tensor::scratch(x.value().shape().dims(), dtype);
+        self.backend().rms_norm(x.value(), weight, eps, &mut y);
+        let y = Rc::new(y);
+        if !self.records(&[x], false) {
+            return Ok(self.shared_constant(y));
+        }
+        let (input, node) = (x.shared(), x.node());
+        Ok(self.push(y, move |pass, dy| {
+            pass.accumulate_with(node, input.shape().dims(), |backend, dx| {
+                backend.rms_norm_backward(&dy, &input, weight, eps, dx);
+            });
+            Ok(())
+        }))
+    }
+
+    /// `x + y`, both f32 of one shape.
+    ///
+    /// # Errors
+    /// If the shapes differ.
+    pub fn add(&mut self, x: &Var, y: Var) -> Result<Var> {
+        check_f32("add", x.value(), y.value().shape().row_len())?;
+        check_f32("add", y.value(), x.value().shape().row_len())?;
+        let records = self.records(&[x, &y], false);
+        let (x_node, y_node) = (x.node(), y.node());
+        let mut sum = y.into_tensor();
+        self.backend().add(x.value(), &mut sum);
+        let sum = Rc::new(sum);
+        if !records {
+            return Ok(self.shared_constant(sum));
+        }
+        Ok(self.push(sum, move |pass, gradient| {
+            pass.accumulate(x_node, gradient.clone());
+            pass.accumulate(y_node, gradient);
+            Ok(())
+        }))
+    }
+}

@@ -1,0 +1,34 @@
+//! SwiGLU (Shazeer, 2020, arXiv:2002.05202): `silu(gate) * up`.
+
+use std::rc::Rc;
+
+use super::check_f32;
+use crate::tape::{Tape, Var};
+use crate::{DType, Error, Result, Tensor};
+
+impl<'a> Tape<'a> {
+    /// `silu(gate) * up` of f32 `gate_up: [tokens, 2 * n]`, gate first, as `[tokens, n]` in the dtype of the matmul that reads it.
+    ///
+    /// # Errors
+    /// If the input is not f32 of even width.
+    pub fn swiglu(&mut self, gate_up: &Var, dtype: DType) -> Result<Var> {
+        let width = gate_up.value().shape().row_len();
+        check_f32("swiglu", gate_up.value(), width)?;
+        if !width.is_multiple_of(2) {
+            return Err(Error::Shape { op: "swiglu", expected: "an even width".into(), actual: width.to_string() });
+        }
+        let mut y = Tensor::scratch(&[gate_up.value().rows(), width / 2], dtype);
+        self.backend().swiglu(gate_up.value(), &mut y);
+        let y = Rc::new(y);
+        if !self.records(&[gate_up], false) {
+            return Ok(self.shared_constant(y));
+        }
+        let (input, node) = (gate_up.shared(), gate_up.node());
+        Ok(self.push(y, move |pass, dy| {
+            let mut dgate_up = Tensor::scratch(input.shape().dims(), dtype);
+            pass.backend.swiglu_backward(&dy, &input, &mut dgate_up);
+            pass.accumulate(node, Rc::new(dgate_up));
+            Ok(())
+        }))
+    }
+}

@@ -1,0 +1,232 @@
+//! A small tape: values, and how to go back from the gradient of each to those it came from.
+//!
+//! An op computes its output at once. While recording, and only if some input needs a gradient or the op has low-rank weights of its
+//! own, it also leaves a closure with what its backward needs. Inference runs the same ops on a tape that records nothing,
+//! and intermediate values are freed as soon as the last [`Var`] on them is dropped.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use crate::{Backend, Result, Tensor, TensorMut};
+
+/// A value on a tape.
+#[derive(Clone)]
+pub struct Var {
+    value: Rc<Tensor>,
+    node: Option<usize>,
+}
+
+impl Var {
+    /// The value.
+    pub fn value(&self) -> &Tensor {
+        &self.value
+    }
+
+    /// The value itself, copied if someone else holds it too.
+    pub(crate) fn into_tensor(self) -> Tensor {
+        unshare(self.value)
+    }
+
+    pub(crate) fn shared(&self) -> Rc<Tensor> {
+        self.value.clone()
+    }
+
+    pub(crate) fn node(&self) -> Option<usize> {
+        self.node
+    }
+}
+
+/// Names one low-rank pair of one layer of one group of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoraSite {
+    /// The group of the batch.
+    pub group: usize,
+    /// The module of the model.
+    pub module: usize,
+    /// The layer.
+    pub layer: usize,
+}
+
+/// Where gradients of low-rank weights are added.
+pub trait LoraGradients {
+    /// Accumulators of A `[rank, in]` and of B transposed `[rank, out]`; `None` if this group only scores.
+    fn at(&mut self, site: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)>;
+}
+
+/// A low-rank pair applied to one projection of a linear layer.
+#[derive(Clone)]
+pub struct LoraProjection<'a> {
+    /// `in → rank`.
+    pub a: crate::PackedRef<'a>,
+    /// `rank → out`.
+    pub b: crate::PackedRef<'a>,
+    /// Factor of the product.
+    pub scale: f32,
+    /// First column of the projection in the fused layer's output.
+    pub first_column: usize,
+    /// Where its gradient goes.
+    pub site: LoraSite,
+}
+
+/// The low-rank pairs that apply to a run of tokens.
+#[derive(Clone)]
+pub struct LoraGroup<'a> {
+    /// The tokens.
+    pub tokens: Range<usize>,
+    /// The sequences they belong to, as tokens of the batch.
+    pub sequences: Rc<[Range<usize>]>,
+    /// The pairs.
+    pub projections: Vec<LoraProjection<'a>>,
+}
+
+/// The gradients on their way back.
+pub(crate) struct Backward<'b> {
+    pub backend: &'b dyn Backend,
+    pub lora: &'b mut dyn LoraGradients,
+    gradients: Vec<Option<Rc<Tensor>>>,
+}
+
+impl<'b> Backward<'b> {
+    /// A pass over no recording, for an op that goes back at once.
+    pub(crate) fn new(backend: &'b dyn Backend, lora: &'b mut dyn LoraGradients) -> Self {
+        Backward { backend, lora, gradients: Vec::new() }
+    }
+
+    /// Adds a gradient to a value's.
+    pub(crate) fn accumulate(&mut self, node: Option<usize>, gradient: Rc<Tensor>) {
+        let Some(node) = node else { return };
+        match self.gradients[node].take() {
+            None => self.gradients[node] = Some(gradient),
+            Some(present) => {
+                let mut sum = unshare(present);
+                self.backend.add(&gradient, &mut sum);
+                self.gradients[node] = Some(Rc::new(sum));
+            }
+        }
+    }
+
+    /// Lets `add` add to a value's gradient in place; it begins as zeros of `shape`, f32.
+    pub(crate) fn accumulate_with(
+        &mut self,
+        node: Option<usize>,
+        shape: &[usize],
+        add: impl FnOnce(&dyn Backend, &mut Tensor),
+    ) {
+        let Some(node) = node else { return };
+        let mut sum = match self.gradients[node].take() {
+            Some(present) => unshare(present),
+            None => Tensor::zeros(shape, crate::DType::F32),
+        };
+        add(self.backend, &mut sum);
+        self.gradients[node] = Some(Rc::new(sum));
+    }
+}
+
+fn unshare(tensor: Rc<Tensor>) -> Tensor {
+    Rc::try_unwrap(tensor).unwrap_or_else(|shared| (*shared).clone())
+}
+
+type BackwardFn<'a> = Box<dyn FnOnce(&mut Backward<'_>, Rc<Tensor>) -> Result<()> + 'a>;
+
+/// A recording of ops, or a context for running them without recording. `'a` is the lifetime of weights and batch.
+pub struct Tape<'a> {
+    backend: &'a dyn Backend,
+    recording: bool,
+    nodes: Vec<BackwardFn<'a>>,
+}
+
+impl<'a> Tape<'a> {
+    /// A tape that records nothing.
+    pub fn inference(backend: &'a dyn Backend) -> Self {
+        Tape { backend, recording: false, nodes: Vec::new() }
+    }
+
+    /// A tape that can go back.
+    pub fn recording(backend: &'a dyn Backend) -> Self {
+        Tape { backend, recording: true, nodes: Vec::new() }
+    }
+
+    pub(crate) fn backend(&self) -> &'a dyn Backend {
+        self.backend
+    }
+
+    /// A value that needs no gradient.
+    pub fn constant(&self, value: Tensor) -> Var {
+        Var { value: Rc::new(value), node: None }
+    }
+
+    /// As [`Tape::constant`], of a value that others hold too.
+    pub(crate) fn shared_constant(&self, value: Rc<Tensor>) -> Var {
+        Var { value, node: None }
+    }
+
+    /// Whether an op with these inputs must be able to go back.
+    pub(crate) fn records(&self, inputs: &[&Var], has_weights: bool) -> bool {
+        self.recording && (has_weights || inputs.iter().any(|v| v.node.is_some()))
+    }
+
+    /// A value with its way back.
+    pub(crate) fn push(
+        &mut self,
+        value: Rc<Tensor>,
+        backward: impl FnOnce(&mut Backward<'_>, Rc<Tensor>) -> Result<()> + 'a,
+    ) -> Var {
+        self.nodes.push(Box::new(backward));
+        Var { value, node: Some(self.nodes.len() - 1) }
+    }
+
+    /// Runs `layer` on `x` and keeps only `x`: the backward pass runs it again to find what it needs (Chen et al., 2016,
+    /// arXiv:1604.06174). `layer` must compute the same both times.
+    ///
+    /// # Errors
+    /// Those of `layer`.
+    pub fn checkpoint(&mut self, x: &Var, layer: impl Fn(&mut Tape<'a>, &Var) -> Result<Var> + 'a) -> Result<Var> {
+        let backend = self.backend;
+        let input = Var { value: x.shared(), node: None };
+        let y = layer(&mut Tape::inference(backend), &input)?;
+        if !self.recording {
+            return Ok(y);
+        }
+        let (x, x_node) = (x.shared(), x.node);
+        Ok(self.push(y.value, move |pass, dy| {
+            let mut inner = Tape::recording(backend);
+            let input = match x_node {
+                // A leaf: its backward has nothing more to do, its gradient is what we are after.
+                Some(_) => inner.push(x, |_, _| Ok(())),
+                None => Var { value: x, node: None },
+            };
+            let y = layer(&mut inner, &input)?;
+            drop(input);
+            if let Some(dx) = inner.backward_to_first(&y, dy, pass.lora)? {
+                pass.accumulate(x_node, dx);
+            }
+            Ok(())
+        }))
+    }
+
+    /// Goes back from `y` with its gradient; gradients of low-rank weights are added to `lora`.
+    ///
+    /// # Errors
+    /// If the gradient does not have the shape of the value, or an op refuses.
+    pub fn backward(self, y: &Var, dy: Tensor, lora: &mut dyn LoraGradients) -> Result<()> {
+        self.backward_to_first(y, Rc::new(dy), lora).map(|_| ())
+    }
+
+    /// As [`Tape::backward`]; answers the gradient of the first value on the tape.
+    fn backward_to_first(self, y: &Var, dy: Rc<Tensor>, lora: &mut dyn LoraGradients) -> Result<Option<Rc<Tensor>>> {
+        let Some(last) = y.node else { return Ok(None) };
+        let mut gradients = vec![None; self.nodes.len()];
+        gradients[last] = Some(dy);
+        let mut pass = Backward { backend: self.backend, lora, gradients };
+        let mut first = None;
+        for (node, backward) in self.nodes.into_iter().enumerate().rev() {
+            if let Some(gradient) = pass.gradients[node].take() {
+                if node == 0 {
+                    first = Some(gradient.clone());
+                }
+                backward(&mut pass, gradient)?;
+            }
+        }
+        Ok(first)
+    }
+}
