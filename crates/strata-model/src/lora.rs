@@ -38,6 +38,29 @@ pub struct LoraModule {
 /// The largest rank that is accepted.
 pub const RANK_MAX: usize = 1024;
 
+/// A set of modules, by place in the model's list of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModuleSet(u64);
+
+impl ModuleSet {
+    /// No modules.
+    pub const NONE: ModuleSet = ModuleSet(0);
+
+    /// Adds a module.
+    ///
+    /// # Panics
+    /// If `index` is above 63: architectures have a dozen kinds of linear layers.
+    pub fn insert(&mut self, index: usize) {
+        assert!(index < 64, "module {index} does not fit in a set of 64");
+        self.0 |= 1 << index;
+    }
+
+    /// Whether a module is in the set.
+    pub fn contains(&self, index: usize) -> bool {
+        index < 64 && self.0 >> index & 1 == 1
+    }
+}
+
 /// The shape of an adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraConfig {
@@ -51,6 +74,8 @@ pub struct LoraConfig {
     pub mlp: bool,
     /// Whether the unembedding carries LoRA.
     pub unembed: bool,
+    /// Modules without LoRA although their part is trained, as in a PEFT adapter of q and v only.
+    pub left_out: ModuleSet,
 }
 
 impl LoraConfig {
@@ -66,6 +91,11 @@ impl LoraConfig {
             Part::Mlp => self.mlp,
             Part::Unembed => self.unembed,
         }
+    }
+
+    /// Whether `module`, at place `index` of the model's list, carries LoRA.
+    pub fn carries(&self, index: usize, module: &LoraModule) -> bool {
+        self.trains(module.part) && !self.left_out.contains(index)
     }
 
     /// Refuses shapes that no adapter can have.
@@ -109,7 +139,8 @@ impl LoraParams {
             a: Tensor::zeros(&[m.num_layers, config.rank, m.in_features], DType::F32),
             b: Tensor::zeros(&[m.num_layers, config.rank, m.out_features], DType::F32),
         };
-        LoraParams { stacks: modules.iter().map(|m| config.trains(m.part).then(|| stack(m))).collect() }
+        let stacks = modules.iter().enumerate().map(|(i, m)| config.carries(i, m).then(|| stack(m))).collect();
+        LoraParams { stacks }
     }
 
     /// A fresh adapter: A uniform in ±1/√in_features (Kaiming-uniform with a = √5, as PEFT initialises it), B zero. Each number

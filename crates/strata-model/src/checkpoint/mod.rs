@@ -1,12 +1,18 @@
 //! Checkpoints on disk: the only place that knows how Hugging Face lays out files and names tensors.
 //!
+//! - [`write_adapter`], [`read_adapter`]: PEFT adapters; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
+//! - [`write_atomically`]: directories that appear whole or not at all.
 //! - [`safetensors`](Checkpoint): base models, one file or sharded, mapped into memory; [`CheckpointReader`] accounts for every tensor.
 
+mod atomic;
 mod limits;
+mod peft;
 mod reader;
 mod safetensors;
 mod source_tensor;
 
+pub use atomic::{Existing, recover_directories, write_atomically};
+pub use peft::{OptimizerState, PeftAdapter, read_adapter, read_optimizer, write_adapter, write_optimizer};
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};

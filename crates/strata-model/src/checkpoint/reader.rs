@@ -36,6 +36,17 @@ impl<'a> CheckpointReader<'a> {
         None
     }
 
+    /// The number that a tensor of one u64 holds. Failures are remembered as for [`CheckpointReader::require`].
+    pub(crate) fn require_count(&mut self, name: &str) -> Option<u64> {
+        self.unused.remove(name);
+        match self.checkpoint.count(name) {
+            Some(Ok(count)) => return Some(count),
+            Some(Err(message)) => self.malformed.push(message),
+            None => self.missing.push(name.into()),
+        }
+        None
+    }
+
     /// Whether the checkpoint holds a tensor of this name. Does not count as its use.
     pub fn contains(&self, name: &str) -> bool {
         self.checkpoint.contains(name)

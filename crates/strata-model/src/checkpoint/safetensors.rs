@@ -107,6 +107,16 @@ impl Checkpoint {
         Ok(Some(SourceTensor { name, shape: &entry.shape, dtype, bytes }))
     }
 
+    /// The number that a tensor of one u64 holds; `None` if there is no such tensor, the error if it is something else.
+    pub(crate) fn count(&self, name: &str) -> Option<Result<u64, String>> {
+        let entry = self.tensors.get(name)?;
+        let bytes = &self.shards[entry.shard].bytes()[entry.bytes.clone()];
+        match (entry.dtype, bytes.try_into()) {
+            (Dtype::U64, Ok(bytes)) => Some(Ok(u64::from_le_bytes(bytes))),
+            _ => Some(Err(format!("tensor {name} has dtype {} and shape {:?}, expected one U64", entry.dtype, entry.shape))),
+        }
+    }
+
     /// An error about this checkpoint.
     pub(crate) fn error(&self, message: String) -> Error {
         Error::Checkpoint { path: self.path.clone(), message }

@@ -1,0 +1,294 @@
+//! LoRA adapters as PEFT stores them: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! For each layer and projection there is an A of `[rank, in]` and a B of `[out, rank]`, unscaled, under
+//! `base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight` and so on. PEFT loads the files of adapters that train attention
+//! and MLP as they are. The unembedding is where two conventions part: it is written as the Tinker tools merge it,
+//! `base_model.model.model.unembed_tokens`, a name that PEFT passes over with a warning about missing keys of `lm_head`, while all else loads;
+//! PEFT's own `base_model.model.lm_head` is read too. Writing both would make the Tinker tools merge the product twice.
+
+mod config;
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, View, serialize_to_file};
+use strata_tensor::{DType, Tensor, TensorRef};
+
+use super::{Checkpoint, CheckpointReader, SourceTensor, read_text};
+use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, ModuleSet, Part};
+use crate::{Error, Result};
+use config::AdapterSettings;
+
+/// The largest `adapter_config.json` that is read.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+const CONFIG_FILE: &str = "adapter_config.json";
+const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+/// Paths of the unembedding: the one that is written, and PEFT's.
+const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tokens", "base_model.model.lm_head"];
+/// Prefixes of Adam's moments in [`OPTIMIZER_FILE`].
+const MOMENTS: [&str; 2] = ["m.", "v."];
+const STEP: &str = "step";
+
+/// An adapter that was read.
+#[derive(Debug)]
+pub struct PeftAdapter {
+    /// Its shape.
+    pub config: LoraConfig,
+    /// Its weights.
+    pub params: LoraParams,
+    /// The base model it says it was trained on.
+    pub base_model: Option<String>,
+}
+
+/// Moments of Adam and the number of steps taken.
+#[derive(Debug)]
+pub struct OptimizerState {
+    /// First moment.
+    pub m: LoraParams,
+    /// Second moment.
+    pub v: LoraParams,
+    /// Steps taken.
+    pub step: u64,
+}
+
+/// Writes an adapter, in f32, into a directory that exists. `base_model` is the name of the model it was trained on.
+///
+/// # Errors
+/// If a file cannot be written.
+pub fn write_adapter(
+    dir: &Path,
+    modules: &[LoraModule],
+    config: &LoraConfig,
+    params: &LoraParams,
+    base_model: &str,
+) -> Result<()> {
+    let path = dir.join(CONFIG_FILE);
+    std::fs::write(&path, config::to_json(modules, config, base_model)).map_err(|source| Error::Io { path, source })?;
+    write_tensors(&dir.join(WEIGHTS_FILE), tensors("", modules, params))
+}
+
+/// Reads an adapter for a model with these modules. Any subset of modules may carry LoRA, each in all of its layers; the
+/// adapter is widened to f32 if it is narrower.
+///
+/// # Errors
+/// If files are missing or malformed, a tensor does not fit the model or the rank, belongs to nothing, or is missing, or the
+/// adapter needs something that is not plain LoRA. The message says what.
+pub fn read_adapter(dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
+    let path = dir.join(CONFIG_FILE);
+    let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?)
+        .map_err(|message| Error::Checkpoint { path: path.clone(), message })?;
+    let checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
+    let mut config = LoraConfig {
+        rank: settings.rank,
+        alpha: settings.alpha,
+        attention: false,
+        mlp: false,
+        unembed: false,
+        left_out: ModuleSet::NONE,
+    };
+    let carried: Vec<bool> = modules.iter().map(|m| is_carried(&checkpoint, m)).collect();
+    for (module, _) in modules.iter().zip(&carried).filter(|(_, carried)| **carried) {
+        match module.part {
+            Part::Attention => config.attention = true,
+            Part::Mlp => config.mlp = true,
+            Part::Unembed => config.unembed = true,
+        }
+    }
+    for (index, module) in modules.iter().enumerate() {
+        if carried[index] {
+            continue;
+        }
+        if settings.targets(module.path) {
+            let message = format!("target_modules names {}, but {WEIGHTS_FILE} holds nothing for it", module.path);
+            return Err(Error::Checkpoint { path, message });
+        }
+        if config.trains(module.part) {
+            config.left_out.insert(index);
+        }
+    }
+    let mut reader = CheckpointReader::new(&checkpoint);
+    let params = read_params(&mut reader, "", modules, &config);
+    reader.finish()?;
+    config.validate()?;
+    Ok(PeftAdapter { config, params: params?, base_model: settings.base_model })
+}
+
+/// Writes the state of an optimizer, bit for bit, into a directory that exists.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write_optimizer(dir: &Path, modules: &[LoraModule], m: &LoraParams, v: &LoraParams, step: u64) -> Result<()> {
+    let [m_prefix, v_prefix] = MOMENTS;
+    let moments = tensors(m_prefix, modules, m).chain(tensors(v_prefix, modules, v));
+    write_tensors(&dir.join(OPTIMIZER_FILE), moments.chain([(STEP.into(), OutTensor::Count(step))]))
+}
+
+/// Reads the state of an optimizer of an adapter of `config`: the bits that were written.
+///
+/// # Errors
+/// If the file is missing or malformed, or does not fit the adapter.
+pub fn read_optimizer(dir: &Path, modules: &[LoraModule], config: &LoraConfig) -> Result<OptimizerState> {
+    let checkpoint = Checkpoint::open_file(&dir.join(OPTIMIZER_FILE))?;
+    let mut reader = CheckpointReader::new(&checkpoint);
+    let [m, v] = MOMENTS.map(|prefix| read_params(&mut reader, prefix, modules, config));
+    let step = reader.require_count(STEP);
+    reader.finish()?;
+    Ok(OptimizerState { m: m?, v: v?, step: step.expect("a reader that finished well has filled every request") })
+}
+
+/// Path of a module in a layer, under which its `lora_A.weight` and `lora_B.weight` are.
+fn module_path(module: &LoraModule, layer: usize) -> String {
+    match module.part {
+        Part::Unembed => UNEMBED_PATHS[0].into(),
+        Part::Attention | Part::Mlp => format!("base_model.model.model.layers.{layer}.{}", module.path),
+    }
+}
+
+fn a_name(prefix: &str, path: &str) -> String {
+    format!("{prefix}{path}.lora_A.weight")
+}
+
+fn b_name(prefix: &str, path: &str) -> String {
+    format!("{prefix}{path}.lora_B.weight")
+}
+
+fn holds(checkpoint: &Checkpoint, path: &str) -> bool {
+    checkpoint.contains(&a_name("", path)) || checkpoint.contains(&b_name("", path))
+}
+
+/// Whether the adapter has anything for a module.
+fn is_carried(checkpoint: &Checkpoint, module: &LoraModule) -> bool {
+    match module.part {
+        Part::Unembed => UNEMBED_PATHS.iter().any(|path| holds(checkpoint, path)),
+        Part::Attention | Part::Mlp => (0..module.num_layers).any(|layer| holds(checkpoint, &module_path(module, layer))),
+    }
+}
+
+/// Reads one quantity of an adapter. Whatever does not fit is in the reader's account, to be settled before the result is used.
+fn read_params(
+    reader: &mut CheckpointReader<'_>,
+    prefix: &str,
+    modules: &[LoraModule],
+    config: &LoraConfig,
+) -> Result<LoraParams> {
+    let mut stacks = Vec::with_capacity(modules.len());
+    for (index, module) in modules.iter().enumerate() {
+        if !config.carries(index, module) {
+            stacks.push(None);
+            continue;
+        }
+        let mut pairs = Vec::with_capacity(module.num_layers);
+        for layer in 0..module.num_layers {
+            let mut path = module_path(module, layer);
+            if module.part == Part::Unembed
+                && !reader.contains(&a_name(prefix, &path))
+                && reader.contains(&a_name(prefix, UNEMBED_PATHS[1]))
+            {
+                path = UNEMBED_PATHS[1].into();
+            }
+            let a = reader.require(&a_name(prefix, &path), &[config.rank, module.in_features]);
+            let b = reader.require(&b_name(prefix, &path), &[module.out_features, config.rank]);
+            pairs.extend(a.zip(b));
+        }
+        // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
+        if pairs.len() == module.num_layers {
+            stacks.push(Some(read_stack(module, config.rank, &pairs)?));
+        }
+    }
+    Ok(LoraParams { stacks })
+}
+
+fn read_stack(module: &LoraModule, rank: usize, pairs: &[(SourceTensor<'_>, SourceTensor<'_>)]) -> Result<LoraStack> {
+    let mut stack = LoraStack {
+        a: Tensor::zeros(&[module.num_layers, rank, module.in_features], DType::F32),
+        b: Tensor::zeros(&[module.num_layers, rank, module.out_features], DType::F32),
+    };
+    for (layer, (a, b)) in pairs.iter().enumerate() {
+        stack.a.row_mut(layer).copy_from_bytes(a.read(DType::F32)?.as_ref().as_bytes())?;
+        stack.b.row_mut(layer).copy_from_bytes(&transposed(b.read(DType::F32)?.as_ref()))?;
+    }
+    Ok(stack)
+}
+
+/// Bytes of the transpose of an f32 matrix. Moves bits, computes nothing.
+fn transposed(matrix: TensorRef<'_>) -> Vec<u8> {
+    let shape = matrix.shape();
+    let (rows, columns) = (shape.leading(), shape.row_len());
+    let source = matrix.as_bytes().as_chunks::<4>().0;
+    let mut bytes = vec![0; matrix.as_bytes().len()];
+    for (i, value) in bytes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        // Element `i` of the transpose `[columns, rows]`.
+        *value = source[i % rows * columns + i / rows];
+    }
+    bytes
+}
+
+/// A tensor to be written; B matrices are transposed only when their turn comes.
+enum OutTensor<'a> {
+    A { view: TensorRef<'a>, shape: [usize; 2] },
+    B { view: TensorRef<'a>, shape: [usize; 2] },
+    Count(u64),
+}
+
+impl View for OutTensor<'_> {
+    fn dtype(&self) -> Dtype {
+        match self {
+            OutTensor::A { .. } | OutTensor::B { .. } => Dtype::F32,
+            OutTensor::Count(_) => Dtype::U64,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        match self {
+            OutTensor::A { shape, .. } | OutTensor::B { shape, .. } => shape,
+            OutTensor::Count(_) => &[],
+        }
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        match self {
+            OutTensor::A { view, .. } => view.as_bytes().into(),
+            OutTensor::B { view, .. } => transposed(*view).into(),
+            OutTensor::Count(count) => count.to_le_bytes().to_vec().into(),
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        match self {
+            OutTensor::A { view, .. } | OutTensor::B { view, .. } => view.as_bytes().len(),
+            OutTensor::Count(_) => 8,
+        }
+    }
+}
+
+/// All tensors of one quantity of an adapter, by their names in files.
+fn tensors<'a>(
+    prefix: &'a str,
+    modules: &'a [LoraModule],
+    params: &'a LoraParams,
+) -> impl Iterator<Item = (String, OutTensor<'a>)> {
+    let stacks = modules.iter().zip(&params.stacks).filter_map(|(module, stack)| Some((module, stack.as_ref()?)));
+    stacks.flat_map(move |(module, stack)| {
+        (0..module.num_layers).flat_map(move |layer| {
+            let path = module_path(module, layer);
+            let (a, b) = (stack.a.row(layer), stack.b.row(layer));
+            let rank = a.shape().leading();
+            [
+                (a_name(prefix, &path), OutTensor::A { view: a, shape: [rank, module.in_features] }),
+                (b_name(prefix, &path), OutTensor::B { view: b, shape: [module.out_features, rank] }),
+            ]
+        })
+    })
+}
+
+fn write_tensors<'a>(path: &Path, tensors: impl Iterator<Item = (String, OutTensor<'a>)>) -> Result<()> {
+    // Transformers and PEFT insist on this entry.
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    serialize_to_file(tensors, Some(metadata), path)
+        .map_err(|e| Error::Checkpoint { path: path.into(), message: format!("cannot be written: {e}") })
+}
+
+#[cfg(test)]
+mod tests;

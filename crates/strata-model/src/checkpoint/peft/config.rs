@@ -1,0 +1,194 @@
+//! `adapter_config.json`: PEFT's `LoraConfig`.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::lora::{LoraConfig, LoraModule, Part, RANK_MAX};
+
+/// Settings that do not change what a finished adapter computes: provenance, how it was initialised or trained, and sizes of features that
+/// other keys turn on.
+const IGNORED: [&str; 19] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "parent_library",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+];
+/// Settings that are read below.
+const READ: [&str; 6] = ["bias", "lora_alpha", "peft_type", "r", "target_modules", "use_rslora"];
+/// Initialisations that change the base model's weights too, so that the adapter alone is not enough.
+const INITS_OF_THE_BASE: [&str; 4] = ["pissa", "olora", "corda", "lora_ga"];
+
+/// What an adapter says of itself.
+#[derive(Debug)]
+pub(super) struct AdapterSettings {
+    pub(super) rank: usize,
+    /// Numerator of the scale `alpha / rank`.
+    pub(super) alpha: f32,
+    pub(super) base_model: Option<String>,
+    /// Names that `target_modules` lists; empty if it is a pattern.
+    target_modules: Vec<String>,
+}
+
+impl AdapterSettings {
+    /// Reads PEFT's configuration; anything in it that is not plain LoRA is refused by key and value.
+    pub(super) fn from_json(json: &str) -> Result<Self, String> {
+        let value: Value = serde_json::from_str(json).map_err(|e| format!("is not JSON: {e}"))?;
+        let map = value.as_object().ok_or("is not a JSON object")?;
+        match map.get("peft_type") {
+            Some(Value::String(t)) if t == "LORA" => {}
+            other => return Err(format!("peft_type is {}; supported: \"LORA\"", show(other))),
+        }
+        refuse_other_features(map)?;
+        let rank = match map.get("r").and_then(Value::as_u64) {
+            Some(rank) if (1..=RANK_MAX as u64).contains(&rank) => rank as usize,
+            _ => return Err(format!("r is {}, not a rank between 1 and {RANK_MAX}", show(map.get("r")))),
+        };
+        let alpha = match map.get("lora_alpha").and_then(Value::as_f64) {
+            Some(alpha) if (alpha as f32).is_finite() => alpha,
+            _ => return Err(format!("lora_alpha is {}, not a number", show(map.get("lora_alpha")))),
+        };
+        // Rank-stabilised LoRA (arXiv:2312.03732) scales by alpha / √rank.
+        let stabilised = match map.get("use_rslora") {
+            None | Some(Value::Null | Value::Bool(false)) => false,
+            Some(Value::Bool(true)) => true,
+            other => return Err(format!("use_rslora is {}, not true or false", show(other))),
+        };
+        let alpha = if stabilised { alpha * (rank as f64).sqrt() } else { alpha };
+        let target_modules = match map.get("target_modules") {
+            Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).map(String::from).collect(),
+            _ => Vec::new(),
+        };
+        let base_model = map.get("base_model_name_or_path").and_then(Value::as_str).map(String::from);
+        Ok(AdapterSettings { rank, alpha: alpha as f32, base_model, target_modules })
+    }
+
+    /// Whether `target_modules` lists the module at a Hugging Face path such as `self_attn.q_proj`. PEFT takes a listed name for the end
+    /// of a path, from a dot on.
+    pub(super) fn targets(&self, path: &str) -> bool {
+        let ends_with =
+            |long: &str, short: &str| long.strip_suffix(short).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'));
+        self.target_modules.iter().any(|name| ends_with(path, name))
+    }
+}
+
+/// Refuses every feature that is on and unknown here: it would change the numbers.
+fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
+    match map.get("bias") {
+        None | Some(Value::Null) => {}
+        Some(Value::String(bias)) if bias == "none" => {}
+        other => return Err(format!("bias is {}; supported: \"none\"", show(other))),
+    }
+    if let Some(Value::String(init)) = map.get("init_lora_weights")
+        && INITS_OF_THE_BASE.iter().any(|name| init.starts_with(name))
+    {
+        return Err(format!(
+            "init_lora_weights is {init:?}, which changes the base model; save the adapter converted to plain LoRA"
+        ));
+    }
+    for (key, value) in map {
+        let is_on = match value {
+            Value::Bool(on) => *on,
+            Value::Array(list) => !list.is_empty(),
+            Value::Object(map) => !map.is_empty(),
+            // PEFT's features are switched by flags, lists and objects; numbers and strings are their settings.
+            Value::Null | Value::Number(_) | Value::String(_) => false,
+        };
+        if is_on && !IGNORED.contains(&key.as_str()) && !READ.contains(&key.as_str()) {
+            return Err(format!("{key} is {}, which is not supported; supported: plain LoRA", show(Some(value))));
+        }
+    }
+    match map.get("layers_to_transform") {
+        None | Some(Value::Null) => Ok(()),
+        other => Err(format!("layers_to_transform is {}; supported: all layers", show(other))),
+    }
+}
+
+fn show(value: Option<&Value>) -> String {
+    const CHARS_MAX: usize = 200;
+    let Some(value) = value else { return "missing".into() };
+    let text = value.to_string();
+    match text.char_indices().nth(CHARS_MAX) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
+
+/// The configuration as PEFT writes it.
+pub(super) fn to_json(modules: &[LoraModule], config: &LoraConfig, base_model: &str) -> String {
+    let carried = modules.iter().enumerate().filter(|(index, module)| config.carries(*index, module));
+    let mut target_modules: Vec<_> = carried
+        .map(|(_, module)| match module.part {
+            Part::Unembed => "lm_head",
+            Part::Attention | Part::Mlp => module.path.rsplit('.').next().unwrap_or(module.path),
+        })
+        .collect();
+    target_modules.sort_unstable();
+    let file = AdapterFile {
+        alpha_pattern: Map::new(),
+        auto_mapping: None,
+        base_model_name_or_path: base_model,
+        bias: "none",
+        fan_in_fan_out: false,
+        inference_mode: true,
+        init_lora_weights: true,
+        layers_pattern: None,
+        layers_to_transform: None,
+        lora_alpha: number(config.alpha),
+        lora_dropout: 0.0,
+        modules_to_save: None,
+        peft_type: "LORA",
+        r: config.rank,
+        rank_pattern: Map::new(),
+        revision: None,
+        target_modules,
+        task_type: "CAUSAL_LM",
+        use_dora: false,
+        use_rslora: false,
+    };
+    serde_json::to_string_pretty(&file).expect("plain numbers, strings and flags are JSON") + "\n"
+}
+
+#[derive(Serialize)]
+struct AdapterFile<'a> {
+    alpha_pattern: Map<String, Value>,
+    auto_mapping: Option<()>,
+    base_model_name_or_path: &'a str,
+    bias: &'a str,
+    fan_in_fan_out: bool,
+    inference_mode: bool,
+    init_lora_weights: bool,
+    layers_pattern: Option<()>,
+    layers_to_transform: Option<()>,
+    lora_alpha: Value,
+    lora_dropout: f32,
+    modules_to_save: Option<()>,
+    peft_type: &'a str,
+    r: usize,
+    rank_pattern: Map<String, Value>,
+    revision: Option<()>,
+    target_modules: Vec<&'a str>,
+    task_type: &'a str,
+    use_dora: bool,
+    use_rslora: bool,
+}
+
+/// A whole number without a decimal point, as PEFT declares `lora_alpha`; otherwise the value itself, which reads back exactly.
+fn number(value: f32) -> Value {
+    let whole = value as i64;
+    if whole as f32 == value { whole.into() } else { f64::from(value).into() }
+}

@@ -1,0 +1,231 @@
+use std::fs;
+use std::path::PathBuf;
+
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+
+use super::*;
+
+const RANK: usize = 3;
+
+/// Modules in the shape of a two-layer model.
+fn modules() -> Vec<LoraModule> {
+    let module =
+        |path, part, num_layers, in_features, out_features| LoraModule { path, part, num_layers, in_features, out_features };
+    vec![
+        module("self_attn.q_proj", Part::Attention, 2, 4, 6),
+        module("self_attn.v_proj", Part::Attention, 2, 4, 2),
+        module("mlp.down_proj", Part::Mlp, 2, 8, 4),
+        module("lm_head", Part::Unembed, 1, 4, 10),
+    ]
+}
+
+fn all_parts() -> LoraConfig {
+    LoraConfig { rank: RANK, alpha: 32.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE }
+}
+
+/// Parameters in which every number differs, some of them such as arithmetic would not preserve.
+fn distinct_params(config: &LoraConfig) -> LoraParams {
+    let mut params = LoraParams::zeros(&modules(), config);
+    let mut next = 0x3f80_0000u32;
+    for tensor in params.tensors_mut() {
+        let bytes: Vec<u8> = (0..tensor.size_bytes() / 4).flat_map(|i| (next + i as u32 * 77).to_le_bytes()).collect();
+        tensor.as_mut().copy_from_bytes(&bytes).unwrap();
+        next += 1_000_003;
+    }
+    let first = params.tensors_mut().next().unwrap();
+    let odd = [f32::from_bits(0x7fa0_1234), -0.0, f32::from_bits(1), f32::INFINITY];
+    let rest = first.as_ref().as_bytes()[16..].to_vec();
+    let bytes: Vec<u8> = odd.iter().flat_map(|v| v.to_bits().to_le_bytes()).chain(rest).collect();
+    first.as_mut().copy_from_bytes(&bytes).unwrap();
+    params
+}
+
+fn bits(params: &LoraParams) -> Vec<Option<[Vec<u8>; 2]>> {
+    let stack_bits = |s: &LoraStack| [s.a.as_ref().as_bytes().to_vec(), s.b.as_ref().as_bytes().to_vec()];
+    params.stacks.iter().map(|s| s.as_ref().map(stack_bits)).collect()
+}
+
+fn written(config: &LoraConfig) -> (tempfile::TempDir, LoraParams) {
+    let dir = tempfile::tempdir().unwrap();
+    let params = distinct_params(config);
+    write_adapter(dir.path(), &modules(), config, &params, "org/base").unwrap();
+    (dir, params)
+}
+
+/// Changes keys of the configuration of a written adapter.
+fn change_config(dir: &Path, changes: Value) {
+    let path = dir.join(CONFIG_FILE);
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    fs::write(path, config.to_string()).unwrap();
+}
+
+/// Renames, or with `None` removes, tensors of a written adapter.
+fn change_tensors(dir: &Path, change: impl Fn(&str) -> Option<String>) {
+    let path = dir.join(WEIGHTS_FILE);
+    let bytes = fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors: Vec<_> = file.iter().filter_map(|(name, view)| Some((change(name)?, view))).collect();
+    let changed = safetensors::serialize(tensors, None).unwrap();
+    fs::write(path, changed).unwrap();
+}
+
+fn read_error(dir: &Path) -> String {
+    read_adapter(dir, &modules()).unwrap_err().to_string()
+}
+
+#[test]
+fn an_adapter_reads_back_to_the_bit() {
+    for (attention, mlp, unembed) in [(true, true, true), (true, false, false), (false, true, false), (false, false, true)] {
+        let config = LoraConfig { attention, mlp, unembed, ..all_parts() };
+        let (dir, params) = written(&config);
+        let read = read_adapter(dir.path(), &modules()).unwrap();
+        assert_eq!(read.config, config);
+        assert_eq!(read.base_model.as_deref(), Some("org/base"));
+        assert_eq!(bits(&read.params), bits(&params));
+    }
+}
+
+#[test]
+fn an_adapter_of_some_modules_reads_back_as_such() {
+    let mut config = LoraConfig { mlp: false, unembed: false, alpha: 0.3, ..all_parts() };
+    config.left_out.insert(1);
+    let (dir, params) = written(&config);
+    let read = read_adapter(dir.path(), &modules()).unwrap();
+    assert_eq!(read.config, config);
+    assert!(read.params.stacks[1].is_none());
+    assert_eq!(bits(&read.params), bits(&params));
+}
+
+#[test]
+fn names_and_shapes_are_those_of_peft_and_the_tinker_tools() {
+    let (dir, params) = written(&all_parts());
+    let bytes = fs::read(dir.path().join(WEIGHTS_FILE)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let shape = |name: &str| file.tensor(name).unwrap().shape().to_vec();
+    assert_eq!(file.len(), 14);
+    assert_eq!(shape("base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"), [RANK, 4]);
+    assert_eq!(shape("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"), [4, RANK]);
+    assert_eq!(shape("base_model.model.model.unembed_tokens.lora_B.weight"), [10, RANK]);
+    let b = file.tensor("base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight").unwrap();
+    let ours = params.stacks[0].as_ref().unwrap().b.row(1).to_f32_vec();
+    let (output, place_in_rank) = (5, 2);
+    let theirs = b.data().as_chunks::<4>().0[output * RANK + place_in_rank];
+    assert_eq!(f32::from_le_bytes(theirs), ours[place_in_rank * 6 + output]);
+    let config: Value = serde_json::from_str(&fs::read_to_string(dir.path().join(CONFIG_FILE)).unwrap()).unwrap();
+    assert_eq!(config["target_modules"], json!(["down_proj", "lm_head", "q_proj", "v_proj"]));
+    assert_eq!((&config["r"], &config["lora_alpha"], &config["peft_type"]), (&json!(3), &json!(32), &json!("LORA")));
+}
+
+#[test]
+fn pefts_own_name_of_the_unembedding_is_read() {
+    let (dir, params) = written(&all_parts());
+    change_tensors(dir.path(), |name| Some(name.replace("model.unembed_tokens", "lm_head")));
+    assert_eq!(bits(&read_adapter(dir.path(), &modules()).unwrap().params), bits(&params));
+    change_tensors(dir.path(), |name| Some(name.replace("lm_head.lora_A", "model.unembed_tokens.lora_A")));
+    assert!(read_error(dir.path()).contains("unembed_tokens.lora_B.weight"));
+}
+
+#[test]
+fn tensors_must_fit_model_and_rank_and_all_be_used() {
+    let (dir, _) = written(&all_parts());
+    change_config(dir.path(), json!({"r": 5}));
+    let error = read_error(dir.path());
+    assert!(error.contains("shape [3, 4], expected [5, 4]") && error.contains("adapter_model.safetensors"), "{error}");
+    let (dir, _) = written(&all_parts());
+    change_tensors(dir.path(), |name| (!name.contains("layers.1.self_attn.q_proj.lora_B")).then(|| name.into()));
+    assert!(read_error(dir.path()).contains("missing tensors: base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"));
+    let (dir, _) = written(&all_parts());
+    change_tensors(dir.path(), |name| Some(name.replace("layers.1.", "layers.2.")));
+    let error = read_error(dir.path());
+    assert!(error.contains("no use for: base_model.model.model.layers.2.mlp.down_proj.lora_A.weight"), "{error}");
+    let (dir, _) = written(&all_parts());
+    change_tensors(dir.path(), |name| (!name.contains("v_proj")).then(|| name.into()));
+    assert!(read_error(dir.path()).contains("target_modules names self_attn.v_proj"));
+    let (dir, _) = written(&all_parts());
+    change_tensors(dir.path(), |_| None);
+    change_config(dir.path(), json!({"target_modules": "all-linear"}));
+    assert!(read_error(dir.path()).contains("all three are off"));
+}
+
+#[test]
+fn features_beyond_plain_lora_are_refused_by_name() {
+    for changes in [
+        json!({"use_dora": true}),
+        json!({"rank_pattern": {"q_proj": 8}}),
+        json!({"alpha_pattern": {"q_proj": 8}}),
+        json!({"modules_to_save": ["embed_tokens"]}),
+        json!({"bias": "all"}),
+        json!({"lora_bias": true}),
+        json!({"fan_in_fan_out": true}),
+        json!({"use_qalora": true}),
+        json!({"layers_to_transform": [0]}),
+        json!({"layers_to_transform": 0}),
+        json!({"layer_replication": [[0, 1]]}),
+        json!({"target_parameters": ["experts"]}),
+        json!({"trainable_token_indices": {"embed_tokens": [1]}}),
+        json!({"peft_type": "IA3"}),
+        json!({"init_lora_weights": "pissa_niter_16"}),
+        json!({"r": 0}),
+        json!({"r": 1_000_000}),
+        json!({"lora_alpha": "much"}),
+        json!({"lora_alpha": 1e300}),
+        json!({"some_feature_of_next_year": true}),
+    ] {
+        let (dir, _) = written(&all_parts());
+        let key = changes.as_object().unwrap().keys().next().unwrap().clone();
+        change_config(dir.path(), changes);
+        let error = read_error(dir.path());
+        assert!(error.contains(&key) && error.contains(CONFIG_FILE), "{key}: {error}");
+    }
+}
+
+#[test]
+fn rank_stabilised_adapters_keep_their_scale() {
+    let (dir, _) = written(&all_parts());
+    change_config(dir.path(), json!({"use_rslora": true, "lora_alpha": 16}));
+    let scale = read_adapter(dir.path(), &modules()).unwrap().config.scale();
+    assert!((scale - 16.0 / 3f32.sqrt()).abs() < 1e-6, "{scale}");
+}
+
+#[test]
+fn adapters_that_peft_wrote_are_read() {
+    let fixtures = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/fixtures/bias_untied_sharded_f32");
+    let module =
+        |path, part, num_layers, in_features, out_features| LoraModule { path, part, num_layers, in_features, out_features };
+    let modules = [
+        module("self_attn.q_proj", Part::Attention, 3, 32, 48),
+        module("self_attn.k_proj", Part::Attention, 3, 32, 24),
+        module("self_attn.v_proj", Part::Attention, 3, 32, 24),
+        module("self_attn.o_proj", Part::Attention, 3, 48, 32),
+        module("mlp.gate_proj", Part::Mlp, 3, 32, 44),
+        module("mlp.up_proj", Part::Mlp, 3, 32, 44),
+        module("mlp.down_proj", Part::Mlp, 3, 44, 32),
+        module("lm_head", Part::Unembed, 1, 32, 97),
+    ];
+    for (name, rank, parts) in [
+        ("r3", 3, (true, true, false)),
+        ("attention_r1", 1, (true, false, false)),
+        ("mlp_r16", 16, (false, true, false)),
+        ("unembed_r5", 5, (true, true, true)),
+    ] {
+        let config = read_adapter(&fixtures.join(name), &modules).unwrap().config;
+        assert_eq!((config.rank, (config.attention, config.mlp, config.unembed)), (rank, parts), "{name}");
+        assert_eq!(config.left_out, ModuleSet::NONE);
+    }
+}
+
+#[test]
+fn optimizer_state_reads_back_to_the_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = LoraConfig { mlp: false, ..all_parts() };
+    let (m, v) = (distinct_params(&config), LoraParams::init(&modules(), &config, 7));
+    write_optimizer(dir.path(), &modules(), &m, &v, u64::MAX).unwrap();
+    let state = read_optimizer(dir.path(), &modules(), &config).unwrap();
+    assert_eq!(state.step, u64::MAX);
+    assert_eq!(bits(&state.m), bits(&m));
+    assert_eq!(bits(&state.v), bits(&v));
+    let other = read_optimizer(dir.path(), &modules(), &LoraConfig { mlp: true, ..config }).unwrap_err().to_string();
+    assert!(other.contains("missing tensors: m.base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"), "{other}");
+}
