@@ -1,5 +1,6 @@
 //! What a model is: configuration, stacked layers, LoRA adapters, architectures, checkpoints, the KV cache.
 
+mod architectures;
 pub mod batch;
 pub mod checkpoint;
 pub mod config;
@@ -10,10 +11,11 @@ pub mod lora;
 mod model;
 mod source;
 
+pub use architectures::{Observed, parameter_shapes};
 pub use batch::{AdapterGroup, PackedBatch, Span};
 pub use config::ModelConfig;
 pub use embedded::EMBEDDED_NAME;
 pub use error::{Error, Result};
 pub use kv_cache::{KvCache, PAGE_TOKENS};
-pub use model::{LogitsRow, Model, Targets, TokenLoss};
+pub use model::{LogitsRow, Model, Targets, TokenLoss, random_parameter};
 pub use source::ModelSource;

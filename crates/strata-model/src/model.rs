@@ -1,12 +1,19 @@
-//! A loaded model, and the three passes the engine runs over it: train, score, step.
+//! A loaded model, and the passes the engine runs over it: train, score, step.
 
-use std::path::Path;
 use std::sync::Arc;
 
-use strata_tensor::{Backend, DType};
+use strata_tensor::{
+    Backend, DType, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss, Tensor, TensorMut, TensorRef, random,
+    target_logprobs, visit_logits,
+};
 
+use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
+use crate::checkpoint::CheckpointReader;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
-use crate::{KvCache, ModelConfig, PackedBatch, Result};
+use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
+
+/// Rows of a matrix that are read, or made, at a time.
+const SLICE_ELEMENTS: usize = 8 << 20;
 
 /// Targets of a training or scoring pass: for each token of the batch any number of token ids whose log-probabilities are wanted.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -41,92 +48,269 @@ impl LogitsRow<'_> {
 
 /// A frozen base model in memory.
 pub struct Model {
-    _todo: (),
+    backend: Arc<dyn Backend>,
+    config: ModelConfig,
+    dtype: DType,
+    architecture: Box<dyn Architecture>,
 }
 
 impl Model {
-    /// Loads a Hugging Face checkpoint directory. Every tensor of it must be used and every parameter filled.
-    pub fn load(_backend: Arc<dyn Backend>, _dir: &Path) -> Result<Self> {
-        unimplemented!()
+    /// Loads a checkpoint, to compute in `dtype` (`None`: in the checkpoint's own, f16 as f32). Every tensor of it must be used and every
+    /// parameter filled.
+    ///
+    /// # Errors
+    /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named.
+    pub fn load(backend: Arc<dyn Backend>, source: &ModelSource, dtype: Option<DType>) -> Result<Self> {
+        let config = source.config()?;
+        let checkpoint = source.checkpoint()?;
+        let own = || {
+            let name = checkpoint.names().find(|n| n.ends_with("embed_tokens.weight"))?;
+            Some(checkpoint.tensor(name).ok()??.dtype.compute_dtype())
+        };
+        let dtype = dtype.or_else(own).or(config.dtype).unwrap_or(DType::F32);
+        let mut weights = CheckpointWeights { reader: CheckpointReader::new(&checkpoint) };
+        if config.tie_word_embeddings {
+            weights.reader.ignore("lm_head.weight");
+        }
+        let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
+        weights.reader.finish()?;
+        Ok(Model { backend, config, dtype, architecture })
     }
 
-    /// A model with random weights, as the config's `initializer_range` says.
-    pub fn random(_backend: Arc<dyn Backend>, _config: ModelConfig, _seed: u64, _dtype: DType) -> Result<Self> {
-        unimplemented!()
+    /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.
+    ///
+    /// # Errors
+    /// If the architecture is not known.
+    pub fn random(backend: Arc<dyn Backend>, config: ModelConfig, seed: u64, dtype: DType) -> Result<Self> {
+        let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
+        let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
+        Ok(Model { backend, config, dtype, architecture })
     }
 
     /// Its configuration.
     pub fn config(&self) -> &ModelConfig {
-        unimplemented!()
+        &self.config
     }
 
     /// What computes.
     pub fn backend(&self) -> &dyn Backend {
-        unimplemented!()
+        &*self.backend
     }
 
     /// Dtype of weights, matmul inputs, keys and values.
     pub fn dtype(&self) -> DType {
-        unimplemented!()
+        self.dtype
     }
 
     /// The linear layers that can carry LoRA; adapters index by place in this list.
     pub fn lora_modules(&self) -> &[LoraModule] {
-        unimplemented!()
+        self.architecture.lora_modules()
     }
 
     /// Bytes of the weights.
     pub fn weight_bytes(&self) -> usize {
-        unimplemented!()
+        self.architecture.weight_bytes()
     }
 
-    /// Bytes a training pass holds for each token at its peak, adapters aside.
+    /// Bytes a training pass holds for each token at its peak, logits and adapters aside.
     pub fn train_bytes_per_token(&self) -> usize {
-        unimplemented!()
+        self.architecture.train_bytes_per_token()
     }
 
     /// Packs adapter parameters for this model.
+    ///
+    /// # Errors
+    /// If a stack does not have the shape its module asks for.
     pub fn pack_adapter(&self, config: LoraConfig, params: &LoraParams) -> Result<Arc<Adapter>> {
-        Adapter::pack(self.backend(), self.dtype(), self.lora_modules(), config, params)
+        Adapter::pack(self.backend(), self.dtype, self.lora_modules(), config, params)
     }
 
     /// A KV cache of `num_pages` pages for this model.
-    pub fn new_kv_cache(&self, _num_pages: usize) -> KvCache {
-        unimplemented!()
+    pub fn new_kv_cache(&self, num_pages: usize) -> KvCache {
+        let c = &self.config;
+        KvCache::new(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype, num_pages)
     }
 
     /// Bytes of one page of this model's KV cache.
     pub fn kv_page_bytes(&self) -> usize {
-        unimplemented!()
+        let c = &self.config;
+        KvCache::page_bytes(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype)
     }
 
     /// Log-probabilities of all targets, with no gradient. Bits equal those of [`Model::forward_backward`] and [`Model::step`].
-    pub fn forward(&self, _batch: &PackedBatch<'_>, _targets: &Targets) -> Result<Vec<f32>> {
-        unimplemented!()
+    ///
+    /// # Errors
+    /// If a token or target is not in the vocabulary, or the batch is malformed.
+    pub fn forward(&self, batch: &PackedBatch<'_>, targets: &Targets) -> Result<Vec<f32>> {
+        let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
+        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, None, None)?;
+        let (w, module) = self.architecture.unembedding();
+        let lora = inputs.lora(0, &[(module, 0)]);
+        let sequences = sequences(batch);
+        Ok(target_logprobs(self.backend(), hidden.value(), w, &lora, &sequences, view(targets), None)?.0)
     }
 
     /// Log-probabilities of all targets; adds the gradient of `loss` to `gradients[g]` for the adapter of `batch.groups[g]`
     /// (`None`: that group is only scored). Gradients are added token after token, so that a batch cut between two
     /// sequences adds up to the same bits as the whole.
+    ///
+    /// # Errors
+    /// As [`Model::forward`]; also if there are not as many gradients as groups.
     pub fn forward_backward(
         &self,
-        _batch: &PackedBatch<'_>,
-        _targets: &Targets,
-        _loss: &dyn TokenLoss,
-        _gradients: &mut [Option<&mut LoraParams>],
+        batch: &PackedBatch<'_>,
+        targets: &Targets,
+        loss: &dyn TokenLoss,
+        gradients: &mut [Option<&mut LoraParams>],
     ) -> Result<Vec<f32>> {
-        unimplemented!()
+        if gradients.len() != batch.groups.len() {
+            return Err(Error::Batch(format!("{} gradients for {} groups", gradients.len(), batch.groups.len())));
+        }
+        let mut gradients = GroupGradients { groups: gradients };
+        let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
+        let mut tape = Tape::recording(self.backend());
+        let hidden = self.architecture.hidden(&mut tape, &inputs, None, None)?;
+        let (w, module) = self.architecture.unembedding();
+        let lora = inputs.lora(0, &[(module, 0)]);
+        let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
+        let (logprobs, dhidden) =
+            target_logprobs(self.backend(), hidden.value(), w, &lora, &sequences(batch), view(targets), Some(loss))?;
+        let dhidden = dhidden.expect("a loss was given");
+        tape.backward(&hidden, dhidden, &mut gradients)?;
+        Ok(logprobs)
     }
 
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Calls `visit(i, row)` with the prediction
-    /// after token `rows[i]` of the batch, for all `i`, from several threads, in no particular order.
+    /// after token `rows[i]` of the batch, for all `i`, from several threads, in no particular order. `rows` must be sorted.
+    ///
+    /// # Errors
+    /// If a token is not in the vocabulary, pages do not hold a sequence, or rows are out of range or order.
     pub fn step(
         &self,
-        _batch: &PackedBatch<'_>,
-        _cache: &mut KvCache,
-        _rows: &[usize],
-        _visit: &(dyn Fn(usize, LogitsRow<'_>) + Sync),
+        batch: &PackedBatch<'_>,
+        cache: &mut KvCache,
+        rows: &[usize],
+        visit: &(dyn Fn(usize, LogitsRow<'_>) + Sync),
     ) -> Result<()> {
-        unimplemented!()
+        let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
+        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None)?;
+        let (w, module) = self.architecture.unembedding();
+        let lora = inputs.lora(0, &[(module, 0)]);
+        visit_logits(self.backend(), hidden.value(), w, &lora, rows, &|i, logits, log_normalizer| {
+            visit(i, LogitsRow { logits, log_normalizer });
+        })?;
+        Ok(())
+    }
+
+    /// Runs whole sequences and shows what is on the way, logits last. For looking at a model; a batch's logits are all in memory.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn forward_observed(&self, batch: &PackedBatch<'_>, observe: &mut dyn FnMut(Observed, &Tensor)) -> Result<()> {
+        let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
+        let mut tape = Tape::inference(self.backend());
+        let observer: Observer<'_> = Some(&mut *observe);
+        let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer)?;
+        let (w, module) = self.architecture.unembedding();
+        let logits = tape.linear(&hidden, w, None, inputs.lora(0, &[(module, 0)]))?;
+        observe(Observed::Logits, logits.value());
+        Ok(())
+    }
+}
+
+fn view(targets: &Targets) -> LogprobTargets<'_> {
+    LogprobTargets { ids: &targets.ids, offsets: &targets.offsets }
+}
+
+fn sequences(batch: &PackedBatch<'_>) -> Vec<std::ops::Range<usize>> {
+    batch.spans.iter().map(|s| s.tokens.clone()).collect()
+}
+
+/// Carries a loss across the crates.
+struct Loss<'l>(&'l dyn TokenLoss);
+
+impl TargetLoss for Loss<'_> {
+    fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]) {
+        self.0.gradient(first, logprobs, gradient);
+    }
+}
+
+/// Hands out the accumulators of each group's adapter.
+struct GroupGradients<'g, 'p> {
+    groups: &'g mut [Option<&'p mut LoraParams>],
+}
+
+impl LoraGradients for GroupGradients<'_, '_> {
+    fn at(&mut self, site: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)> {
+        let stack = self.groups[site.group].as_mut()?.stacks[site.module].as_mut()?;
+        Some((stack.a.row_mut(site.layer), stack.b.row_mut(site.layer)))
+    }
+}
+
+/// Weights from a checkpoint.
+struct CheckpointWeights<'c> {
+    reader: CheckpointReader<'c>,
+}
+
+impl WeightSource for CheckpointWeights<'_> {
+    fn read(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        // What is missing or misshapen is named, all of it at once, when the reader ends.
+        let Some(tensor) = self.reader.require(name, shape) else { return Ok(()) };
+        for rows in slices(shape) {
+            store(rows.start, tensor.read_rows(rows, dtype)?.as_ref())?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs of whole rows of about [`SLICE_ELEMENTS`].
+fn slices(shape: &[usize]) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let rows = shape[0];
+    let run = (SLICE_ELEMENTS / shape[1..].iter().product::<usize>().max(1)).max(1);
+    (0..rows).step_by(run).map(move |first| first..(first + run).min(rows))
+}
+
+/// Random weights.
+struct RandomWeights {
+    range: f32,
+    seed: u64,
+    /// Which parameter is next.
+    index: u64,
+}
+
+impl WeightSource for RandomWeights {
+    fn read(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let row_len = shape[1..].iter().product::<usize>();
+        for rows in slices(shape) {
+            let mut values = vec![0.0; rows.len() * row_len];
+            random_parameter(name, shape, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
+            let mut slice_shape = shape.to_vec();
+            slice_shape[0] = rows.len();
+            store(rows.start, Tensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
+        }
+        self.index += 1;
+        Ok(())
+    }
+}
+
+/// Random values of elements `first..` of a parameter, keyed by seed and place of the parameter: the rule of [`Model::random`].
+pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], first: usize, values: &mut [f32]) {
+    match (shape.len(), name.ends_with(".bias")) {
+        (1, true) => values.fill(0.0),
+        (1, false) => values.fill(1.0),
+        // A uniform draw of this width has the standard deviation `range`.
+        _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
     }
 }

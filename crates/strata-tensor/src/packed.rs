@@ -5,8 +5,8 @@
 //! it must be (a multiple of [`LANES`]). Inputs are padded to even with zeros. The forward pass streams panels
 //! front to back, for one row as for a thousand; the backward pass transposes blocks of them in cache. There is no second copy.
 
+use crate::DType;
 use crate::memory::Buffer;
-use crate::{DType, Error, Result};
 
 /// Outputs in a full panel.
 pub(crate) const PANEL: usize = 64;
@@ -90,13 +90,6 @@ impl PackedRef<'_> {
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
-    }
-
-    pub(crate) fn check_input(&self, op: &'static str, features: usize) -> Result<()> {
-        if features == self.in_features {
-            return Ok(());
-        }
-        Err(Error::Shape { op, expected: format!("[tokens, {}]", self.in_features), actual: format!("[tokens, {features}]") })
     }
 }
 

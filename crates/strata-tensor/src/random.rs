@@ -22,6 +22,28 @@ pub fn uniform(key: [u64; 2], counter: u64) -> f32 {
     (philox(key[0], [counter, key[1]])[0] >> 8) as f32 / (1 << 24) as f32
 }
 
+/// Uniform draws from `[-bound, bound)`, for places `first..` of `key`, four to a block of the generator, on all cores.
+pub fn fill_uniform(key: [u64; 2], first: u64, bound: f32, values: &mut [f32]) {
+    const PER_THREAD_MIN: usize = 1 << 16;
+    let fill = |first: u64, values: &mut [f32]| {
+        let (mut block, mut words) = (u64::MAX, [0; 4]);
+        for (place, value) in (first..).zip(values) {
+            if block != place / 4 {
+                block = place / 4;
+                words = philox(key[0], [block, key[1]]);
+            }
+            *value = ((words[(place % 4) as usize] >> 8) as f32 / (1 << 23) as f32 - 1.0) * bound;
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(values.len() / PER_THREAD_MIN).max(1);
+    let part = values.len().div_ceil(threads).max(1);
+    std::thread::scope(|scope| {
+        for (i, values) in values.chunks_mut(part).enumerate() {
+            scope.spawn(move || fill(first + (i * part) as u64, values));
+        }
+    });
+}
+
 /// A standard normal draw keyed by `key` at place `counter` (Box and Muller, 1958).
 pub fn normal(key: [u64; 2], counter: u64) -> f32 {
     let [a, b, ..] = philox(key[0], [counter, key[1]]);
@@ -38,6 +60,18 @@ mod tests {
         // kat_vectors of Random123: philox4x32-10.
         assert_eq!(philox(0, [0, 0]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
         assert_eq!(philox(u64::MAX, [u64::MAX, u64::MAX]), [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]);
+    }
+
+    #[test]
+    fn uniform_draws_do_not_depend_on_where_a_fill_begins() {
+        let mut whole = vec![0.0; 200_000];
+        fill_uniform([7, 9], 0, 0.5, &mut whole);
+        let mut part = vec![0.0; 1000];
+        fill_uniform([7, 9], 150_001, 0.5, &mut part);
+        assert_eq!(part, whole[150_001..151_001]);
+        assert!(whole.iter().all(|v| (-0.5..0.5).contains(v)));
+        let mean = whole.iter().sum::<f32>() / whole.len() as f32;
+        assert!(mean.abs() < 0.005);
     }
 
     #[test]

@@ -209,6 +209,23 @@ impl Tensor {
         self.as_mut().into_row(i)
     }
 
+    /// Overwrites rows `first..` with `rows`, of the same dtype.
+    ///
+    /// # Errors
+    /// If the rows are of another width or dtype, or do not fit.
+    pub fn copy_rows(&mut self, first: usize, rows: TensorRef<'_>) -> Result<()> {
+        let end = first.saturating_add(rows.shape.leading());
+        if rows.dtype != self.dtype {
+            return Err(Error::DType { op: "copy_rows", expected: self.dtype, actual: rows.dtype });
+        }
+        if rows.shape.row_len() != self.shape.row_len() || end > self.rows() {
+            let actual = format!("{} at row {first}", rows.shape);
+            return Err(Error::Shape { op: "copy_rows", expected: self.shape.to_string(), actual });
+        }
+        self.rows_mut(first..end).bytes.copy_from_slice(rows.bytes);
+        Ok(())
+    }
+
     /// Rows `rows`, as a view that writes through.
     pub(crate) fn rows_mut(&mut self, rows: std::ops::Range<usize>) -> TensorMut<'_> {
         let size = self.shape.row_len() * self.dtype.size_bytes();

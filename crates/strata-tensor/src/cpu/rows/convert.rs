@@ -4,11 +4,6 @@ use crate::Element;
 use crate::cpu::isa::{Fma, multiversion};
 
 multiversion! {
-    /// Rounds `source` into `out`, of the same length.
-    pub(crate) fn from_f32<T: Element>(source: &[f32], out: &mut [T]) = from_f32_body;
-}
-
-multiversion! {
     /// Widens `source` into `out`, of the same length.
     pub(crate) fn to_f32<T: Element>(source: &[T], out: &mut [f32]) = to_f32_body;
 }
@@ -26,14 +21,6 @@ multiversion! {
 multiversion! {
     /// Adds `bias: [n]` to every row of `target: [rows, n]`.
     pub(crate) fn add_bias(bias: &[f32], target: &mut [f32]) = add_bias_body;
-}
-
-#[inline(always)]
-fn from_f32_body<T: Element>(_: impl Fma, source: &[f32], out: &mut [T]) {
-    assert_eq!(source.len(), out.len());
-    for (out, &v) in out.iter_mut().zip(source) {
-        *out = T::from_f32(v);
-    }
 }
 
 #[inline(always)]
@@ -81,7 +68,7 @@ mod tests {
         for (isa, n) in Isa::available().into_iter().flat_map(|isa| LENGTHS.map(|n| (isa, n))) {
             let source = random(n, 1);
             let (mut narrow, mut half, mut wide) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n], vec![0.0; n]);
-            from_f32(isa, &source, &mut narrow);
+            scale(isa, &source, 1.0, &mut narrow);
             to_f32(isa, &narrow, &mut wide);
             scale(isa, &source, 0.3, &mut half);
             for i in 0..n {
