@@ -177,7 +177,8 @@ pub trait Backend: Send + Sync {
         dqkv: &mut Tensor,
     );
 
-    /// Writes the keys and values of all new tokens to the pages of their sequences.
+    /// Writes the keys and values of all new tokens to the pages of their sequences. What lay in a page before its first token was
+    /// written is never seen by [`Backend::attention`], be it NaN.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages);
 
     /// Causal attention of all new queries over the pages of their sequences. `out` is as `q`; `log_normalizers: [tokens, heads]`, f32.

@@ -26,7 +26,7 @@ impl KvPages {
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
     }
 
-    /// As [`KvPages::new`], with pages that hold what others left: every caller fills or clears them.
+    /// As [`KvPages::new`], with pages that hold what others left, which nobody sees: see [`Backend::write_kv`](crate::Backend::write_kv).
     pub(crate) fn recycled(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
         let buffer = Buffer::recycled(num_pages * Self::page_bytes(num_kv_heads, head_dim, dtype));
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }

@@ -22,6 +22,8 @@ mod packed;
 pub mod random;
 mod tape;
 mod tensor;
+#[cfg(test)]
+mod testing;
 
 pub use backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, Block, Qkv, Rotary, Target};
 pub use cpu::{CpuBackend, Isa};

@@ -90,9 +90,6 @@ impl<'a> Tape<'a> {
                         AttentionSpan { tokens: span.tokens.clone(), past: 0, pages: own }
                     })
                     .collect();
-                for last in spans.iter().filter_map(|s| s.pages.last()) {
-                    pages.clear_page(*last);
-                }
                 backend.write_kv(&split, &g, &spans, &mut pages);
                 backend.attention(&split.q, &g, &spans, &pages, &mut out, &mut log_normalizers);
                 false

@@ -9,6 +9,8 @@
 //! bound by arithmetic. A decode step reads each page once for the query heads that share it: bound by memory.
 
 mod backward;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use backward::{AttentionGradient, backward};
 
@@ -31,7 +33,9 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
     (start, start + keys)
 }
 
-/// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences.
+/// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences. The first token of a page
+/// clears the values of those to come: they are multiplied by probabilities of zero, which would not silence a NaN
+/// that a stranger left there. Keys to come need no such care, as their scores are masked.
 pub(crate) fn write_pages<T: Element>(
     pool: &Pool,
     g: &AttentionGeometry,
@@ -58,6 +62,9 @@ pub(crate) fn write_pages<T: Element>(
             // SAFETY: a page that is written belongs to one sequence, and each task has one head of it.
             let head = unsafe { words.part(keys..keys + head_len) };
             let (key_words, value_words) = head.split_at_mut(values - keys);
+            if slot == 0 && span.tokens.len() - i < PAGE {
+                value_words.fill(0);
+            }
             let at = (token * g.kv_heads + kv_head) * d;
             write_key(&k[at..at + d], slot, key_words);
             write_value(&v[at..at + d], slot, value_words);
@@ -248,7 +255,8 @@ pub(crate) fn forward<T: Element>(
             let (out, log_normalizer) =
                 unsafe { (out.part(place * d..(place + 1) * d), log_normalizers.part(place..place + 1)) };
             for (o, &a) in out.iter_mut().zip(&acc[r * d..]) {
-                *o = T::from_f32(a / sums[r]);
+                // Which page boundaries a tile spans decides how often a zero is added to a zero: `+ 0.0` forgets its sign.
+                *o = T::from_f32(a / sums[r] + 0.0);
             }
             log_normalizer[0] = maxima[r] + sums[r].ln();
         }

@@ -1,0 +1,45 @@
+//! What the tests of ops and kernels share.
+
+use crate::{Backend, CpuBackend, DType, Isa, PackedStack, Tensor, random};
+
+/// Standard normal values.
+pub(crate) fn normal(n: usize, key: u64) -> Vec<f32> {
+    (0..n as u64).map(|i| random::normal([key, 0], i)).collect()
+}
+
+/// A tensor of standard normal values, rounded to `dtype`.
+pub(crate) fn tensor(shape: &[usize], dtype: DType, key: u64) -> Tensor {
+    Tensor::from_f32(&normal(shape.iter().product(), key), shape, dtype).unwrap()
+}
+
+/// A tensor whose every element is a NaN.
+pub(crate) fn poison(shape: &[usize], dtype: DType) -> Tensor {
+    Tensor::from_f32(&vec![f32::NAN; shape.iter().product()], shape, dtype).unwrap()
+}
+
+/// Rows of a tensor, as a tensor.
+pub(crate) fn rows(tensor: &Tensor, rows: std::ops::Range<usize>) -> Tensor {
+    tensor.as_ref().rows(rows).to_tensor()
+}
+
+/// The bits of every element, widened.
+pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
+    tensor.to_f32_vec().into_iter().map(f32::to_bits).collect()
+}
+
+/// One layer of packed weights `[out_features, in_features]`.
+pub(crate) fn packed(weights: &[f32], in_features: usize, out_features: usize, dtype: DType) -> PackedStack {
+    let mut stack = PackedStack::zeros(1, in_features, out_features, dtype);
+    let rows = Tensor::from_f32(weights, &[out_features, in_features], DType::F32).unwrap();
+    CpuBackend::with_isa(Isa::detect(), 1).pack_rows(&mut stack, 0, 0, rows.as_ref()).unwrap();
+    stack
+}
+
+/// Checks every element against a reference, relative to values of the size of one.
+#[track_caller]
+pub(crate) fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64, context: &str) {
+    assert_eq!(actual.len(), expected.len(), "{context}");
+    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        assert!((a as f64 - e).abs() <= tolerance * (1.0 + e.abs()), "{context}: element {i} is {a}, not {e}");
+    }
+}
