@@ -1,23 +1,37 @@
 //! The engine thread and the handle that others hold on it.
+//!
+//! One plain thread owns model, KV cache, tenants and samplers. Requests reach it over a channel; it takes all that have
+//! arrived, begins what can begin, runs one piece of device work, and looks again. With nothing to do it sleeps on the channel.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Weak};
 
 use strata_model::Model;
 
-use crate::api::{Outcome, Request};
-
-/// Takes the outcome of a request, on the engine's thread: it must be quick and must not block.
-pub type Reply = Box<dyn FnOnce(Outcome) + Send>;
+use crate::api::{Failure, Request};
+use crate::budget::{Budget, Needs, StartError};
+use crate::checkpoint::BaseModel;
+use crate::disk::{Disk, Ticket};
+use crate::reply::{PendingReply, Reply};
+use crate::sampler::Decode;
+use crate::state::State;
+use crate::tenant::LearnerState;
 
 /// Limits of the engine, decided at start.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
     /// Memory for everything, base weights included, in bytes.
     pub memory_bytes: u64,
+    /// Name of the base model, written into checkpoints.
+    pub base_model: String,
 }
 
 /// What the server tells clients about the engine.
 #[derive(Clone, Debug)]
 pub struct EngineInfo {
-    /// Longest sequence, prompt and sample together.
+    /// Longest sequence, prompt and sample together. The model's own limit, or less if memory does not allow it.
     pub max_context_tokens: usize,
     /// Rows of the vocabulary.
     pub vocab_size: usize,
@@ -25,28 +39,119 @@ pub struct EngineInfo {
     pub backend: String,
 }
 
-/// A cheap handle on the engine thread.
+/// What reaches the engine thread.
+pub(crate) enum Message {
+    /// A request and whom to answer.
+    Request(Request, PendingReply),
+    /// A checkpoint was read.
+    Loaded(Ticket, Result<LearnerState, Failure>),
+}
+
+/// A cheap handle on the engine thread. When the last one is dropped the thread ends, after the saves in work are written; what has not
+/// been answered then fails.
 #[derive(Clone)]
-pub struct EngineHandle {}
+pub struct EngineHandle {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    messages: Sender<Message>,
+    alive: Arc<AtomicBool>,
+    info: EngineInfo,
+}
 
 impl EngineHandle {
-    /// Starts the engine thread over a model.
-    pub fn start(_model: Model, _config: EngineConfig) -> Self {
-        unimplemented!()
+    /// Starts the engine thread over a model. Without `decode`, requests with stop strings fail.
+    ///
+    /// # Errors
+    /// If `config.memory_bytes` does not suffice, or the system refuses a thread.
+    pub fn start(model: Model, decode: Option<Decode>, config: EngineConfig) -> Result<Self, StartError> {
+        let budget = Budget::divide(
+            config.memory_bytes,
+            Needs {
+                weight_bytes: model.weight_bytes() as u64,
+                kv_page_bytes: model.kv_page_bytes() as u64,
+                train_bytes_per_token: model.train_bytes_per_token() as u64,
+                max_position_embeddings: model.config().max_position_embeddings,
+            },
+        )?;
+        let info = EngineInfo {
+            max_context_tokens: budget.max_context_tokens,
+            vocab_size: model.config().vocab_size,
+            backend: model.backend().description(),
+        };
+        tracing::info!(?budget, backend = %info.backend, "engine starts");
+        let (messages, queue) = channel();
+        let alive = Arc::new(AtomicBool::new(true));
+        let shared = Arc::new(Shared { messages, alive: alive.clone(), info });
+        let base = BaseModel { name: config.base_model, modules: model.lora_modules().to_vec() };
+        let disk = start_disk(base, Arc::downgrade(&shared))?;
+        std::thread::Builder::new()
+            .name("strata-engine".into())
+            .spawn(move || {
+                // The guard says so whatever way the thread ends; what is still owed is failed as state and queue are dropped.
+                let _dead = MarkDead(alive);
+                let body = || run(State::new(model, budget, decode, disk), &queue);
+                if catch_unwind(AssertUnwindSafe(body)).is_err() {
+                    tracing::error!("the engine thread panicked; every request fails from now on");
+                }
+            })
+            .map_err(|e| StartError::Thread(e.to_string()))?;
+        Ok(EngineHandle { shared })
     }
 
     /// What the engine serves.
     pub fn info(&self) -> &EngineInfo {
-        unimplemented!()
+        &self.shared.info
     }
 
     /// Queues a request. `reply` is called exactly once, also when the engine is dead or dies.
-    pub fn submit(&self, _request: Request, _reply: Reply) {
-        unimplemented!()
+    pub fn submit(&self, request: Request, reply: Reply) {
+        // A message that cannot be sent is dropped here, which answers it.
+        let _ = self.shared.messages.send(Message::Request(request, PendingReply::new(reply)));
     }
 
     /// Whether the engine thread is running.
     pub fn is_alive(&self) -> bool {
-        unimplemented!()
+        self.shared.alive.load(Ordering::Acquire)
+    }
+}
+
+/// The disk thread holds the channel weakly: what it loads for an engine that nobody holds any more has no one to go to.
+fn start_disk(base: BaseModel, shared: Weak<Shared>) -> Result<Disk, StartError> {
+    let deliver = move |ticket, result| {
+        if let Some(shared) = shared.upgrade() {
+            let _ = shared.messages.send(Message::Loaded(ticket, result));
+        }
+    };
+    Disk::start(base, Box::new(deliver)).map_err(|e| StartError::Thread(e.to_string()))
+}
+
+struct MarkDead(Arc<AtomicBool>);
+
+impl Drop for MarkDead {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// Runs until the last handle is dropped.
+fn run(mut state: State, queue: &Receiver<Message>) {
+    loop {
+        if !state.has_work() {
+            match queue.recv() {
+                Ok(message) => state.take(message),
+                Err(_) => return,
+            }
+        }
+        loop {
+            match queue.try_recv() {
+                Ok(message) => state.take(message),
+                Err(std::sync::mpsc::TryRecvError::Empty) => break,
+                Err(std::sync::mpsc::TryRecvError::Disconnected) => return,
+            }
+        }
+        state.advance();
+        state.work();
     }
 }

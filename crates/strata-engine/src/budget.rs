@@ -1,0 +1,149 @@
+//! Memory, divided once at start.
+//!
+//! ```text
+//! memory = base weights + reserve + KV cache + training activations + adapters
+//! ```
+//!
+//! The reserve (1/16 of what the weights leave) is for what is not counted one by one: queues, outputs, the allocator's slack. Of the rest
+//! the KV cache gets a third, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model is far less; what
+//! remains is split three to two between activations and adapters. From the shares follow the longest sequence, the tokens of a
+//! training pass, and the pages of the cache: nothing else asks how much memory there is.
+
+use strata_model::PAGE_TOKENS;
+
+/// Whole contexts that the KV cache holds at most.
+pub(crate) const KV_CONTEXTS_MAX: usize = 64;
+/// Tokens of a training pass at most, however much memory there is: beyond it a pass gets longer, not faster, and everyone
+/// else waits.
+pub(crate) const PASS_TOKENS_MAX: usize = 2048;
+/// The longest sequence must be at least this, or the model's own limit.
+pub(crate) const CONTEXT_TOKENS_MIN: usize = 256;
+
+/// What the division depends on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Needs {
+    pub(crate) weight_bytes: u64,
+    pub(crate) kv_page_bytes: u64,
+    pub(crate) train_bytes_per_token: u64,
+    /// The model's own longest sequence.
+    pub(crate) max_position_embeddings: usize,
+}
+
+/// The division.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Budget {
+    pub(crate) max_context_tokens: usize,
+    pub(crate) kv_pages: usize,
+    /// Tokens of a training pass, unless it is one sequence that is longer: that fits too.
+    pub(crate) pass_tokens: usize,
+    pub(crate) adapter_bytes: u64,
+}
+
+/// Why an engine cannot start.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StartError {
+    /// Memory does not suffice for the base weights and one sequence of a useful length.
+    #[error(
+        "{memory_bytes} bytes of memory do not suffice: the base weights take {weight_bytes}, and with sequences of \
+         {context_tokens} tokens the least is {least_bytes}"
+    )]
+    Memory {
+        /// Memory that was granted.
+        memory_bytes: u64,
+        /// What the base weights take of it.
+        weight_bytes: u64,
+        /// The shortest acceptable longest sequence.
+        context_tokens: usize,
+        /// Memory with which the engine would start.
+        least_bytes: u64,
+    },
+    /// The system refuses a thread.
+    #[error("cannot start the engine thread: {0}")]
+    Thread(String),
+}
+
+impl Budget {
+    /// Divides `memory_bytes`.
+    ///
+    /// # Errors
+    /// If a sequence of [`CONTEXT_TOKENS_MIN`] tokens does not fit.
+    pub(crate) fn divide(memory_bytes: u64, needs: Needs) -> Result<Budget, StartError> {
+        let least_context = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings);
+        let budget = Self::shares(memory_bytes, needs);
+        if budget.max_context_tokens >= least_context {
+            return Ok(budget);
+        }
+        // The shares grow with memory: the least that suffices is found by halving, for the message alone.
+        let (mut low, mut high) = (memory_bytes, u64::MAX / 16);
+        while high - low > 1 << 20 {
+            let middle = low + (high - low) / 2;
+            if Self::shares(middle, needs).max_context_tokens >= least_context { high = middle } else { low = middle }
+        }
+        Err(StartError::Memory {
+            memory_bytes,
+            weight_bytes: needs.weight_bytes,
+            context_tokens: least_context,
+            least_bytes: high,
+        })
+    }
+
+    fn shares(memory_bytes: u64, needs: Needs) -> Budget {
+        let free = memory_bytes.saturating_sub(needs.weight_bytes);
+        let free = free - free / 16;
+        // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
+        let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
+        let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
+        let kv_pages = (free / 3 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
+        let free = free - kv_pages * needs.kv_page_bytes;
+        let activation_bytes = free / 5 * 3;
+        let activation_tokens = (activation_bytes / needs.train_bytes_per_token.max(1)) as usize;
+        let cache_tokens = (kv_pages as usize).saturating_sub(1) * PAGE_TOKENS;
+        let max_context_tokens = needs.max_position_embeddings.min(cache_tokens).min(activation_tokens);
+        Budget {
+            max_context_tokens,
+            kv_pages: kv_pages as usize,
+            pass_tokens: activation_tokens.min(PASS_TOKENS_MAX),
+            adapter_bytes: free - activation_bytes,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    const SMALL: Needs =
+        Needs { weight_bytes: GIB, kv_page_bytes: 7 << 20, train_bytes_per_token: 200 << 10, max_position_embeddings: 40_960 };
+
+    #[test]
+    fn the_parts_never_exceed_the_whole() {
+        for memory in [2 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB] {
+            let b = Budget::divide(memory, SMALL).unwrap();
+            let activations = b.max_context_tokens.max(b.pass_tokens) as u64 * SMALL.train_bytes_per_token;
+            assert!(SMALL.weight_bytes + b.kv_pages as u64 * SMALL.kv_page_bytes + activations + b.adapter_bytes <= memory);
+            assert!(b.max_context_tokens < b.kv_pages * PAGE_TOKENS);
+        }
+        assert_eq!(Budget::divide(64 * GIB, SMALL).unwrap().max_context_tokens, 40_960);
+    }
+
+    #[test]
+    fn a_tiny_model_does_not_take_all_memory_for_its_cache() {
+        let tiny = Needs {
+            weight_bytes: 4 << 20,
+            kv_page_bytes: 80 << 10,
+            train_bytes_per_token: 10 << 10,
+            max_position_embeddings: 2048,
+        };
+        let b = Budget::divide(16 * GIB, tiny).unwrap();
+        assert_eq!(b.kv_pages, 32 * KV_CONTEXTS_MAX + 1);
+        assert_eq!((b.max_context_tokens, b.pass_tokens), (2048, PASS_TOKENS_MAX));
+    }
+
+    #[test]
+    fn too_little_memory_is_an_error_that_says_how_much_is_enough() {
+        let Err(StartError::Memory { least_bytes, .. }) = Budget::divide(GIB, SMALL) else { panic!("1 GiB suffices?") };
+        assert!(Budget::divide(least_bytes, SMALL).is_ok());
+        assert!(least_bytes < 2 * GIB, "{least_bytes}");
+    }
+}

@@ -1,0 +1,266 @@
+//! Checks training examples against the model, and turns them into what a pass computes. Nothing of a request that fails here
+//! reaches the model, so that one bad request fails alone.
+
+use std::collections::BTreeMap;
+
+use crate::api::{Datum, LossInput, LossSpec, LossValues};
+use crate::losses::{DatumLoss, Loss, LossInputs, check_clip};
+
+/// Most examples of one request.
+pub(crate) const DATUMS_MAX: usize = 65_536;
+/// Most input tokens of one request, all examples together.
+pub(crate) const REQUEST_TOKENS_MAX: usize = 16 << 20;
+/// Most targets of one token.
+pub(crate) const TARGETS_PER_TOKEN_MAX: usize = 1024;
+/// Most targets of one request, all examples together.
+pub(crate) const REQUEST_TARGETS_MAX: usize = 64 << 20;
+
+/// What a request is checked against.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ModelLimits {
+    pub(crate) vocab_size: usize,
+    pub(crate) max_context_tokens: usize,
+}
+
+/// A checked training example.
+#[derive(Debug)]
+pub(crate) struct PreparedDatum {
+    /// `[tokens]`.
+    pub(crate) tokens: Vec<u32>,
+    /// `[tokens, targets_per_token]`.
+    pub(crate) targets: Vec<u32>,
+    pub(crate) targets_per_token: usize,
+    /// Shape of `target_tokens` as the request gave it, and of the outputs.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) loss: DatumLoss,
+}
+
+/// Checks the data of a `forward_backward`.
+///
+/// # Errors
+/// A message for the user that names the example and the value that is wrong.
+pub(crate) fn prepare(data: &[Datum], spec: &LossSpec, limits: ModelLimits) -> Result<Vec<PreparedDatum>, String> {
+    let loss = Loss::parse(&spec.name, &spec.config)?;
+    if data.is_empty() {
+        return Err("data is empty".into());
+    }
+    if data.len() > DATUMS_MAX {
+        return Err(format!("{} examples are above the limit of {DATUMS_MAX} in a request", data.len()));
+    }
+    let total: usize = data.iter().map(|d| d.tokens.len()).sum();
+    if total > REQUEST_TOKENS_MAX {
+        return Err(format!("{total} tokens are above the limit of {REQUEST_TOKENS_MAX} in a request"));
+    }
+    let mut prepared = Vec::with_capacity(data.len());
+    let mut targets = 0;
+    for (index, datum) in data.iter().enumerate() {
+        let datum = prepare_datum(datum, loss, limits).map_err(|e| format!("datum {index}: {e}"))?;
+        targets += datum.targets.len();
+        if targets > REQUEST_TARGETS_MAX {
+            return Err(format!("datum {index}: the request has more than {REQUEST_TARGETS_MAX} targets"));
+        }
+        prepared.push(datum);
+    }
+    Ok(prepared)
+}
+
+/// Checks token ids against the vocabulary.
+///
+/// # Errors
+/// A message that names the first id outside of it.
+pub(crate) fn check_tokens(what: &str, tokens: &[i64], vocab_size: usize) -> Result<Vec<u32>, String> {
+    let check = |(i, &t): (usize, &i64)| match u32::try_from(t) {
+        Ok(id) if (id as usize) < vocab_size => Ok(id),
+        _ => Err(format!("{what}[{i}] is {t}, outside the vocabulary of {vocab_size} tokens")),
+    };
+    tokens.iter().enumerate().map(check).collect()
+}
+
+fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits) -> Result<PreparedDatum, String> {
+    let n = datum.tokens.len();
+    if n == 0 {
+        return Err("it has no tokens".into());
+    }
+    if n > limits.max_context_tokens {
+        return Err(format!("{n} tokens are above the longest sequence of {}", limits.max_context_tokens));
+    }
+    let tokens = check_tokens("tokens", &datum.tokens, limits.vocab_size)?;
+    let (shape, targets) = prepare_targets(datum, limits.vocab_size)?;
+    let targets_per_token = targets.len() / n;
+    let inputs = match loss {
+        Loss::CrossEntropy => LossInputs::Weights(numbers(datum, "weights", &shape)?),
+        _ => policy_inputs(datum, loss, &shape)?,
+    };
+    Ok(PreparedDatum { tokens, targets, targets_per_token, shape, loss: DatumLoss { loss, inputs, log_sequence_ratio: 0.0 } })
+}
+
+fn prepare_targets(datum: &Datum, vocab_size: usize) -> Result<(Vec<usize>, Vec<u32>), String> {
+    let n = datum.tokens.len();
+    let input = required(&datum.loss_inputs, "target_tokens")?;
+    let per_token = match input.shape[..] {
+        [rows] if rows == n => 1,
+        [rows, k] if rows == n => k,
+        _ => {
+            return Err(format!("target_tokens has shape {:?}, not [{n}] or [{n}, k], for {n} input tokens", input.shape));
+        }
+    };
+    if per_token == 0 || per_token > TARGETS_PER_TOKEN_MAX {
+        return Err(format!("{per_token} targets per token are not between 1 and {TARGETS_PER_TOKEN_MAX}"));
+    }
+    let LossValues::I64(ids) = &input.values else {
+        return Err("target_tokens holds real numbers, not token ids".into());
+    };
+    check_count("target_tokens", ids.len(), n * per_token, &input.shape)?;
+    Ok((input.shape.clone(), check_tokens("target_tokens", ids, vocab_size)?))
+}
+
+fn policy_inputs(datum: &Datum, loss: Loss, shape: &[usize]) -> Result<LossInputs, String> {
+    if shape.len() != 1 {
+        return Err(format!("target_tokens has shape {shape:?}; policy losses take one target per token"));
+    }
+    let given = |name: &str| datum.loss_inputs.contains_key(name);
+    let (low_name, high_name) = ("clip_low_threshold", "clip_high_threshold");
+    let clip = match (given(low_name), given(high_name)) {
+        (false, false) => None,
+        (true, true) => {
+            let (low, high) = (numbers(datum, low_name, shape)?, numbers(datum, high_name, shape)?);
+            for (i, (&low, &high)) in low.iter().zip(&high).enumerate() {
+                check_clip(low as f64, high as f64).map_err(|e| format!("at token {i}: {e}"))?;
+            }
+            Some((low, high))
+        }
+        _ => return Err(format!("of {low_name} and {high_name} per token only one is given")),
+    };
+    let ratio_mask = match loss.needs_sequence_ratio() {
+        true => Some(ratio_mask(datum, shape)?),
+        false => None,
+    };
+    Ok(LossInputs::Policy {
+        advantages: numbers(datum, "advantages", shape)?,
+        sampling_logprobs: numbers(datum, "logprobs", shape)?,
+        clip,
+        ratio_mask,
+    })
+}
+
+fn ratio_mask(datum: &Datum, shape: &[usize]) -> Result<Vec<f32>, String> {
+    let mask = numbers(datum, "sequence_ratio_mask", shape)?;
+    if let Some((i, &m)) = mask.iter().enumerate().find(|&(_, &m)| m < 0.0) {
+        return Err(format!("sequence_ratio_mask[{i}] is {m}, below 0"));
+    }
+    if mask.iter().all(|&m| m == 0.0) {
+        return Err("sequence_ratio_mask selects no token".into());
+    }
+    Ok(mask)
+}
+
+fn required<'a>(inputs: &'a BTreeMap<String, LossInput>, name: &str) -> Result<&'a LossInput, String> {
+    inputs.get(name).ok_or_else(|| {
+        let given: Vec<&str> = inputs.keys().map(String::as_str).collect();
+        format!("the loss needs {name}; the inputs given are [{}]", given.join(", "))
+    })
+}
+
+/// A real-valued input of the shape of `target_tokens`.
+fn numbers(datum: &Datum, name: &str, shape: &[usize]) -> Result<Vec<f32>, String> {
+    let input = required(&datum.loss_inputs, name)?;
+    if input.shape != shape {
+        return Err(format!("{name} has shape {:?}, target_tokens has {shape:?}", input.shape));
+    }
+    let values = match &input.values {
+        LossValues::F32(values) => values.clone(),
+        // Masks and rewards often come as whole numbers.
+        LossValues::I64(values) => values.iter().map(|&v| v as f32).collect(),
+    };
+    check_count(name, values.len(), shape.iter().product(), shape)?;
+    if let Some((i, v)) = values.iter().enumerate().find(|(_, v)| !v.is_finite()) {
+        return Err(format!("{name}[{i}] is {v}, which is not a finite number"));
+    }
+    Ok(values)
+}
+
+fn check_count(name: &str, actual: usize, expected: usize, shape: &[usize]) -> Result<(), String> {
+    if actual != expected {
+        return Err(format!("{name} has {actual} values for shape {shape:?}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: ModelLimits = ModelLimits { vocab_size: 10, max_context_tokens: 4 };
+
+    fn ids(values: &[i64], shape: &[usize]) -> LossInput {
+        LossInput { shape: shape.to_vec(), values: LossValues::I64(values.to_vec()) }
+    }
+
+    fn reals(values: &[f32], shape: &[usize]) -> LossInput {
+        LossInput { shape: shape.to_vec(), values: LossValues::F32(values.to_vec()) }
+    }
+
+    fn datum(tokens: &[i64], inputs: Vec<(&str, LossInput)>) -> Datum {
+        let loss_inputs = inputs.into_iter().map(|(n, v)| (n.to_string(), v)).collect();
+        Datum { tokens: tokens.to_vec(), loss_inputs }
+    }
+
+    fn spec(name: &str) -> LossSpec {
+        LossSpec { name: name.into(), config: BTreeMap::new() }
+    }
+
+    /// The message with which `bad` is refused behind a good example.
+    fn refusal(loss: &str, bad: Datum) -> String {
+        let good = [("target_tokens", ids(&[1], &[1])), ("weights", reals(&[1.0], &[1]))];
+        let policy = [("advantages", reals(&[1.0], &[1])), ("logprobs", reals(&[1.0], &[1]))];
+        let mask = ("sequence_ratio_mask", reals(&[1.0], &[1]));
+        let inputs = good.into_iter().chain(policy).chain([mask]).collect();
+        let error = prepare(&[datum(&[1], inputs), bad], &spec(loss), LIMITS).unwrap_err();
+        assert!(error.starts_with("datum 1: "), "{error}");
+        error
+    }
+
+    #[test]
+    fn one_and_several_targets_per_token_are_taken() {
+        let one = datum(&[1, 2], vec![("target_tokens", ids(&[2, 3], &[2])), ("weights", ids(&[1, 0], &[2]))]);
+        let two = datum(&[1, 2], vec![("target_tokens", ids(&[2, 3, 4, 5], &[2, 2])), ("weights", reals(&[0.5; 4], &[2, 2]))]);
+        let prepared = prepare(&[one, two], &spec("cross_entropy"), LIMITS).unwrap();
+        assert_eq!((prepared[0].targets_per_token, prepared[1].targets_per_token), (1, 2));
+        assert_eq!(prepared[1].shape, [2, 2]);
+    }
+
+    #[test]
+    fn every_mistake_is_refused_with_its_place_and_value() {
+        let ce = |tokens: &[i64], targets, weights| {
+            refusal("cross_entropy", datum(tokens, vec![("target_tokens", targets), ("weights", weights)]))
+        };
+        assert!(ce(&[], ids(&[], &[0]), reals(&[], &[0])).contains("no tokens"));
+        assert!(ce(&[10], ids(&[1], &[1]), reals(&[1.0], &[1])).contains("tokens[0] is 10"));
+        assert!(ce(&[-1], ids(&[1], &[1]), reals(&[1.0], &[1])).contains("tokens[0] is -1"));
+        assert!(ce(&[1; 5], ids(&[1; 5], &[5]), reals(&[1.0; 5], &[5])).contains("longest sequence of 4"));
+        assert!(ce(&[1, 2], ids(&[1], &[1]), reals(&[1.0], &[1])).contains("shape [1]"));
+        assert!(ce(&[1], ids(&[10], &[1]), reals(&[1.0], &[1])).contains("target_tokens[0] is 10"));
+        assert!(ce(&[1], reals(&[1.0], &[1]), reals(&[1.0], &[1])).contains("not token ids"));
+        assert!(ce(&[1], ids(&[1, 2], &[1]), reals(&[1.0], &[1])).contains("2 values for shape [1]"));
+        assert!(ce(&[1], ids(&[1], &[1]), reals(&[1.0, 1.0], &[2])).contains("weights has shape [2]"));
+        assert!(ce(&[1], ids(&[1], &[1]), reals(&[f32::NAN], &[1])).contains("weights[0] is NaN"));
+        assert!(ce(&[1], ids(&[], &[1, 0]), reals(&[], &[1, 0])).contains("0 targets"));
+        assert!(refusal("cross_entropy", datum(&[1], vec![])).contains("needs target_tokens"));
+        assert!(refusal("ppo", datum(&[1], vec![("target_tokens", ids(&[1], &[1]))])).contains("needs advantages"));
+        let wide = datum(&[1], vec![("target_tokens", ids(&[1, 2], &[1, 2]))]);
+        assert!(refusal("ppo", wide).contains("one target per token"));
+        let inputs = vec![
+            ("target_tokens", ids(&[1], &[1])),
+            ("advantages", reals(&[1.0], &[1])),
+            ("logprobs", reals(&[1.0], &[1])),
+            ("sequence_ratio_mask", reals(&[0.0], &[1])),
+        ];
+        assert!(refusal("gspo", datum(&[1], inputs)).contains("selects no token"));
+    }
+
+    #[test]
+    fn empty_data_and_unknown_losses_are_refused() {
+        assert_eq!(prepare(&[], &spec("ppo"), LIMITS).unwrap_err(), "data is empty");
+        assert!(prepare(&[], &spec("nonsense"), LIMITS).unwrap_err().contains("nonsense"));
+    }
+}

@@ -1,0 +1,238 @@
+//! Who owns which page of the KV cache, and which pages hold a prefix that the next prompt may begin with.
+//!
+//! Pages are counted, not owned: sequences with a common prefix hold the same pages. A full page of known tokens is also
+//! registered in a trie, keyed by its predecessor and its tokens; the root of each chain is the weights that computed
+//! it. A registered page that nobody holds stays until its memory is needed; the least recently used goes first.
+//!
+//! Pages are reserved before they are taken: a sequence starts only when the pages it can ever need are promised to it, so
+//! that no step can run out.
+
+use std::collections::{BTreeMap, HashMap};
+
+use strata_model::PAGE_TOKENS;
+
+use crate::snapshot::WeightsId;
+
+/// What precedes a page: nothing but the weights, or another registered page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Prefix {
+    Root(WeightsId),
+    Page(u64),
+}
+
+type Key = (Prefix, Box<[u32]>);
+
+struct Registration {
+    page: u32,
+    id: u64,
+}
+
+#[derive(Default)]
+struct PageState {
+    holders: u32,
+    /// The page's place in the trie, if it has one.
+    key: Option<Key>,
+    /// When it was last let go, if it is registered and nobody holds it.
+    idle_since: Option<u64>,
+}
+
+/// The owner of all pages.
+pub(crate) struct PagePool {
+    pages: Vec<PageState>,
+    free: Vec<u32>,
+    registered: HashMap<Key, Registration>,
+    /// Registered pages that nobody holds, the least recently used first.
+    idle: BTreeMap<u64, u32>,
+    reserved: usize,
+    next_id: u64,
+    now: u64,
+}
+
+impl PagePool {
+    pub(crate) fn new(num_pages: usize) -> Self {
+        PagePool {
+            pages: (0..num_pages).map(|_| PageState::default()).collect(),
+            // Low numbers first: memory is touched only as pages are used.
+            free: (0..num_pages as u32).rev().collect(),
+            registered: HashMap::new(),
+            idle: BTreeMap::new(),
+            reserved: 0,
+            next_id: 0,
+            now: 0,
+        }
+    }
+
+    /// Promises `count` pages, if that many are neither held nor promised.
+    pub(crate) fn try_reserve(&mut self, count: usize) -> bool {
+        let fits = self.reserved + count <= self.free.len() + self.idle.len();
+        if fits {
+            self.reserved += count;
+        }
+        fits
+    }
+
+    /// Gives back a promise of `count` pages.
+    pub(crate) fn unreserve(&mut self, count: usize) {
+        assert!(count <= self.reserved, "{count} of {} reserved pages", self.reserved);
+        self.reserved -= count;
+    }
+
+    /// Takes a page that was promised. The caller clears it.
+    pub(crate) fn take_reserved(&mut self) -> u32 {
+        self.unreserve(1);
+        let page = self.free.pop().unwrap_or_else(|| self.evict());
+        let state = &mut self.pages[page as usize];
+        assert!(state.holders == 0 && state.key.is_none(), "page {page} is in use");
+        state.holders = 1;
+        page
+    }
+
+    fn evict(&mut self) -> u32 {
+        let (_, page) = self.idle.pop_first().expect("a reserved page is free or idle");
+        let state = &mut self.pages[page as usize];
+        state.idle_since = None;
+        if let Some(key) = state.key.take() {
+            self.registered.remove(&key);
+        }
+        page
+    }
+
+    /// Adds a holder to a page that is already held.
+    pub(crate) fn hold(&mut self, page: u32) {
+        self.pages[page as usize].holders += 1;
+    }
+
+    /// Lets go of a sequence's pages, in the order of the sequence. Those that nobody holds any more become free, or idle if
+    /// they are registered; of these the end of the sequence is forgotten before its beginning.
+    pub(crate) fn release(&mut self, pages: &[u32]) {
+        for &page in pages.iter().rev() {
+            let state = &mut self.pages[page as usize];
+            assert!(state.holders > 0, "page {page} is not held");
+            state.holders -= 1;
+            if state.holders > 0 {
+                continue;
+            }
+            if state.key.is_some() {
+                self.now += 1;
+                state.idle_since = Some(self.now);
+                self.idle.insert(self.now, page);
+            } else {
+                self.free.push(page);
+            }
+        }
+    }
+
+    /// Looks a full page of tokens up, and holds it if it is there. The prefix it makes comes with it.
+    pub(crate) fn find_and_hold(&mut self, prefix: Prefix, tokens: &[u32]) -> Option<(u32, Prefix)> {
+        let &Registration { page, id } = self.registered.get(&(prefix, tokens.into()))?;
+        let state = &mut self.pages[page as usize];
+        state.holders += 1;
+        if let Some(since) = state.idle_since.take() {
+            self.idle.remove(&since);
+        }
+        Some((page, Prefix::Page(id)))
+    }
+
+    /// Registers a full, held page of tokens. If another page with the same tokens after the same prefix is registered already, that
+    /// one stays. Returns the prefix that the page makes.
+    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: u32) -> Prefix {
+        debug_assert_eq!(tokens.len(), PAGE_TOKENS);
+        let key: Key = (prefix, tokens.into());
+        if let Some(existing) = self.registered.get(&key) {
+            return Prefix::Page(existing.id);
+        }
+        let state = &mut self.pages[page as usize];
+        assert!(state.holders > 0 && state.key.is_none(), "page {page} is free or registered with other tokens");
+        state.key = Some(key.clone());
+        let id = self.next_id;
+        self.next_id += 1;
+        self.registered.insert(key, Registration { page, id });
+        Prefix::Page(id)
+    }
+}
+
+#[cfg(test)]
+impl PagePool {
+    /// Pages that a new sequence could get.
+    pub(crate) fn available(&self) -> usize {
+        self.free.len() + self.idle.len() - self.reserved
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROOT: Prefix = Prefix::Root(WeightsId(1));
+
+    fn tokens(seed: u32) -> Vec<u32> {
+        (0..PAGE_TOKENS as u32).map(|i| i * 7 + seed).collect()
+    }
+
+    fn take(pool: &mut PagePool) -> u32 {
+        assert!(pool.try_reserve(1));
+        pool.take_reserved()
+    }
+
+    #[test]
+    fn a_promise_is_kept_and_no_more_is_promised_than_there_is() {
+        let mut pool = PagePool::new(3);
+        assert!(pool.try_reserve(2));
+        assert!(!pool.try_reserve(2));
+        let pages = [pool.take_reserved(), pool.take_reserved()];
+        assert_eq!(pool.available(), 1);
+        pool.release(&pages);
+        assert_eq!(pool.available(), 3);
+    }
+
+    #[test]
+    fn a_shared_page_is_free_only_after_its_last_holder_let_go() {
+        let mut pool = PagePool::new(1);
+        let page = take(&mut pool);
+        pool.hold(page);
+        pool.release(&[page]);
+        assert!(!pool.try_reserve(1));
+        pool.release(&[page]);
+        assert!(pool.try_reserve(1));
+    }
+
+    #[test]
+    fn a_prefix_is_found_only_behind_the_same_weights_and_tokens() {
+        let mut pool = PagePool::new(4);
+        let (a, b) = (take(&mut pool), take(&mut pool));
+        let after_a = pool.register(ROOT, &tokens(1), a);
+        pool.register(after_a, &tokens(2), b);
+        pool.release(&[a, b]);
+        assert_eq!(pool.available(), 4);
+        let (page, prefix) = pool.find_and_hold(ROOT, &tokens(1)).unwrap();
+        assert_eq!((page, prefix), (a, after_a));
+        assert_eq!(pool.find_and_hold(prefix, &tokens(2)).unwrap().0, b);
+        assert_eq!(pool.available(), 2, "a page that was found cannot be promised to others");
+        assert!(pool.find_and_hold(Prefix::Root(WeightsId(2)), &tokens(1)).is_none());
+        assert!(pool.find_and_hold(ROOT, &tokens(2)).is_none());
+    }
+
+    #[test]
+    fn the_end_of_the_least_recent_sequence_is_evicted_first() {
+        let mut pool = PagePool::new(3);
+        let [a, b, c] = [take(&mut pool), take(&mut pool), take(&mut pool)];
+        let after_a = pool.register(ROOT, &tokens(1), a);
+        pool.register(after_a, &tokens(2), b);
+        pool.register(ROOT, &tokens(3), c);
+        pool.release(&[a, b]);
+        pool.release(&[c]);
+        assert_eq!(take(&mut pool), b);
+        assert_eq!(take(&mut pool), a);
+        assert!(pool.find_and_hold(ROOT, &tokens(1)).is_none());
+        assert_eq!(pool.find_and_hold(ROOT, &tokens(3)).unwrap().0, c);
+    }
+
+    #[test]
+    fn a_second_page_with_the_same_tokens_is_not_registered() {
+        let mut pool = PagePool::new(2);
+        let (a, b) = (take(&mut pool), take(&mut pool));
+        assert_eq!(pool.register(ROOT, &tokens(1), a), pool.register(ROOT, &tokens(1), b));
+        pool.release(&[b]);
+        assert_eq!(take(&mut pool), b, "it went straight back to the free pages");
+    }
+}
