@@ -1,1 +1,37 @@
-//! placeholder
+//! The Tinker API over HTTP: what the official SDK (0.38) and its cookbook speak.
+//!
+//! Map:
+//! - [`Server`]: listener, reaper, shutdown. `app`: what all handlers share, and the way from a request to a future.
+//! - `routes`: the endpoints, a file for each part of the API; `payload`, `auth`, `error`: what all of them need.
+//! - `wire`: protobuf and JSON bodies, translated from and to the engine's values.
+//! - `futures`: outcomes that clients come back for. `registry`, `sequence`: sessions, models, sampling sessions and the order of operations.
+//! - `store`, `names`: checkpoints on disk, and the names that lead to them.
+//! - [`limits`]: every bound on what comes from outside.
+//!
+//! Invariants:
+//! - A request is acknowledged at once; no handler waits for the engine. Only `retrieve_future` waits, and not for longer than the client.
+//! - Ids follow from what a client sends: a request that is sent again gets the same id and runs once.
+//! - Once a training operation's model and place in the order are known, it takes its place, even if the rest of it is refused.
+//! - A user's mistake is a 4xx with a sentence, or a failed future of category `user`; never a 409, a 425, a 5xx or a panic.
+//! - What clients report about themselves (telemetry) is never stored: it may hold their keys.
+
+mod app;
+mod auth;
+mod error;
+mod futures;
+pub mod limits;
+mod names;
+mod payload;
+mod registry;
+mod routes;
+mod sequence;
+mod server;
+mod store;
+mod submit;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub use app::{ModelInfo, ServerConfig};
+pub use auth::KEY_PREFIX;
+pub use server::{RunningServer, Server, StartError};

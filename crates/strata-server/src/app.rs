@@ -1,0 +1,254 @@
+//! What all handlers share, and the way from a request to a future.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use strata_engine::api::{Failure, Outcome, Request, Response};
+use tokio::sync::watch;
+
+use crate::error::{ApiError, ApiResult, failure_category};
+use crate::futures::{Answer, Begun, Completer, Futures, Retention};
+use crate::limits;
+use crate::registry::Registry;
+use crate::store::Store;
+use crate::submit::Submit;
+
+/// Settings of a server.
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Address to listen on; port 0 takes a free one.
+    pub address: SocketAddr,
+    /// Key that clients must send. Without one any key is accepted, and the address must be a loopback address.
+    pub api_key: Option<String>,
+    /// Where checkpoints live.
+    pub data_dir: PathBuf,
+    /// How long a session may be silent before it ends.
+    pub session_timeout: Duration,
+    /// How long a poll for a result is held.
+    pub poll_hold: Duration,
+}
+
+impl ServerConfig {
+    /// Settings with the default times and no key.
+    pub fn new(address: SocketAddr, data_dir: PathBuf) -> Self {
+        ServerConfig {
+            address,
+            api_key: None,
+            data_dir,
+            session_timeout: Duration::from_secs(300),
+            poll_hold: limits::POLL_HOLD,
+        }
+    }
+}
+
+/// The base model as clients see it.
+#[derive(Clone, Debug)]
+pub struct ModelInfo {
+    /// Its name: a Hugging Face name where it has one, because clients derive tokenizers and renderers from it.
+    pub name: String,
+    /// Its architecture, such as `qwen3`.
+    pub architecture: String,
+    /// What clients load the tokenizer from: a Hugging Face name or a directory.
+    pub tokenizer_id: String,
+    /// Longest sequence, prompt and sample together.
+    pub max_context_tokens: usize,
+}
+
+impl ModelInfo {
+    /// Refuses other base models. Anything from the first `:` of `asked` on names a variant, such as a context length, and does not count.
+    ///
+    /// # Errors
+    /// If `asked` is another model; the text names the one that is served.
+    pub fn check(&self, asked: &str) -> Result<(), String> {
+        if asked == self.name || asked.split(':').next() == Some(self.name.as_str()) {
+            return Ok(());
+        }
+        Err(format!("base model {asked:?} is not served here; this server has {:?}", self.name))
+    }
+}
+
+/// What all handlers share.
+pub struct App {
+    /// Settings.
+    pub config: ServerConfig,
+    /// The base model.
+    pub model: ModelInfo,
+    /// Outcomes of requests.
+    pub futures: Futures,
+    /// Sessions, models and sampling sessions.
+    pub registry: Registry,
+    /// Checkpoints.
+    pub store: Store,
+    engine: Arc<dyn Submit>,
+    closing: watch::Sender<bool>,
+}
+
+impl App {
+    /// Opens the data directory.
+    ///
+    /// # Errors
+    /// If the directory cannot be used.
+    pub fn new(config: ServerConfig, model: ModelInfo, engine: Arc<dyn Submit>) -> std::io::Result<Arc<Self>> {
+        let app = App {
+            registry: Registry::new(config.session_timeout),
+            store: Store::open(&config.data_dir)?,
+            futures: Futures::new(Retention::default()),
+            closing: watch::Sender::new(false),
+            config,
+            model,
+            engine,
+        };
+        Ok(Arc::new(app))
+    }
+
+    /// Whether the engine works.
+    pub fn engine_is_alive(&self) -> bool {
+        self.engine.is_alive()
+    }
+
+    /// Opens a future for a request that the server accepts at its own place, not in the order of a model. `None` if it was accepted before.
+    ///
+    /// # Errors
+    /// If too much is queued.
+    pub fn begin(&self, request_id: &str, cost_bytes: usize) -> ApiResult<Option<Completer>> {
+        match self.futures.begin(request_id, cost_bytes) {
+            Begun::New(completer) => Ok(Some(completer)),
+            Begun::Known => Ok(None),
+            Begun::Full => Err(ApiError::Busy("too many requests are queued; send this one again in a moment".into())),
+        }
+    }
+
+    /// Hands a request to the engine. On the engine's thread, `finish` makes the answer of its future from the response, or `on_failure` is told
+    /// that there is none.
+    pub fn dispatch(
+        self: &Arc<Self>,
+        request_id: &str,
+        completer: Completer,
+        request: Request,
+        finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
+        on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
+    ) {
+        let kind = kind_of(&request);
+        let is_sample = matches!(request, Request::Sample { .. });
+        let (app, request_id, started) = (self.clone(), request_id.to_owned(), Instant::now());
+        let reply = move |outcome: Outcome| {
+            let answer = match outcome {
+                Ok(response) => finish(&app, response).unwrap_or_else(Answer::Failed),
+                Err(failure) => {
+                    on_failure(&app, &failure);
+                    Answer::Failed(failure)
+                }
+            };
+            let elapsed_ms = started.elapsed().as_secs_f64() * 1e3;
+            match &answer {
+                Answer::Failed(Failure::Server(reason)) => {
+                    tracing::error!(request_id, kind, elapsed_ms, "failed: {reason}");
+                }
+                Answer::Failed(Failure::User(reason)) => tracing::warn!(request_id, kind, elapsed_ms, "refused: {reason}"),
+                // A busy sampler finishes thousands a second.
+                _ if is_sample => tracing::debug!(request_id, kind, elapsed_ms, "done"),
+                _ => tracing::info!(request_id, kind, elapsed_ms, "done"),
+            }
+            completer.complete(answer);
+        };
+        self.engine.submit(request, Box::new(reply));
+    }
+
+    /// Tells the engine something whose outcome nobody waits for.
+    pub fn notify_engine(&self, requests: Vec<Request>) {
+        for request in requests {
+            let kind = kind_of(&request);
+            let reply = move |outcome: Outcome| {
+                if let Err(failure) = outcome {
+                    tracing::warn!(kind, category = failure_category(&failure), "{failure}");
+                }
+            };
+            self.engine.submit(request, Box::new(reply));
+        }
+    }
+
+    /// Hands a request to the engine whose failure changes the registry, and whose outcome nobody waits for.
+    pub fn submit(self: &Arc<Self>, request: Request, on_failure: impl FnOnce(&App, &Failure) + Send + 'static) {
+        let app = self.clone();
+        let reply = move |outcome: Outcome| {
+            if let Err(failure) = outcome {
+                on_failure(&app, &failure);
+            }
+        };
+        self.engine.submit(request, Box::new(reply));
+    }
+
+    /// Ends polls that are being held, so that connections can close.
+    pub fn close(&self) {
+        self.closing.send_replace(true);
+    }
+
+    /// Waits until the server closes.
+    pub async fn closed(&self) {
+        // The sender lives as long as this value, so the only way out is that it says so.
+        let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
+    }
+
+    /// One round of looking for what is over: sessions, results, checkpoints.
+    pub async fn reap(self: &Arc<Self>) {
+        let now = Instant::now();
+        for (session_id, freed) in self.registry.expire(now) {
+            tracing::info!(session_id, "session ended: no heartbeat for {} s", self.config.session_timeout.as_secs());
+            self.notify_engine(freed);
+        }
+        self.futures.sweep(now);
+        let app = self.clone();
+        let swept = tokio::task::spawn_blocking(move || app.store.reap(time::OffsetDateTime::now_utc())).await;
+        if let Err(error) = swept {
+            tracing::error!("looking for checkpoints whose time is over: {error}");
+        }
+    }
+}
+
+/// What a user is told when the engine answers something that does not belong to the request.
+pub fn unexpected(response: &Response) -> Failure {
+    let kind = match response {
+        Response::Created { .. } => "Created",
+        Response::ForwardBackward(_) => "ForwardBackward",
+        Response::OptimStep { .. } => "OptimStep",
+        Response::Saved { .. } => "Saved",
+        Response::Loaded => "Loaded",
+        Response::Sampler => "Sampler",
+        Response::Sampled(_) => "Sampled",
+        Response::Freed => "Freed",
+    };
+    Failure::Server(format!("the engine answered {kind} to a request of another kind"))
+}
+
+/// A JSON answer.
+pub fn json_answer(value: &Value) -> Answer {
+    Answer::Json(value.to_string().into())
+}
+
+/// The acknowledgement of a request whose outcome is fetched later.
+pub fn acknowledged(request_id: &str) -> axum::Json<Value> {
+    axum::Json(json!({ "request_id": request_id }))
+}
+
+fn kind_of(request: &Request) -> &'static str {
+    use strata_engine::api::TrainOp;
+    match request {
+        Request::CreateModel { .. } => "create_model",
+        Request::CreateModelFromCheckpoint { .. } => "create_model_from_checkpoint",
+        Request::Train { op: TrainOp::ForwardBackward { forward_only: false, .. }, .. } => "forward_backward",
+        Request::Train { op: TrainOp::ForwardBackward { forward_only: true, .. }, .. } => "forward",
+        Request::Train { op: TrainOp::OptimStep(_), .. } => "optim_step",
+        Request::Train { op: TrainOp::SaveState(_), .. } => "save_state",
+        Request::Train { op: TrainOp::SaveSampler(_), .. } => "save_sampler",
+        Request::Train { op: TrainOp::Snapshot { .. }, .. } => "snapshot",
+        Request::Train { op: TrainOp::LoadState { .. }, .. } => "load_state",
+        Request::Train { op: TrainOp::Refused(_), .. } => "refused",
+        Request::UnloadModel { .. } => "unload_model",
+        Request::CreateSampler { .. } => "create_sampler",
+        Request::DropSampler { .. } => "drop_sampler",
+        Request::Sample { .. } => "sample",
+    }
+}

@@ -1,0 +1,54 @@
+//! Who may ask.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use crate::app::App;
+use crate::error::ApiError;
+
+/// What every key starts with: the SDK refuses others before it sends them.
+pub const KEY_PREFIX: &str = "tml-";
+
+/// Lets a request pass if it carries the server's key, or if the server has none.
+pub async fn require_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let Some(expected) = &app.config.api_key else { return next.run(request).await };
+    match given_key(request.headers()) {
+        Some(given) if equal_in_constant_time(given.as_bytes(), expected.as_bytes()) => next.run(request).await,
+        Some(_) => ApiError::Unauthorized("this API key is not the server's".into()).into_response(),
+        None => ApiError::Unauthorized("an API key is needed in the header X-API-Key".into()).into_response(),
+    }
+}
+
+fn given_key(headers: &HeaderMap) -> Option<&str> {
+    if let Some(key) = headers.get("x-api-key") {
+        return key.to_str().ok();
+    }
+    headers.get(AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
+}
+
+/// Compares without telling by its time how much was right. The length of the key is no secret.
+fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
+    if a.len() != b.len() {
+        return false;
+    }
+    let difference = a.iter().zip(b).fold(0u8, |difference, (x, y)| difference | (x ^ y));
+    std::hint::black_box(difference) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_equal_only_if_every_byte_is() {
+        assert!(equal_in_constant_time(b"tml-abc", b"tml-abc"));
+        for other in ["tml-abd", "tml-ab", "tml-abcd", ""] {
+            assert!(!equal_in_constant_time(b"tml-abc", other.as_bytes()));
+        }
+    }
+}

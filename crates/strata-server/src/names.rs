@@ -1,0 +1,136 @@
+//! Names from outside that become parts of paths: checked once, here, before they touch the file system.
+
+use crate::error::{ApiError, ApiResult};
+use crate::limits;
+
+/// The two kinds of checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CheckpointKind {
+    /// Adapter and optimizer state.
+    Weights,
+    /// The adapter alone.
+    SamplerWeights,
+}
+
+impl CheckpointKind {
+    /// All kinds.
+    pub const ALL: [CheckpointKind; 2] = [CheckpointKind::Weights, CheckpointKind::SamplerWeights];
+
+    /// Its segment in a path.
+    pub fn segment(self) -> &'static str {
+        match self {
+            CheckpointKind::Weights => "weights",
+            CheckpointKind::SamplerWeights => "sampler_weights",
+        }
+    }
+
+    /// The `checkpoint_type` that the API reports.
+    pub fn checkpoint_type(self) -> &'static str {
+        match self {
+            CheckpointKind::Weights => "training",
+            CheckpointKind::SamplerWeights => "sampler",
+        }
+    }
+
+    fn parse(segment: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.segment() == segment)
+    }
+}
+
+/// What names a checkpoint: `tinker://{run}/{kind}/{name}`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct CheckpointId {
+    /// The model that was saved.
+    pub run: String,
+    /// What was saved of it.
+    pub kind: CheckpointKind,
+    /// The name the user gave.
+    pub name: String,
+}
+
+impl CheckpointId {
+    /// Puts an id together from the segments of a request path.
+    ///
+    /// # Errors
+    /// If a segment is not a kind or not a name.
+    pub fn new(run: &str, kind: &str, name: &str) -> ApiResult<Self> {
+        check_name("training run id", run)?;
+        check_name("checkpoint name", name)?;
+        let Some(kind) = CheckpointKind::parse(kind) else {
+            return Err(ApiError::bad(format!("checkpoint kind {kind:?} is not one of weights, sampler_weights")));
+        };
+        Ok(CheckpointId { run: run.into(), kind, name: name.into() })
+    }
+
+    /// Parses a `tinker://` path.
+    ///
+    /// # Errors
+    /// If it does not have the three segments of a checkpoint, or one of them is not allowed.
+    pub fn parse(path: &str) -> ApiResult<Self> {
+        if path.len() > limits::PATH_BYTES_MAX {
+            return Err(ApiError::bad(format!(
+                "checkpoint path of {} bytes is above the limit of {}",
+                path.len(),
+                limits::PATH_BYTES_MAX
+            )));
+        }
+        let malformed = || ApiError::bad(format!("{path:?} is not a checkpoint path such as tinker://RUN/weights/NAME"));
+        let segments: Vec<&str> = path.strip_prefix("tinker://").ok_or_else(malformed)?.split('/').collect();
+        let [run, kind, name] = segments[..] else { return Err(malformed()) };
+        Self::new(run, kind, name)
+    }
+
+    /// Its `tinker://` path.
+    pub fn tinker_path(&self) -> String {
+        format!("tinker://{}/{}/{}", self.run, self.kind.segment(), self.name)
+    }
+}
+
+/// Refuses names that could leave their directory or that are no names at all.
+///
+/// # Errors
+/// If `name` is empty, too long, starts with a dot, or has characters other than letters, digits, `.`, `_`, `:` and `-`.
+pub fn check_name(what: &str, name: &str) -> ApiResult<()> {
+    if name.is_empty() || name.len() > limits::NAME_BYTES_MAX {
+        return Err(ApiError::bad(format!(
+            "{what} has {} bytes; it needs between 1 and {}",
+            name.len(),
+            limits::NAME_BYTES_MAX
+        )));
+    }
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | ':' | '-');
+    if name.starts_with('.') || !name.chars().all(allowed) {
+        return Err(ApiError::bad(format!(
+            "{what} {name:?} may only have letters, digits, '.', '_', ':' and '-', and must not start with '.'"
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_survive_a_round_trip() {
+        let path = "tinker://3fa:train:0/sampler_weights/step-10.final";
+        assert_eq!(CheckpointId::parse(path).unwrap().tinker_path(), path);
+    }
+
+    #[test]
+    fn names_that_leave_their_directory_are_refused() {
+        for name in ["..", ".", "a/b", "", ".hidden", "a\\b", "a\0b", "é", &"x".repeat(201)] {
+            assert!(check_name("checkpoint name", name).is_err(), "{name:?}");
+        }
+        for path in [
+            "tinker://a/weights",
+            "tinker://a/other/b",
+            "file://a/weights/b",
+            "tinker://../weights/b",
+            "tinker://a/weights/b/c",
+        ] {
+            assert!(CheckpointId::parse(path).is_err(), "{path:?}");
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Saving, loading and keeping checkpoints.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use serde_json::{Value, json};
+use strata_engine::api::{Request, Response, SaveTarget, TrainOp};
+use time::OffsetDateTime;
+
+use crate::app::{App, json_answer, unexpected};
+use crate::error::{ApiError, ApiResult};
+use crate::names::{CheckpointId, CheckpointKind};
+use crate::payload::Payload;
+use crate::registry::{TrainedModel, Weights, inflight_name, sampling_session_id};
+use crate::routes::training;
+use crate::store::CheckpointRecord;
+use crate::wire::json::{self as wire, LoadWeights, OpHead, SaveWeights, Ttl};
+
+/// `POST save_weights`: adapter and optimizer state, under a name.
+pub async fn save_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let (head, asked) = training::op_body::<SaveWeights>(&body.bytes)?;
+    save_named(&app, head, asked, CheckpointKind::Weights, body.bytes.len())
+}
+
+/// `POST save_weights_for_sampler`: the adapter under a name, or without one as sampling weights in memory.
+pub async fn save_weights_for_sampler(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let (head, asked) = training::op_body::<SaveWeights>(&body.bytes)?;
+    match asked {
+        Ok(SaveWeights { path: None, sampling_session_seq_id: Some(n), kind, .. }) => {
+            snapshot(&app, head, n, kind.as_deref().unwrap_or("snapshot"), body.bytes.len())
+        }
+        named => save_named(&app, head, named, CheckpointKind::SamplerWeights, body.bytes.len()),
+    }
+}
+
+fn save_named(
+    app: &Arc<App>,
+    head: OpHead,
+    asked: Result<SaveWeights, String>,
+    kind: CheckpointKind,
+    size_bytes: usize,
+) -> ApiResult<Json<Value>> {
+    let model = app.registry.model(&head.model_id)?;
+    let overwrite = asked.as_ref().is_ok_and(|asked| asked.overwrite);
+    let record = asked.and_then(|asked| new_record(app, &head, model, asked, kind));
+    let op = record.clone().and_then(|record| {
+        let metadata = serde_json::to_value(&record).map_err(|error| format!("the checkpoint's record: {error}"))?;
+        let target = SaveTarget { dir: app.store.dir(&record.id()), overwrite, metadata };
+        Ok(match kind {
+            CheckpointKind::Weights => TrainOp::SaveState(target),
+            CheckpointKind::SamplerWeights => TrainOp::SaveSampler(target),
+        })
+    });
+    training::accept(app, head, size_bytes, op, move |app, response| match (response, record) {
+        (Response::Saved { size_bytes, .. }, Ok(mut record)) => {
+            record.size_bytes = size_bytes;
+            let path = record.id().tinker_path();
+            app.store.insert(record);
+            let kind = match kind {
+                CheckpointKind::Weights => "save_weights",
+                CheckpointKind::SamplerWeights => "save_weights_for_sampler",
+            };
+            Ok(json_answer(&json!({ "type": kind, "path": path })))
+        }
+        (other, _) => Err(unexpected(&other)),
+    })
+}
+
+fn new_record(
+    app: &App,
+    head: &OpHead,
+    model: TrainedModel,
+    asked: SaveWeights,
+    kind: CheckpointKind,
+) -> Result<CheckpointRecord, String> {
+    let name = asked.path.unwrap_or_else(|| format!("{:06}", head.seq_id));
+    let id = CheckpointId::new(&head.model_id, kind.segment(), &name).map_err(|error| error.to_string())?;
+    let mut record = CheckpointRecord::new(id, app.model.name.clone(), model.lora);
+    record.expires_at = wire::ttl(asked.ttl_seconds)?.map(|life| record.created_at + life);
+    record.user_metadata = wire::metadata(asked.user_metadata)?;
+    record.run_metadata = model.user_metadata;
+    Ok(record)
+}
+
+/// Sampling weights that live in memory: frozen, or shared by all inflight samplers of the model and replaced in place.
+fn snapshot(
+    app: &Arc<App>,
+    head: OpHead,
+    sampling_session_seq_id: u64,
+    kind: &str,
+    size_bytes: usize,
+) -> ApiResult<Json<Value>> {
+    let session_id = app.registry.session_of_model(&head.model_id)?;
+    let sampler_id = sampling_session_id(&session_id, sampling_session_seq_id);
+    let op = match kind {
+        "snapshot" => Ok((Weights::Snapshot, TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: false })),
+        "inflight" => {
+            let shared = inflight_name(&head.model_id);
+            Ok((Weights::Inflight(head.model_id.clone()), TrainOp::Snapshot { sampler_id: shared, replace: true }))
+        }
+        other => Err(format!("kind {other:?} is neither snapshot nor inflight")),
+    };
+    let mut is_new = false;
+    let op = op.and_then(|(weights, op)| {
+        let (added, freed) = app.registry.add_sampler(&session_id, &sampler_id, weights).map_err(|error| error.to_string())?;
+        app.notify_engine(freed);
+        is_new = added;
+        // A retried request comes here too, and is then recognised by its place; what it finds wrong does not count.
+        if is_new { Ok(op) } else { Err(format!("sampling session {sampler_id} exists already")) }
+    });
+    let (made_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
+    let accepted = training::accept_or_else(
+        app,
+        head,
+        size_bytes,
+        op,
+        move |_, response| match response {
+            Response::Sampler => {
+                Ok(json_answer(&json!({ "type": "save_weights_for_sampler", "sampling_session_id": made_id })))
+            }
+            other => Err(unexpected(&other)),
+        },
+        move |app, failure| {
+            if is_new {
+                app.registry.end_sampler(&failed_id, &format!("its weights could not be saved: {failure}"));
+            }
+        },
+    );
+    if accepted.is_err() && is_new {
+        app.registry.remove_sampler(&sampler_id);
+    }
+    accepted
+}
+
+/// `POST load_weights`: into a new model, or as an operation of one that is there.
+pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let value: Value = wire::parse(&body.bytes)?;
+    if value.get("model_id").is_some_and(|id| !id.is_null()) {
+        let (head, asked) = training::op_body::<LoadWeights>(&body.bytes)?;
+        let op = asked.and_then(|asked| {
+            let (record, path) = loadable(&app, &asked).map_err(|error| error.to_string())?;
+            let op = TrainOp::LoadState { dir: app.store.dir(&record.id()), with_optimizer: asked.optimizer };
+            Ok((op, path))
+        });
+        let (op, path) = match op {
+            Ok((op, path)) => (Ok(op), path),
+            Err(reason) => (Err(reason), String::new()),
+        };
+        let model_id = head.model_id.clone();
+        return training::accept(&app, head, body.bytes.len(), op, move |_, response| match response {
+            Response::Loaded => Ok(json_answer(&json!({ "type": "load_weights", "path": path, "model_id": model_id }))),
+            other => Err(unexpected(&other)),
+        });
+    }
+    let asked: LoadWeights = serde_json::from_value(value)?;
+    let (Some(session_id), Some(model_seq_id)) = (&asked.session_id, asked.model_seq_id) else {
+        return Err(ApiError::bad("load_weights needs a model_id and seq_id, or a session_id and model_seq_id"));
+    };
+    let (record, path) = loadable(&app, &asked)?;
+    let metadata = wire::metadata(asked.user_metadata).map_err(ApiError::BadRequest)?;
+    let dir = app.store.dir(&record.id());
+    let answer = json!({ "type": "load_weights", "path": path });
+    training::create(&app, session_id, model_seq_id, record.lora, metadata, answer, |model_id| {
+        Request::CreateModelFromCheckpoint { model_id, dir, with_optimizer: asked.optimizer }
+    })
+}
+
+/// The checkpoint to load into training, if it can be.
+fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(CheckpointRecord, String)> {
+    let id = CheckpointId::parse(&asked.path)?;
+    if id.kind == CheckpointKind::SamplerWeights {
+        return Err(ApiError::bad(format!(
+            "{} holds sampler weights, which cannot be trained; load what save_state returned, such as tinker://{}/weights/NAME",
+            asked.path, id.run
+        )));
+    }
+    if let Some(optimizer) = &asked.optimizer_config {
+        optimizer.check().map_err(ApiError::BadRequest)?;
+    }
+    let record = app.store.get(&id)?;
+    for base_model in std::iter::once(&record.base_model).chain(&asked.base_model) {
+        app.model.check(base_model).map_err(|reason| ApiError::bad(format!("loading {}: {reason}", asked.path)))?;
+    }
+    Ok((record, id.tinker_path()))
+}
+
+/// `DELETE training_runs/{run}/checkpoints/{kind}/{name}`
+pub async fn delete(State(app): State<Arc<App>>, Path(path): Path<(String, String, String)>) -> ApiResult<Json<Value>> {
+    edit(app, path, |app, id| app.store.delete(id)).await
+}
+
+/// `POST .../publish`: publishing twice is the same as once.
+pub async fn publish(State(app): State<Arc<App>>, Path(path): Path<(String, String, String)>) -> ApiResult<Json<Value>> {
+    edit(app, path, |app, id| app.store.set_public(id, true)).await
+}
+
+/// `DELETE .../publish`
+pub async fn unpublish(State(app): State<Arc<App>>, Path(path): Path<(String, String, String)>) -> ApiResult<Json<Value>> {
+    edit(app, path, |app, id| app.store.set_public(id, false)).await
+}
+
+/// `PUT .../ttl`: the life of a checkpoint from now on.
+pub async fn set_ttl(
+    State(app): State<Arc<App>>,
+    Path(path): Path<(String, String, String)>,
+    body: Payload,
+) -> ApiResult<Json<Value>> {
+    let asked: Ttl = wire::parse(&body.bytes)?;
+    let life = wire::ttl(asked.ttl_seconds).map_err(ApiError::BadRequest)?;
+    let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
+    edit(app, path, move |app, id| app.store.set_expiry(id, expires_at)).await
+}
+
+async fn edit(
+    app: Arc<App>,
+    (run, kind, name): (String, String, String),
+    change: impl FnOnce(&App, &CheckpointId) -> ApiResult<()> + Send + 'static,
+) -> ApiResult<Json<Value>> {
+    let id = CheckpointId::new(&run, &kind, &name)?;
+    let changed = tokio::task::spawn_blocking(move || change(&app, &id)).await;
+    changed.unwrap_or_else(|error| Err(ApiError::Internal(format!("changing a checkpoint: {error}"))))?;
+    Ok(Json(json!({})))
+}

@@ -1,0 +1,94 @@
+//! The endpoints, one file for each part of the API.
+
+mod checkpoints;
+mod config;
+mod futures;
+mod runs;
+mod sampling;
+mod sessions;
+mod training;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::http::{Method, Uri};
+use axum::middleware;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post, put};
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::trace::TraceLayer;
+use tracing::Span;
+
+use crate::app::App;
+use crate::auth;
+use crate::error::ApiError;
+use crate::limits;
+
+/// All endpoints over one server's state.
+pub fn router(app: Arc<App>) -> Router {
+    let open = Router::new().route("/healthz", get(config::healthz)).route("/api/v1/healthz", get(config::healthz));
+    let api = Router::new()
+        .route("/client/config", post(config::client_config))
+        .route("/client/dynamic_config", post(config::client_dynamic_config))
+        .route("/get_server_capabilities", get(config::capabilities))
+        .route("/telemetry", post(config::telemetry))
+        .route("/create_session", post(sessions::create))
+        .route("/session_heartbeat", post(sessions::heartbeat))
+        .route("/sessions", get(sessions::list))
+        .route("/sessions/{session_id}", get(sessions::get))
+        .route("/sessions/{session_id}/finish", post(sessions::finish))
+        .route("/create_model", post(training::create_model))
+        .route("/unload_model", post(training::unload_model))
+        .route("/get_info", post(training::get_info))
+        .route("/forward_backward", post(training::forward_backward))
+        .route("/forward", post(training::forward))
+        .route("/optim_step", post(training::optim_step))
+        .route("/save_weights", post(checkpoints::save_weights))
+        .route("/save_weights_for_sampler", post(checkpoints::save_weights_for_sampler))
+        .route("/load_weights", post(checkpoints::load_weights))
+        .route("/create_sampling_session", post(sampling::create_session))
+        .route("/samplers/{sampler_id}", get(sampling::get))
+        .route("/asample", post(sampling::sample))
+        .route("/retrieve_future", post(futures::retrieve))
+        .route("/weights_info", post(runs::weights_info))
+        .route("/checkpoints", get(runs::all_checkpoints))
+        .route("/training_runs", get(runs::list))
+        .route("/training_runs/{run}", get(runs::get))
+        .route("/training_runs/{run}/checkpoints", get(runs::checkpoints))
+        .route("/training_runs/{run}/checkpoints/{kind}/{name}", delete(checkpoints::delete))
+        .route(
+            "/training_runs/{run}/checkpoints/{kind}/{name}/publish",
+            post(checkpoints::publish).delete(checkpoints::unpublish),
+        )
+        .route("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", put(checkpoints::set_ttl))
+        .route_layer(middleware::from_fn_with_state(app.clone(), auth::require_key));
+    let trace = TraceLayer::new_for_http()
+        .make_span_with(|request: &Request| {
+            let sdk_method = request.headers().get("x-sdk-method").and_then(|value| value.to_str().ok()).unwrap_or("");
+            tracing::debug_span!("http", method = %request.method(), path = request.uri().path(), sdk_method)
+        })
+        .on_request(())
+        .on_response(|response: &Response, latency: Duration, _: &Span| {
+            let latency_ms = latency.as_secs_f64() * 1e3;
+            tracing::debug!(status = response.status().as_u16(), latency_ms, "answered");
+        });
+    open.nest("/api/v1", api)
+        .fallback(no_endpoint)
+        .method_not_allowed_fallback(no_method)
+        .layer(CatchPanicLayer::custom(|_| {
+            ApiError::Internal("this request hit a bug in the server; its log says where".into()).into_response()
+        }))
+        .layer(trace)
+        .layer(DefaultBodyLimit::max(limits::BODY_BYTES_MAX))
+        .with_state(app)
+}
+
+async fn no_endpoint(method: Method, uri: Uri) -> ApiError {
+    ApiError::NotFound(format!("there is no endpoint {method} {} on this server", uri.path()))
+}
+
+async fn no_method(method: Method, uri: Uri) -> ApiError {
+    ApiError::MethodNotAllowed(format!("{} does not answer to {method}", uri.path()))
+}

@@ -1,0 +1,127 @@
+//! Training runs and checkpoints, to look at. A run is a model in training, or one of which checkpoints are left.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, Query, State};
+use serde_json::{Value, json};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
+use crate::app::App;
+use crate::error::{ApiError, ApiResult};
+use crate::limits;
+use crate::names::{CheckpointId, CheckpointKind, check_name};
+use crate::payload::Payload;
+use crate::store::CheckpointRecord;
+use crate::wire::json::{self as wire, Page, WeightsInfo};
+
+/// Whom all runs belong to: there is one key, and so one user.
+const MODEL_OWNER: &str = "tml:organization_user:local";
+
+/// `GET training_runs`: most recently used first.
+pub async fn list(State(app): State<Arc<App>>, Query(page): Query<Page>) -> Json<Value> {
+    let mut runs: BTreeMap<String, OffsetDateTime> = BTreeMap::new();
+    for (id, model) in app.registry.models() {
+        runs.insert(id, model.last_request_at);
+    }
+    for record in app.store.list(None) {
+        let last = runs.entry(record.run).or_insert(record.created_at);
+        *last = (*last).max(record.created_at);
+    }
+    let mut runs: Vec<(String, OffsetDateTime)> = runs.into_iter().collect();
+    runs.sort_by_key(|(_, last)| std::cmp::Reverse(*last));
+    let (total_count, offset, limit) = (runs.len(), page.offset.unwrap_or(0), page.limit.unwrap_or(20).min(limits::PAGE_MAX));
+    let shown = runs.iter().skip(offset).take(limit).filter_map(|(id, _)| describe_run(&app, id));
+    let shown: Vec<Value> = shown.collect();
+    Json(json!({
+        "training_runs": shown,
+        "cursor": { "offset": offset, "limit": limit, "total_count": total_count },
+    }))
+}
+
+/// `GET training_runs/{run}`
+pub async fn get(State(app): State<Arc<App>>, Path(run): Path<String>) -> ApiResult<Json<Value>> {
+    check_name("training run id", &run)?;
+    describe_run(&app, &run).map(Json).ok_or_else(|| ApiError::NotFound(format!("there is no training run {run}")))
+}
+
+fn describe_run(app: &App, run: &str) -> Option<Value> {
+    let checkpoints = app.store.list(Some(run));
+    let last_of = |kind: CheckpointKind| checkpoints.iter().find(|record| record.kind == kind).map(describe_checkpoint);
+    let (lora_rank, last_request_at, user_metadata, base_model) = match app.registry.model(run) {
+        Ok(model) => (model.lora.rank, model.last_request_at, model.user_metadata, app.model.name.clone()),
+        Err(_) => {
+            let newest = checkpoints.first()?.clone();
+            (newest.lora.rank, newest.created_at, newest.run_metadata, newest.base_model)
+        }
+    };
+    Some(json!({
+        "training_run_id": run,
+        "base_model": base_model,
+        "model_owner": MODEL_OWNER,
+        "is_lora": true,
+        "corrupted": false,
+        "lora_rank": lora_rank,
+        "last_request_time": rfc3339(last_request_at),
+        "last_checkpoint": last_of(CheckpointKind::Weights),
+        "last_sampler_checkpoint": last_of(CheckpointKind::SamplerWeights),
+        "user_metadata": user_metadata,
+    }))
+}
+
+/// `GET training_runs/{run}/checkpoints`
+pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>) -> ApiResult<Json<Value>> {
+    check_name("training run id", &run)?;
+    let found = app.store.list(Some(&run));
+    if found.is_empty() {
+        app.registry.model(&run).map_err(|_| ApiError::NotFound(format!("there is no training run {run}")))?;
+    }
+    let found: Vec<Value> = found.iter().map(describe_checkpoint).collect();
+    Ok(Json(json!({ "checkpoints": found })))
+}
+
+/// `GET checkpoints`: all of them, newest first.
+pub async fn all_checkpoints(State(app): State<Arc<App>>, Query(page): Query<Page>) -> Json<Value> {
+    let all = app.store.list(None);
+    let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(100).min(limits::PAGE_MAX));
+    let shown: Vec<Value> = all.iter().skip(offset).take(limit).map(describe_checkpoint).collect();
+    Json(json!({
+        "checkpoints": shown,
+        "cursor": { "offset": offset, "limit": limit, "total_count": all.len() },
+    }))
+}
+
+fn describe_checkpoint(record: &CheckpointRecord) -> Value {
+    json!({
+        "checkpoint_id": format!("{}/{}", record.kind.segment(), record.name),
+        "checkpoint_type": record.kind.checkpoint_type(),
+        "time": rfc3339(record.created_at),
+        "tinker_path": record.id().tinker_path(),
+        "size_bytes": record.size_bytes,
+        "public": record.public,
+        "user_metadata": record.user_metadata,
+        "expires_at": record.expires_at.map(rfc3339),
+    })
+}
+
+/// `POST weights_info`: what has to be known of a checkpoint to load it.
+pub async fn weights_info(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: WeightsInfo = wire::parse(&body.bytes)?;
+    let record = app.store.get(&CheckpointId::parse(&asked.tinker_path)?)?;
+    Ok(Json(json!({
+        "base_model": record.base_model,
+        "is_lora": true,
+        "lora_rank": record.lora.rank,
+        "train_unembed": record.lora.train_unembed,
+        "train_mlp": record.lora.train_mlp,
+        "train_attn": record.lora.train_attn,
+        "optimizer_config": { "type": "adamw" },
+    })))
+}
+
+fn rfc3339(at: OffsetDateTime) -> String {
+    // Only years beyond 9999 cannot be written.
+    at.format(&Rfc3339).unwrap_or_default()
+}

@@ -1,0 +1,111 @@
+//! Sampling sessions, and sampling.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use serde_json::{Value, json};
+use strata_engine::api::{Request, Response};
+
+use crate::app::{App, unexpected};
+use crate::error::{ApiError, ApiResult};
+use crate::futures::Answer;
+use crate::names::CheckpointId;
+use crate::payload::{Payload, blocking};
+use crate::registry::{State as SamplerState, Weights, sampling_session_id};
+use crate::wire::json::{self as wire, CreateSamplingSession, Sample};
+use crate::wire::proto;
+
+/// `POST create_sampling_session`: from the base model or a checkpoint. The engine loads while the client goes on.
+pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: CreateSamplingSession = wire::parse(&body.bytes)?;
+    let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
+    let (weights, dir) = match asked.model_path {
+        Some(path) => {
+            let id = CheckpointId::parse(&path)?;
+            let record = app.store.get(&id)?;
+            app.model.check(&record.base_model).map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
+            (Weights::Checkpoint(path), Some(app.store.dir(&id)))
+        }
+        None => {
+            let Some(base_model) = &asked.base_model else {
+                return Err(ApiError::bad("create_sampling_session needs a base_model or a model_path"));
+            };
+            app.model.check(base_model).map_err(ApiError::BadRequest)?;
+            (Weights::Base, None)
+        }
+    };
+    let (is_new, freed) = app.registry.add_sampler(&asked.session_id, &sampler_id, weights)?;
+    app.notify_engine(freed);
+    if is_new {
+        let failed_id = sampler_id.clone();
+        app.submit(Request::CreateSampler { sampler_id: sampler_id.clone(), dir }, move |app, failure| {
+            tracing::warn!(sampler_id = failed_id, "sampling weights could not be made: {failure}");
+            app.registry.end_sampler(&failed_id, &format!("its weights could not be loaded: {failure}"));
+        });
+        if !app.registry.is_active(&asked.session_id) {
+            // The session ended in between, when the engine did not know the weights yet.
+            app.notify_engine(vec![Request::DropSampler { sampler_id: sampler_id.clone() }]);
+        }
+    }
+    Ok(Json(json!({ "type": "create_sampling_session", "sampling_session_id": sampler_id })))
+}
+
+/// `GET samplers/{id}`
+pub async fn get(State(app): State<Arc<App>>, Path(sampler_id): Path<String>) -> ApiResult<Json<Value>> {
+    let sampler = app.registry.sampler(&sampler_id)?;
+    if let SamplerState::Gone(reason) = sampler.state {
+        return Err(ApiError::NotFound(format!("sampling session {sampler_id} is gone: {reason}")));
+    }
+    let mut found = json!({ "sampler_id": sampler_id, "base_model": app.model.name });
+    if let Weights::Checkpoint(path) = sampler.weights {
+        found["model_path"] = json!(path);
+    }
+    Ok(Json(found))
+}
+
+/// `POST asample`: acknowledged with the ids that its sequences will have.
+pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let size_bytes = body.bytes.len();
+    let (sampler_id, seq_id, sample) = blocking(size_bytes, move || {
+        let mut asked: Sample = wire::parse(&body.bytes)?;
+        let (Some(sampler_id), Some(seq_id)) = (asked.sampling_session_id.take(), asked.seq_id) else {
+            return Err(ApiError::bad("asample needs a sampling_session_id and a seq_id"));
+        };
+        Ok((sampler_id, seq_id, asked.into_request()?))
+    })
+    .await?;
+    let request_id = format!("{sampler_id}:{seq_id}");
+    let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| format!("{request_id}:{i}")).collect();
+    let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
+    if app.futures.is_known(&request_id) {
+        return Ok(acknowledgement);
+    }
+    let num_samples = sample.num_samples;
+    let weights = app.registry.begin_sample(&sampler_id, num_samples)?;
+    let completer = match app.begin(&request_id, size_bytes) {
+        Ok(Some(completer)) => completer,
+        known_or_full => {
+            app.registry.end_sample(&sampler_id, num_samples);
+            return known_or_full.map(|_| acknowledgement);
+        }
+    };
+    let (topk_prompt, topk_sample) = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs);
+    app.dispatch(
+        &request_id,
+        completer,
+        Request::Sample { sampler_id: weights, sample },
+        {
+            let sampler_id = sampler_id.clone();
+            move |app, response| {
+                app.registry.end_sample(&sampler_id, num_samples);
+                match response {
+                    Response::Sampled(output) => Ok(Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample))),
+                    other => Err(unexpected(&other)),
+                }
+            }
+        },
+        move |app, _| app.registry.end_sample(&sampler_id, num_samples),
+    );
+    Ok(acknowledgement)
+}

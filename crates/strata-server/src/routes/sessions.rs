@@ -1,0 +1,60 @@
+//! Sessions: begin, heartbeat, end, look.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, Query, State};
+use serde_json::{Value, json};
+
+use crate::app::App;
+use crate::error::{ApiError, ApiResult};
+use crate::limits;
+use crate::payload::Payload;
+use crate::wire::json::{self as wire, CreateSession, FinishSession, Page, SessionOnly};
+
+/// `POST create_session`
+pub async fn create(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: CreateSession = wire::parse(&body.bytes)?;
+    let metadata = wire::metadata(asked.user_metadata).map_err(ApiError::BadRequest)?;
+    if asked.display_name.as_ref().is_some_and(|name| name.len() > limits::METADATA_BYTES_MAX) {
+        return Err(ApiError::bad(format!("display_name is above {} bytes", limits::METADATA_BYTES_MAX)));
+    }
+    let session_id = app.registry.create_session(metadata, asked.display_name)?;
+    tracing::info!(session_id, sdk_version = asked.sdk_version, "session began");
+    Ok(Json(json!({ "type": "create_session", "session_id": session_id })))
+}
+
+/// `POST session_heartbeat`: a session that is over answers 410, which ends the client's heartbeats.
+pub async fn heartbeat(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: SessionOnly = wire::parse(&body.bytes)?;
+    app.registry.heartbeat(&asked.session_id)?;
+    Ok(Json(json!({ "type": "session_heartbeat" })))
+}
+
+/// `POST sessions/{id}/finish`: the first one counts.
+pub async fn finish(State(app): State<Arc<App>>, Path(session_id): Path<String>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: FinishSession = if body.bytes.is_empty() { FinishSession::default() } else { wire::parse(&body.bytes)? };
+    let kind = asked.reason.and_then(|reason| reason.kind).unwrap_or_else(|| "success".into());
+    let freed = app.registry.end_session(&session_id, "its client finished the session")?;
+    tracing::info!(session_id, reason = kind, detail = asked.detail, "session finished");
+    app.notify_engine(freed);
+    Ok(Json(json!({})))
+}
+
+/// `GET sessions`: newest first.
+pub async fn list(State(app): State<Arc<App>>, Query(page): Query<Page>) -> Json<Value> {
+    let limit = page.limit.unwrap_or(20).min(limits::PAGE_MAX);
+    let sessions: Vec<String> = app.registry.sessions().into_iter().skip(page.offset.unwrap_or(0)).take(limit).collect();
+    Json(json!({ "sessions": sessions }))
+}
+
+/// `GET sessions/{id}`
+pub async fn get(State(app): State<Arc<App>>, Path(session_id): Path<String>) -> ApiResult<Json<Value>> {
+    let session = app.registry.session(&session_id)?;
+    Ok(Json(json!({
+        "training_run_ids": session.models,
+        "sampler_ids": session.samplers,
+        "user_metadata": session.user_metadata,
+        "display_name": session.display_name,
+    })))
+}

@@ -1,0 +1,213 @@
+//! Models and the operations that train them.
+//!
+//! An operation is acknowledged as soon as its model and its place in the order are known. Whatever else is wrong with it becomes
+//! the outcome of its future, and it still takes its place: the operations behind it must not wait for ever.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use strata_engine::api::{Failure, LoraSpec, ModelId, Request, Response, TrainOp};
+
+use crate::app::{App, acknowledged, json_answer, unexpected};
+use crate::error::{ApiError, ApiResult};
+use crate::futures::Answer;
+use crate::payload::{Payload, blocking};
+use crate::registry::{Metadata, State as ModelState};
+use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
+use crate::wire::proto;
+
+/// `POST create_model`
+pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: CreateModel = wire::parse(&body.bytes)?;
+    app.model.check(&asked.base_model).map_err(ApiError::BadRequest)?;
+    if let Some(optimizer) = &asked.optimizer_config {
+        optimizer.check().map_err(ApiError::BadRequest)?;
+    }
+    let Some(lora) = asked.lora_config else {
+        return Err(ApiError::bad("lora_config is missing; this server trains LoRA adapters, not whole models"));
+    };
+    let lora = LoraSpec {
+        rank: lora.rank,
+        seed: wire::seed(lora.seed.as_ref()).map_err(ApiError::BadRequest)?,
+        train_attn: lora.train_attn,
+        train_mlp: lora.train_mlp,
+        train_unembed: lora.train_unembed,
+    };
+    let metadata = wire::metadata(asked.user_metadata).map_err(ApiError::BadRequest)?;
+    create(&app, &asked.session_id, asked.model_seq_id, lora.clone(), metadata, json!({ "type": "create_model" }), |model_id| {
+        Request::CreateModel { model_id, lora }
+    })
+}
+
+/// Makes a model in whichever way `request` says; `answer` is what its future resolves to, with the model's id put in.
+pub fn create(
+    app: &Arc<App>,
+    session_id: &str,
+    model_seq_id: u64,
+    lora: LoraSpec,
+    metadata: Metadata,
+    mut answer: Value,
+    request: impl FnOnce(ModelId) -> Request,
+) -> ApiResult<Json<Value>> {
+    let (model_id, is_new) = app.registry.add_model(session_id, model_seq_id, lora, metadata)?;
+    let request_id = format!("{model_id}:0");
+    if !is_new {
+        return Ok(acknowledged(&request_id));
+    }
+    let completer = match app.begin(&request_id, 0) {
+        Ok(Some(completer)) => completer,
+        Ok(None) => return Ok(acknowledged(&request_id)),
+        Err(error) => {
+            app.registry.remove_model(&model_id);
+            return Err(error);
+        }
+    };
+    answer["model_id"] = json!(model_id);
+    let request = request(model_id.clone());
+    let created_id = model_id.clone();
+    app.dispatch(
+        &request_id,
+        completer,
+        request,
+        move |_, response| match response {
+            Response::Created { .. } => Ok(json_answer(&answer)),
+            other => Err(unexpected(&other)),
+        },
+        move |app, failure| {
+            // What the engine never had it need not free.
+            let _ = app.registry.end_model(&created_id, &format!("it could not be created: {failure}"));
+        },
+    );
+    if !app.registry.is_active(session_id) {
+        // The session ended in between, when the engine did not know the model yet.
+        app.notify_engine(vec![Request::UnloadModel { model_id }]);
+    }
+    Ok(acknowledged(&request_id))
+}
+
+/// `POST unload_model`, as older clients end a model.
+pub async fn unload_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: ModelOnly = wire::parse(&body.bytes)?;
+    app.registry.model(&asked.model_id)?;
+    let request_id = format!("{}:unload", asked.model_id);
+    if let Some(completer) = app.begin(&request_id, 0)? {
+        app.notify_engine(app.registry.end_model(&asked.model_id, "its client unloaded it"));
+        completer.complete(json_answer(&json!({ "type": "unload_model", "model_id": asked.model_id })));
+    }
+    Ok(acknowledged(&request_id))
+}
+
+/// `POST get_info`
+pub async fn get_info(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let asked: ModelOnly = wire::parse(&body.bytes)?;
+    let model = app.registry.model(&asked.model_id)?;
+    if let ModelState::Gone(reason) = model.state {
+        return Err(ApiError::bad(format!("model {} is gone: {reason}", asked.model_id)));
+    }
+    Ok(Json(json!({
+        "type": "get_info",
+        "model_id": asked.model_id,
+        "model_data": {
+            "arch": app.model.architecture,
+            "model_name": app.model.name,
+            "tokenizer_id": app.model.tokenizer_id,
+        },
+        "is_lora": true,
+        "lora_rank": model.lora.rank,
+        "model_name": app.model.name,
+        "optimizer_config": { "type": "adamw" },
+    })))
+}
+
+/// `POST forward_backward`: protobuf, or JSON from older clients.
+pub async fn forward_backward(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    pass(app, body, false).await
+}
+
+/// `POST forward`, as older clients ask for losses without gradients.
+pub async fn forward(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    pass(app, body, true).await
+}
+
+async fn pass(app: Arc<App>, body: Payload, forward_only: bool) -> ApiResult<Json<Value>> {
+    let size_bytes = body.bytes.len();
+    let (head, op) = blocking(size_bytes, move || {
+        if !body.is_protobuf {
+            let (head, asked) = op_body::<ForwardBackward>(&body.bytes)?;
+            return Ok((head, asked.and_then(|asked| asked.into_op(forward_only))));
+        }
+        let asked = proto::decode_forward_backward(body.bytes).map_err(ApiError::BadRequest)?;
+        let seq_id = u64::try_from(asked.seq_id).map_err(|_| ApiError::bad(format!("seq_id {} is negative", asked.seq_id)))?;
+        let head = OpHead { model_id: asked.model_id.clone(), seq_id };
+        Ok((head, asked.into_op()))
+    })
+    .await?;
+    accept(&app, head, size_bytes, op, |_, response| match response {
+        Response::ForwardBackward(output) => Ok(Answer::ForwardBackward(proto::encode_forward_backward(&output))),
+        other => Err(unexpected(&other)),
+    })
+}
+
+/// `POST optim_step`
+pub async fn optim_step(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let (head, asked) = op_body::<OptimStep>(&body.bytes)?;
+    accept(&app, head, body.bytes.len(), asked.and_then(OptimStep::into_op), |_, response| match response {
+        Response::OptimStep { metrics } => {
+            let metrics: serde_json::Map<String, Value> =
+                metrics.into_iter().map(|(name, value)| (name, json!(value))).collect();
+            Ok(json_answer(&json!({ "type": "optim_step", "metrics": metrics })))
+        }
+        other => Err(unexpected(&other)),
+    })
+}
+
+/// Splits the body of an operation into its head, without which it cannot be accepted, and the rest, which may be wrong.
+///
+/// # Errors
+/// If the body is not JSON, or names no model or place.
+pub fn op_body<T: DeserializeOwned>(body: &[u8]) -> ApiResult<(OpHead, Result<T, String>)> {
+    let value: Value = wire::parse(body)?;
+    let head = OpHead::deserialize(&value)?;
+    Ok((head, T::deserialize(value).map_err(|error| format!("request body: {error}"))))
+}
+
+/// Accepts an operation once, and has it fail in its place if it is refused.
+///
+/// # Errors
+/// If there is no such model, its place is impossible, or too much is queued.
+pub fn accept(
+    app: &Arc<App>,
+    head: OpHead,
+    size_bytes: usize,
+    op: Result<TrainOp, String>,
+    finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
+) -> ApiResult<Json<Value>> {
+    accept_or_else(app, head, size_bytes, op, finish, |_, _| {})
+}
+
+/// As [`accept`]; `on_failure` is told if the engine fails the operation.
+///
+/// # Errors
+/// Those of [`accept`].
+pub fn accept_or_else(
+    app: &Arc<App>,
+    head: OpHead,
+    size_bytes: usize,
+    op: Result<TrainOp, String>,
+    finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
+    on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
+) -> ApiResult<Json<Value>> {
+    let OpHead { model_id, seq_id } = head;
+    let request_id = format!("{model_id}:{seq_id}");
+    let completer = app.registry.accept(&model_id, seq_id, |is_awaited| {
+        if is_awaited { app.futures.begin_urgent(&request_id, size_bytes) } else { app.futures.begin(&request_id, size_bytes) }
+    })?;
+    let Some(completer) = completer else { return Ok(acknowledged(&request_id)) };
+    let op = op.unwrap_or_else(TrainOp::Refused);
+    app.dispatch(&request_id, completer, Request::Train { model_id, seq_id, op }, finish, on_failure);
+    Ok(acknowledged(&request_id))
+}

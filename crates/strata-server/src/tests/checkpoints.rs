@@ -1,0 +1,145 @@
+//! Checkpoints: their names, their life, and what is made from them.
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+use strata_engine::api::{Request, TrainOp};
+
+use super::{TestServer, create_model_body};
+
+fn save(model_id: &str, seq_id: u64, name: &str) -> Value {
+    json!({ "model_id": model_id, "seq_id": seq_id, "path": name, "user_metadata": { "renderer_name": "qwen3" } })
+}
+
+#[tokio::test]
+async fn a_saved_checkpoint_is_listed_at_once_and_survives_a_restart() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let saved = server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    let path = format!("tinker://{model_id}/weights/a");
+    assert_eq!(saved["path"], json!(path));
+    let saved = server.outcome("save_weights_for_sampler", save(&model_id, 2, "a")).await;
+    assert_eq!(saved["path"], json!(format!("tinker://{model_id}/sampler_weights/a")));
+
+    let run = server.get(&format!("training_runs/{model_id}")).await.json();
+    assert_eq!(run["last_checkpoint"]["tinker_path"], json!(path));
+    assert_eq!(run["last_checkpoint"]["user_metadata"], json!({ "renderer_name": "qwen3" }));
+
+    let restarted = TestServer::over(server.data_dir, |_| {});
+    let listed = restarted.get("checkpoints").await.json();
+    assert_eq!(listed["cursor"]["total_count"], json!(2));
+    let run = restarted.get(&format!("training_runs/{model_id}")).await.json();
+    assert_eq!((&run["lora_rank"], &run["user_metadata"]), (&json!(8), &json!({ "recipe": "sft" })));
+    let info = restarted.ok("weights_info", json!({ "tinker_path": path })).await;
+    assert_eq!((&info["base_model"], &info["lora_rank"]), (&json!("org/base"), &json!(8)));
+}
+
+#[tokio::test]
+async fn names_that_leave_the_data_directory_never_reach_the_engine() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let names = ["../../x", "..", "a/b", ".hidden", "", "a\u{0}b", "x%2Fy"];
+    for (name, seq_id) in names.iter().zip(1..) {
+        let outcome = server.outcome("save_weights", save(&model_id, seq_id, name)).await;
+        assert_eq!(outcome["category"], json!("user"), "{name:?}");
+    }
+    let is_save = |r: &Request| matches!(r, Request::Train { op: TrainOp::SaveState(_) | TrainOp::SaveSampler(_), .. });
+    assert_eq!(server.engine.count(is_save), 0);
+    for path in ["tinker://../weights/a", "tinker://a/weights/..", "tinker://a/weights/b/c", "/etc/passwd"] {
+        let reply = server.post("weights_info", json!({ "tinker_path": path })).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{path}");
+    }
+    let reply = server.request("DELETE", "training_runs/%2E%2E/checkpoints/weights/%2E%2E", "").await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+}
+
+#[tokio::test]
+async fn a_name_that_is_taken_is_a_failed_future_and_a_retried_save_is_not() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for _ in 0..2 {
+        assert!(server.outcome("save_weights", save(&model_id, 1, "a")).await["path"].is_string());
+    }
+    assert_eq!(server.outcome("save_weights", save(&model_id, 2, "a")).await["category"], json!("user"));
+    let mut overwriting = save(&model_id, 3, "a");
+    overwriting["overwrite"] = json!(true);
+    assert!(server.outcome("save_weights", overwriting).await["path"].is_string());
+}
+
+#[tokio::test]
+async fn checkpoints_are_published_given_a_life_and_deleted() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    let base = format!("training_runs/{model_id}/checkpoints/weights/a");
+    let first = async || server.get("checkpoints").await.json()["checkpoints"][0].clone();
+    for _ in 0..2 {
+        assert_eq!(server.request("POST", &format!("{base}/publish"), "").await.status, StatusCode::OK);
+    }
+    assert_eq!(first().await["public"], json!(true));
+    assert_eq!(server.request("DELETE", &format!("{base}/publish"), "").await.status, StatusCode::OK);
+    assert_eq!(first().await["public"], json!(false));
+
+    let ttl = |seconds: Value| json!({ "ttl_seconds": seconds }).to_string();
+    assert_eq!(server.request("PUT", &format!("{base}/ttl"), ttl(json!(3600))).await.status, StatusCode::OK);
+    assert!(first().await["expires_at"].is_string());
+    assert_eq!(server.request("PUT", &format!("{base}/ttl"), ttl(json!(null))).await.status, StatusCode::OK);
+    assert_eq!(first().await["expires_at"], Value::Null);
+    let reply = server.request("PUT", &format!("{base}/ttl"), ttl(json!(5))).await;
+    assert!(reply.detail().contains("ttl_seconds 5"), "{}", reply.detail());
+
+    assert_eq!(server.request("DELETE", &base, "").await.status, StatusCode::OK);
+    assert_eq!(server.get("checkpoints").await.json()["checkpoints"], json!([]));
+    assert_eq!(server.request("DELETE", &base, "").await.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn a_model_is_made_from_a_training_checkpoint_only() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    server.outcome("save_weights_for_sampler", save(&model_id, 2, "a")).await;
+    let load = |kind: &str, name: &str| json!({ "session_id": session_id, "model_seq_id": 1, "path": format!("tinker://{model_id}/{kind}/{name}"), "optimizer": true });
+    let reply = server.post("load_weights", load("sampler_weights", "a")).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("sampler weights"), "{}", reply.detail());
+    assert_eq!(server.post("load_weights", load("weights", "b")).await.status, StatusCode::NOT_FOUND);
+    let loaded = server.outcome("load_weights", load("weights", "a")).await;
+    assert_eq!(loaded["model_id"], json!(format!("{session_id}:train:1")));
+    let is_load = |r: &Request| matches!(r, Request::CreateModelFromCheckpoint { with_optimizer: true, .. });
+    assert_eq!(server.engine.count(is_load), 1);
+    let info = server.ok("get_info", json!({ "model_id": loaded["model_id"] })).await;
+    assert_eq!(info["lora_rank"], json!(8));
+}
+
+#[tokio::test]
+async fn a_checkpoint_is_loaded_into_a_model_in_its_place() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    let load = |seq_id: u64, name: &str| {
+        let path = format!("tinker://{model_id}/weights/{name}");
+        json!({ "model_id": model_id, "seq_id": seq_id, "path": path, "optimizer": false })
+    };
+    assert_eq!(server.outcome("load_weights", load(2, "missing")).await["category"], json!("user"));
+    assert!(server.outcome("load_weights", load(3, "a")).await["path"].is_string());
+}
+
+#[tokio::test]
+async fn checkpoints_of_both_kinds_can_be_sampled_and_none_of_another_base() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    server.outcome("save_weights_for_sampler", save(&model_id, 2, "a")).await;
+    for (n, kind) in ["weights", "sampler_weights"].into_iter().enumerate() {
+        let path = format!("tinker://{model_id}/{kind}/a");
+        let body = json!({ "session_id": session_id, "sampling_session_seq_id": n, "model_path": path });
+        let id = server.ok("create_sampling_session", body).await["sampling_session_id"].clone();
+        let sampler = server.get(&format!("samplers/{}", id.as_str().unwrap())).await.json();
+        assert_eq!((&sampler["model_path"], &sampler["base_model"]), (&json!(path), &json!("org/base")));
+    }
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 9, "base_model": "org/other" });
+    assert_eq!(server.post("create_sampling_session", body).await.status, StatusCode::BAD_REQUEST);
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 9, "model_path": "tinker://x/weights/y" });
+    assert_eq!(server.post("create_sampling_session", body).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(server.outcome("create_model", create_model_body(&session_id, 5)).await["type"], json!("create_model"));
+}

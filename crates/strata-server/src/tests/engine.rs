@@ -1,0 +1,125 @@
+//! An engine that answers everything at once and remembers what it was asked, or holds its answers back.
+
+use std::collections::HashMap;
+use std::fs;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use strata_engine::Reply;
+use strata_engine::api::{
+    DatumOutput, Failure, ForwardBackwardOutput, LoraSpec, Outcome, Request, Response, SampleOutput, SampledSequence,
+    SaveTarget, StopReason, TrainOp,
+};
+
+use crate::submit::Submit;
+
+#[derive(Default)]
+pub struct ScriptedEngine {
+    /// Everything that was asked, in the order it arrived.
+    pub requests: Mutex<Vec<Request>>,
+    /// Operations of a model that wait for those before them.
+    waiting: Mutex<HashMap<(String, u64), (TrainOp, Reply)>>,
+    next_seq_id: Mutex<HashMap<String, u64>>,
+    /// The order in which operations ran.
+    pub ran: Mutex<Vec<u64>>,
+    /// While set, answers are held back.
+    pub holds: AtomicBool,
+    held: Mutex<Vec<(Request, Reply)>>,
+    /// While set, everything fails and nothing is alive.
+    pub is_dead: AtomicBool,
+}
+
+impl ScriptedEngine {
+    /// Gives the answers held back so far.
+    pub fn release(&self) {
+        let held = std::mem::take(&mut *self.held.lock().unwrap());
+        for (request, reply) in held {
+            self.work(request, reply);
+        }
+    }
+
+    /// How many requests a condition holds for.
+    pub fn count(&self, condition: impl Fn(&Request) -> bool) -> usize {
+        self.requests.lock().unwrap().iter().filter(|request| condition(request)).count()
+    }
+
+    fn work(&self, request: Request, reply: Reply) {
+        let Request::Train { model_id, seq_id, op } = request else { return reply(answer(request)) };
+        self.waiting.lock().unwrap().insert((model_id.clone(), seq_id), (op, reply));
+        loop {
+            let next = *self.next_seq_id.lock().unwrap().entry(model_id.clone()).or_insert(1);
+            let ready = self.waiting.lock().unwrap().remove(&(model_id.clone(), next));
+            let Some((op, reply)) = ready else { return };
+            self.next_seq_id.lock().unwrap().insert(model_id.clone(), next + 1);
+            self.ran.lock().unwrap().push(next);
+            reply(answer(Request::Train { model_id: model_id.clone(), seq_id: next, op }));
+        }
+    }
+}
+
+impl Submit for ScriptedEngine {
+    fn submit(&self, request: Request, reply: Reply) {
+        self.requests.lock().unwrap().push(request.clone());
+        if self.is_dead.load(Ordering::Relaxed) {
+            return reply(Err(Failure::Server("the engine is dead".into())));
+        }
+        if self.holds.load(Ordering::Relaxed) {
+            return self.held.lock().unwrap().push((request, reply));
+        }
+        self.work(request, reply);
+    }
+
+    fn is_alive(&self) -> bool {
+        !self.is_dead.load(Ordering::Relaxed)
+    }
+}
+
+fn lora() -> LoraSpec {
+    LoraSpec { rank: 8, seed: 3, train_attn: true, train_mlp: true, train_unembed: true }
+}
+
+fn answer(request: Request) -> Outcome {
+    match request {
+        Request::CreateModel { lora, .. } if lora.rank == 666 => Err(Failure::User("rank 666 is too large".into())),
+        Request::CreateModel { lora, .. } => Ok(Response::Created { lora }),
+        Request::CreateModelFromCheckpoint { .. } => Ok(Response::Created { lora: lora() }),
+        Request::CreateSampler { .. } => Ok(Response::Sampler),
+        Request::UnloadModel { .. } | Request::DropSampler { .. } => Ok(Response::Freed),
+        Request::Sample { sample, .. } => {
+            let sequence =
+                SampledSequence { tokens: vec![4, 5], logprobs: vec![-1.0, -2.0], topk: None, stop_reason: StopReason::Stop };
+            Ok(Response::Sampled(SampleOutput {
+                sequences: vec![sequence; sample.num_samples],
+                prompt_logprobs: None,
+                topk_prompt_logprobs: None,
+                prompt_cache_hit_tokens: 0,
+            }))
+        }
+        Request::Train { op, .. } => train(op),
+    }
+}
+
+fn train(op: TrainOp) -> Outcome {
+    match op {
+        TrainOp::ForwardBackward { data, .. } => {
+            let output = |n: usize| DatumOutput { shape: vec![n], logprobs: vec![-1.0; n], elementwise_loss: vec![1.0; n] };
+            let metrics = vec![("loss:sum".to_owned(), data.iter().map(|datum| datum.tokens.len() as f64).sum())];
+            let data = data.iter().map(|datum| output(datum.tokens.len())).collect();
+            Ok(Response::ForwardBackward(ForwardBackwardOutput { data, metrics }))
+        }
+        TrainOp::OptimStep(_) => Ok(Response::OptimStep { metrics: vec![("optim/grad_norm".into(), 0.5)] }),
+        TrainOp::SaveState(target) | TrainOp::SaveSampler(target) => save(&target),
+        TrainOp::Snapshot { .. } => Ok(Response::Sampler),
+        TrainOp::LoadState { .. } => Ok(Response::Loaded),
+        TrainOp::Refused(reason) => Err(Failure::User(reason)),
+    }
+}
+
+fn save(target: &SaveTarget) -> Outcome {
+    if target.dir.exists() && !target.overwrite {
+        return Err(Failure::User(format!("{} exists", target.dir.display())));
+    }
+    fs::create_dir_all(&target.dir).unwrap();
+    fs::write(target.dir.join("strata.json"), target.metadata.to_string()).unwrap();
+    Ok(Response::Saved { dir: target.dir.clone(), size_bytes: 123 })
+}

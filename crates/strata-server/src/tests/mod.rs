@@ -1,0 +1,139 @@
+//! The whole app in this process, over an engine that answers by a script.
+
+mod checkpoints;
+mod engine;
+mod requests;
+mod training;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::http::{Request as HttpRequest, StatusCode};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tower::ServiceExt;
+
+use crate::app::{App, ModelInfo, ServerConfig};
+use crate::routes;
+use engine::ScriptedEngine;
+
+/// A server without a socket.
+struct TestServer {
+    app: Arc<App>,
+    router: Router,
+    engine: Arc<ScriptedEngine>,
+    data_dir: TempDir,
+}
+
+/// A response, read to its end.
+#[derive(Debug)]
+struct Reply {
+    status: StatusCode,
+    content_type: String,
+    bytes: Bytes,
+}
+
+impl Reply {
+    fn json(&self) -> Value {
+        serde_json::from_slice(&self.bytes).unwrap_or_else(|error| panic!("{error}: {:?}", self.bytes))
+    }
+
+    /// The text of an error.
+    fn detail(&self) -> String {
+        self.json()["detail"].as_str().expect("errors have a detail").to_owned()
+    }
+}
+
+impl TestServer {
+    fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl FnOnce(&mut ServerConfig)) -> Self {
+        let data_dir = tempfile::tempdir().unwrap();
+        Self::over(data_dir, change)
+    }
+
+    fn over(data_dir: TempDir, change: impl FnOnce(&mut ServerConfig)) -> Self {
+        let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), data_dir.path().to_owned());
+        config.poll_hold = Duration::from_millis(50);
+        change(&mut config);
+        let model = ModelInfo {
+            name: "org/base".into(),
+            architecture: "qwen3".into(),
+            tokenizer_id: "/models/base".into(),
+            max_context_tokens: 64,
+        };
+        let engine = Arc::new(ScriptedEngine::default());
+        let app = App::new(config, model, engine.clone()).unwrap();
+        TestServer { router: routes::router(app.clone()), app, engine, data_dir }
+    }
+
+    async fn send(&self, request: HttpRequest<Body>) -> Reply {
+        let response = self.router.clone().oneshot(request).await.unwrap();
+        let status = response.status();
+        let content_type = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let bytes = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
+        Reply { status, content_type: content_type.unwrap_or_default(), bytes }
+    }
+
+    async fn request(&self, method: &str, path: &str, body: impl Into<Body>) -> Reply {
+        let request = HttpRequest::builder().method(method).uri(format!("/api/v1/{path}"));
+        self.send(request.header("content-type", "application/json").body(body.into()).unwrap()).await
+    }
+
+    async fn post(&self, path: &str, body: Value) -> Reply {
+        self.request("POST", path, body.to_string()).await
+    }
+
+    async fn get(&self, path: &str) -> Reply {
+        self.request("GET", path, Body::empty()).await
+    }
+
+    /// Posts what has to succeed.
+    async fn ok(&self, path: &str, body: Value) -> Value {
+        let reply = self.post(path, body).await;
+        assert_eq!(reply.status, StatusCode::OK, "{path}: {:?}", reply.bytes);
+        reply.json()
+    }
+
+    /// Posts what becomes a future, and waits for its outcome.
+    async fn outcome(&self, path: &str, body: Value) -> Value {
+        let acknowledged = self.ok(path, body).await;
+        self.retrieve(acknowledged["request_id"].as_str().unwrap()).await.json()
+    }
+
+    async fn retrieve(&self, request_id: &str) -> Reply {
+        self.post("retrieve_future", json!({ "request_id": request_id, "allow_metadata_only": true })).await
+    }
+
+    async fn new_session(&self) -> String {
+        let created = self.ok("create_session", json!({ "tags": [], "sdk_version": "0.38.0" })).await;
+        created["session_id"].as_str().unwrap().to_owned()
+    }
+
+    /// A session with one model.
+    async fn new_model(&self) -> (String, String) {
+        let session_id = self.new_session().await;
+        let created = self.outcome("create_model", create_model_body(&session_id, 0)).await;
+        (session_id, created["model_id"].as_str().unwrap().to_owned())
+    }
+}
+
+fn create_model_body(session_id: &str, model_seq_id: u64) -> Value {
+    json!({
+        "session_id": session_id, "model_seq_id": model_seq_id, "base_model": "org/base",
+        "user_metadata": { "recipe": "sft" }, "lora_config": { "rank": 8, "seed": 3 },
+        "optimizer_config": { "type": "adamw" }, "type": "create_model",
+    })
+}
+
+fn sample_body(sampling_session_id: &str, seq_id: u64) -> Value {
+    json!({
+        "num_samples": 2, "prompt": { "chunks": [{ "type": "encoded_text", "tokens": [1, 2, 3] }] },
+        "sampling_params": { "max_tokens": 4, "temperature": 1.0, "top_k": -1, "top_p": 1.0 },
+        "sampling_session_id": sampling_session_id, "seq_id": seq_id, "type": "sample",
+    })
+}

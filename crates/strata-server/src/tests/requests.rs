@@ -1,0 +1,178 @@
+//! Keys, bodies, ids that make no sense, sessions.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::http::{Request as HttpRequest, StatusCode};
+use serde_json::{Value, json};
+use strata_engine::api::Request;
+
+use super::{TestServer, create_model_body, sample_body};
+use crate::limits;
+
+async fn with_key(server: &TestServer, header: &str, key: &str) -> StatusCode {
+    let request = HttpRequest::get("/api/v1/get_server_capabilities").header(header, key).body(Body::empty());
+    server.send(request.unwrap()).await.status
+}
+
+#[tokio::test]
+async fn only_the_key_of_the_server_passes() {
+    let server = TestServer::with(|config| config.api_key = Some("tml-secret".into()));
+    assert_eq!(with_key(&server, "X-API-Key", "tml-secret").await, StatusCode::OK);
+    assert_eq!(with_key(&server, "authorization", "Bearer tml-secret").await, StatusCode::OK);
+    for wrong in ["tml-secre", "tml-secrets", "", "eyJhbGciOi"] {
+        assert_eq!(with_key(&server, "X-API-Key", wrong).await, StatusCode::UNAUTHORIZED, "{wrong:?}");
+    }
+    let reply = server.get("get_server_capabilities").await;
+    assert_eq!(reply.status, StatusCode::UNAUTHORIZED);
+    assert!(reply.detail().contains("X-API-Key"));
+    assert_eq!(server.get("healthz").await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn health_follows_the_engine() {
+    let server = TestServer::new();
+    assert_eq!(server.get("healthz").await.json(), json!({ "status": "ok" }));
+    server.engine.is_dead.store(true, Ordering::Relaxed);
+    let reply = server.get("healthz").await;
+    assert_eq!(reply.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert!(reply.detail().contains("engine"));
+}
+
+#[tokio::test]
+async fn the_first_requests_of_a_client_are_answered() {
+    let server = TestServer::new();
+    let version = || json!({ "sdk_version": "0.38.0" });
+    assert!(server.ok("client/config", version()).await.is_object());
+    assert!(server.ok("client/dynamic_config", version()).await.is_object());
+    assert_eq!(server.ok("telemetry", json!({ "events": [] })).await, json!({ "status": "accepted" }));
+    let model = &server.get("get_server_capabilities").await.json()["supported_models"][0];
+    assert_eq!((&model["model_name"], &model["max_context_length"]), (&json!("org/base"), &json!(64)));
+}
+
+#[tokio::test]
+async fn a_body_that_is_not_json_is_told_what_is_wrong_with_it() {
+    let server = TestServer::new();
+    let reply = server.request("POST", "create_session", "{\"tags\": ").await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("EOF"), "{}", reply.detail());
+    let reply = server.post("session_heartbeat", json!({})).await;
+    assert!(reply.detail().contains("session_id"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn paths_that_do_not_exist_get_a_sentence() {
+    let server = TestServer::new();
+    let reply = server.get("nonsense").await;
+    assert_eq!(reply.status, StatusCode::NOT_FOUND);
+    assert!(reply.detail().contains("/api/v1/nonsense"));
+    let reply = server.get("create_model").await;
+    assert_eq!(reply.status, StatusCode::METHOD_NOT_ALLOWED);
+    assert!(reply.detail().contains("GET"));
+}
+
+#[tokio::test]
+async fn ids_that_name_nothing_are_not_found() {
+    let server = TestServer::new();
+    for (path, body) in [
+        ("retrieve_future", json!({ "request_id": "garbage" })),
+        ("retrieve_future", json!({ "request_id": "../../etc/passwd" })),
+        ("get_info", json!({ "model_id": "garbage" })),
+        ("session_heartbeat", json!({ "session_id": "garbage" })),
+        ("sessions/garbage/finish", json!({})),
+        ("optim_step", json!({ "model_id": "garbage", "seq_id": 1, "adam_params": {} })),
+        ("save_weights", json!({ "model_id": "garbage", "seq_id": 1, "path": "a" })),
+        ("create_model", create_model_body("garbage", 0)),
+        ("asample", sample_body("garbage", 0)),
+    ] {
+        let reply = server.post(path, body).await;
+        assert_eq!(reply.status, StatusCode::NOT_FOUND, "{path}");
+        assert!(reply.detail().contains("there is no"), "{}", reply.detail());
+    }
+    assert_eq!(server.get("samplers/garbage").await.status, StatusCode::NOT_FOUND);
+    assert_eq!(server.get("training_runs/garbage").await.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn colons_in_paths_may_be_encoded_or_not() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for path in [model_id.clone(), model_id.replace(':', "%3A")] {
+        let run = server.get(&format!("training_runs/{path}")).await.json();
+        assert_eq!(run["training_run_id"], json!(model_id));
+        assert_eq!(run["user_metadata"], json!({ "recipe": "sft" }));
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_inflates_beyond_the_limit_is_refused() {
+    let server = TestServer::new();
+    let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+    let zeros = vec![0u8; 1 << 20];
+    for _ in 0..=(limits::BODY_BYTES_MAX >> 20) {
+        std::io::Write::write_all(&mut encoder, &zeros).unwrap();
+    }
+    let bomb = encoder.finish().unwrap();
+    assert!(bomb.len() < 1 << 20);
+    let request = HttpRequest::post("/api/v1/forward_backward")
+        .header("content-type", "application/x-protobuf")
+        .header("content-encoding", "zstd");
+    let reply = server.send(request.body(bomb.into()).unwrap()).await;
+    assert_eq!(reply.status, StatusCode::PAYLOAD_TOO_LARGE);
+    assert!(reply.detail().contains("256 MiB"));
+}
+
+#[tokio::test]
+async fn a_body_above_the_limit_is_refused() {
+    let server = TestServer::new();
+    let reply = server.request("POST", "create_session", vec![b' '; limits::BODY_BYTES_MAX + 1]).await;
+    assert_eq!(reply.status, StatusCode::PAYLOAD_TOO_LARGE);
+}
+
+#[tokio::test]
+async fn a_finished_session_frees_everything_and_says_so_to_its_heartbeats() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    let heartbeat = json!({ "session_id": session_id });
+    server.ok("session_heartbeat", heartbeat.clone()).await;
+    server
+        .ok(
+            "create_sampling_session",
+            json!({ "session_id": session_id, "sampling_session_seq_id": 0, "base_model": "org/base" }),
+        )
+        .await;
+    for _ in 0..2 {
+        server.ok(&format!("sessions/{session_id}/finish"), json!({ "reason": { "type": "success" }, "detail": null })).await;
+    }
+    assert_eq!(server.post("session_heartbeat", heartbeat).await.status, StatusCode::GONE);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::UnloadModel { model_id: id } if *id == model_id)), 1);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::DropSampler { .. })), 1);
+    let reply = server.post("asample", sample_body(&format!("{session_id}:sample:0"), 0)).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("finished"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn a_silent_session_ends() {
+    let server = TestServer::with(|config| config.session_timeout = Duration::from_millis(30));
+    let (session_id, _) = server.new_model().await;
+    assert!(server.app.registry.expire(Instant::now()).is_empty());
+    tokio::time::sleep(Duration::from_millis(60)).await;
+    server.app.reap().await;
+    assert_eq!(server.engine.count(|r| matches!(r, Request::UnloadModel { .. })), 1);
+    assert_eq!(server.post("session_heartbeat", json!({ "session_id": session_id })).await.status, StatusCode::GONE);
+}
+
+#[tokio::test]
+async fn sessions_can_be_looked_at() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    assert_eq!(server.get("sessions?limit=5").await.json(), json!({ "sessions": [session_id] }));
+    let session = server.get(&format!("sessions/{session_id}")).await.json();
+    assert_eq!(session["training_run_ids"], json!([model_id]));
+    let runs = server.get("training_runs?limit=1").await.json();
+    assert_eq!(runs["cursor"], json!({ "offset": 0, "limit": 1, "total_count": 1 }));
+    assert_eq!(runs["training_runs"][0]["model_owner"], json!("tml:organization_user:local"));
+    assert_eq!(runs["training_runs"][0]["last_checkpoint"], Value::Null);
+}

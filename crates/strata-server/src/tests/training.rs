@@ -1,0 +1,252 @@
+//! Models, their operations and their futures.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use axum::http::{Request as HttpRequest, StatusCode};
+use prost::Message;
+use serde_json::{Value, json};
+use strata_engine::api::{Request, TrainOp};
+
+use super::{Reply, TestServer, create_model_body, sample_body};
+use crate::wire::proto;
+
+fn optim_step(model_id: &str, seq_id: u64) -> Value {
+    json!({ "model_id": model_id, "seq_id": seq_id, "adam_params": { "learning_rate": 1e-3 }, "type": "optim_step" })
+}
+
+fn pass_body(model_id: &str, seq_id: i32, chunk: proto::ChunkKind) -> Vec<u8> {
+    let datum = proto::Datum { model_input: vec![proto::Chunk { chunk: Some(chunk) }], ..Default::default() };
+    let request = proto::ForwardBackwardRequest {
+        model_id: model_id.into(),
+        seq_id,
+        data: vec![datum],
+        loss_fn: "cross_entropy".into(),
+        ..Default::default()
+    };
+    request.encode_to_vec()
+}
+
+fn tokens(count: usize) -> proto::ChunkKind {
+    proto::ChunkKind::EncodedText(proto::EncodedText { tokens: vec![0; count * 4].into() })
+}
+
+impl TestServer {
+    async fn pass(&self, body: Vec<u8>, encoding: Option<&str>) -> Reply {
+        let mut request = HttpRequest::post("/api/v1/forward_backward").header("content-type", "application/x-protobuf");
+        if let Some(encoding) = encoding {
+            request = request.header("content-encoding", encoding);
+        }
+        self.send(request.body(body.into()).unwrap()).await
+    }
+
+    async fn retrieve_protobuf(&self, request_id: &str) -> Reply {
+        let body = json!({ "request_id": request_id }).to_string();
+        let request = HttpRequest::post("/api/v1/retrieve_future").header("accept", "application/x-protobuf");
+        self.send(request.body(body.into()).unwrap()).await
+    }
+}
+
+#[tokio::test]
+async fn a_model_has_the_id_that_clients_compute_and_is_made_once() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    assert_eq!(model_id, format!("{session_id}:train:0"));
+    let again = server.outcome("create_model", create_model_body(&session_id, 0)).await;
+    assert_eq!(again["model_id"], json!(model_id));
+    assert_eq!(server.engine.count(|r| matches!(r, Request::CreateModel { .. })), 1);
+    let info = server.ok("get_info", json!({ "model_id": model_id })).await;
+    assert_eq!((&info["model_data"]["model_name"], &info["lora_rank"]), (&json!("org/base"), &json!(8)));
+    assert_eq!(info["model_data"]["tokenizer_id"], json!("/models/base"));
+}
+
+#[tokio::test]
+async fn models_that_cannot_be_are_refused_with_a_reason() {
+    let server = TestServer::new();
+    let session_id = server.new_session().await;
+    let mut body = create_model_body(&session_id, 0);
+    body["base_model"] = json!("org/other");
+    let reply = server.post("create_model", body.clone()).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("org/other") && reply.detail().contains("org/base"), "{}", reply.detail());
+    body["base_model"] = json!("org/base:peft:262144");
+    body["optimizer_config"] = json!({ "type": "dimuon", "version": 1 });
+    assert!(server.post("create_model", body.clone()).await.detail().contains("dimuon"));
+    body["optimizer_config"] = json!({ "type": "adamw" });
+    body["lora_config"]["rank"] = json!(-1);
+    assert!(server.post("create_model", body.clone()).await.detail().contains("-1"));
+    body["lora_config"]["rank"] = json!(666);
+    assert_eq!(server.outcome("create_model", body).await["category"], json!("user"));
+    let reply = server.post("optim_step", optim_step(&format!("{session_id}:train:0"), 1)).await;
+    assert!(reply.detail().contains("rank 666"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn operations_are_acknowledged_as_they_arrive_and_each_reaches_the_engine_once() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for seq_id in [2, 3, 2, 1, 3] {
+        let acknowledged = server.ok("optim_step", optim_step(&model_id, seq_id)).await;
+        assert_eq!(acknowledged["request_id"], json!(format!("{model_id}:{seq_id}")));
+    }
+    assert_eq!(*server.engine.ran.lock().unwrap(), [1, 2, 3]);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Train { .. })), 3);
+    let outcome = server.retrieve(&format!("{model_id}:3")).await.json();
+    assert_eq!(outcome["metrics"]["optim/grad_norm"], json!(0.5));
+}
+
+#[tokio::test]
+async fn a_poll_is_held_and_then_answered_408() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.engine.holds.store(true, Ordering::Relaxed);
+    server.ok("optim_step", optim_step(&model_id, 1)).await;
+    let started = Instant::now();
+    let reply = server.retrieve(&format!("{model_id}:1")).await;
+    assert_eq!(reply.status, StatusCode::REQUEST_TIMEOUT);
+    assert!(started.elapsed() >= Duration::from_millis(50));
+    assert_eq!(reply.json()["type"], json!("try_again"));
+    server.engine.release();
+    for _ in 0..2 {
+        assert_eq!(server.retrieve(&format!("{model_id}:1")).await.status, StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn a_closing_server_lets_go_of_polls() {
+    let server = TestServer::with(|config| config.poll_hold = Duration::from_secs(60));
+    let (_, model_id) = server.new_model().await;
+    server.engine.holds.store(true, Ordering::Relaxed);
+    server.ok("optim_step", optim_step(&model_id, 1)).await;
+    server.app.close();
+    assert_eq!(server.retrieve(&format!("{model_id}:1")).await.status, StatusCode::REQUEST_TIMEOUT);
+}
+
+#[tokio::test]
+async fn a_pass_goes_in_and_out_as_protobuf_compressed_or_not() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let compressed = zstd::encode_all(&pass_body(&model_id, 1, tokens(5))[..], 3).unwrap();
+    assert_eq!(server.pass(compressed, Some("zstd")).await.status, StatusCode::OK);
+    assert_eq!(server.pass(pass_body(&model_id, 2, tokens(7)), None).await.status, StatusCode::OK);
+    for (seq_id, count) in [(1, 5.0), (2, 7.0)] {
+        let reply = server.retrieve_protobuf(&format!("{model_id}:{seq_id}")).await;
+        assert_eq!(reply.content_type, "application/x-protobuf");
+        assert_eq!(proto::ForwardBackwardOutput::decode(reply.bytes).unwrap().metrics["loss:sum"], count);
+    }
+    let rendered = server.retrieve(&format!("{model_id}:1")).await.json();
+    assert_eq!(rendered["loss_fn_outputs"][0]["logprobs"]["shape"], json!([5]));
+}
+
+#[tokio::test]
+async fn a_pass_of_an_older_client_comes_as_json() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let datum = json!({
+        "model_input": { "chunks": [{ "type": "encoded_text", "tokens": [1, 2] }] },
+        "loss_fn_inputs": { "target_tokens": { "data": [2, 3], "dtype": "int64", "shape": [2] } },
+    });
+    let input = json!({ "data": [datum], "loss_fn": "cross_entropy" });
+    let outcome = server.outcome("forward", json!({ "model_id": model_id, "seq_id": 1, "forward_input": input })).await;
+    assert_eq!(outcome["metrics"]["loss:sum"], json!(2.0));
+    let is_forward = |r: &Request| matches!(r, Request::Train { op: TrainOp::ForwardBackward { forward_only: true, .. }, .. });
+    assert_eq!(server.engine.count(is_forward), 1);
+}
+
+#[tokio::test]
+async fn a_refused_operation_keeps_its_place_in_the_order() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.ok("optim_step", optim_step(&model_id, 3)).await;
+    let mut bad_step = optim_step(&model_id, 2);
+    bad_step["adam_params"]["learning_rate"] = json!("fast");
+    server.ok("optim_step", bad_step).await;
+    let image = proto::ChunkKind::Image(proto::Opaque {});
+    assert_eq!(server.pass(pass_body(&model_id, 1, image), None).await.status, StatusCode::OK);
+    for (seq_id, word) in [(1, "image"), (2, "fast")] {
+        let outcome = server.retrieve(&format!("{model_id}:{seq_id}")).await.json();
+        assert_eq!(outcome["category"], json!("user"));
+        assert!(outcome["error"].as_str().unwrap().contains(word), "{outcome}");
+    }
+    assert!(server.retrieve(&format!("{model_id}:3")).await.json()["metrics"].is_object());
+}
+
+#[tokio::test]
+async fn places_that_cannot_be_are_refused() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    assert_eq!(server.post("optim_step", optim_step(&model_id, 0)).await.status, StatusCode::BAD_REQUEST);
+    let reply = server.post("optim_step", optim_step(&model_id, 1 << 40)).await;
+    assert!(reply.detail().contains("first that is missing"), "{}", reply.detail());
+    assert_eq!(server.pass(pass_body(&model_id, -1, tokens(1)), None).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(server.pass(vec![0xff; 10], None).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Train { .. })), 0);
+}
+
+#[tokio::test]
+async fn a_dead_engine_fails_what_it_is_asked() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.engine.is_dead.store(true, Ordering::Relaxed);
+    let outcome = server.outcome("optim_step", optim_step(&model_id, 1)).await;
+    assert_eq!(outcome["category"], json!("server"));
+}
+
+#[tokio::test]
+async fn a_sample_is_acknowledged_with_its_sequence_ids_and_drawn_once() {
+    let server = TestServer::new();
+    let session_id = server.new_session().await;
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 4, "base_model": "org/base" });
+    let sampler_id = server.ok("create_sampling_session", body.clone()).await["sampling_session_id"].clone();
+    assert_eq!(server.ok("create_sampling_session", body).await["sampling_session_id"], sampler_id);
+    let sampler_id = sampler_id.as_str().unwrap();
+    assert_eq!(server.get(&format!("samplers/{sampler_id}")).await.json()["base_model"], json!("org/base"));
+    let seq_id = 1_000_000_007 * 999_999_999;
+    for _ in 0..2 {
+        let acknowledged = server.ok("asample", sample_body(sampler_id, seq_id)).await;
+        assert_eq!(acknowledged["sample_sequence_ids"].as_array().unwrap().len(), 2);
+    }
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Sample { .. })), 1);
+    let reply = server.retrieve_protobuf(&format!("{sampler_id}:{seq_id}")).await;
+    let response = proto::SampleResponse::decode(reply.bytes).unwrap();
+    assert_eq!(response.sequences.len(), 2);
+    let rendered = server.retrieve(&format!("{sampler_id}:{seq_id}")).await.json();
+    assert_eq!(rendered["sequences"][1]["tokens"], json!([4, 5]));
+}
+
+#[tokio::test]
+async fn an_unnamed_save_becomes_a_sampling_session() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    let save = |seq_id: u64, kind: &str| json!({ "model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id, "kind": kind });
+    let saved = server.outcome("save_weights_for_sampler", save(1, "snapshot")).await;
+    assert_eq!(saved["sampling_session_id"], json!(format!("{session_id}:sample:1")));
+    let saved = server.outcome("save_weights_for_sampler", save(1, "snapshot")).await;
+    assert_eq!(saved["sampling_session_id"], json!(format!("{session_id}:sample:1")));
+    for seq_id in [2, 3] {
+        let saved = server.outcome("save_weights_for_sampler", save(seq_id, "inflight")).await;
+        assert_eq!(saved["sampling_session_id"], json!(format!("{session_id}:sample:{seq_id}")));
+        server.ok("asample", sample_body(saved["sampling_session_id"].as_str().unwrap(), 0)).await;
+    }
+    let shared = format!("{model_id}:inflight");
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Sample { sampler_id, .. } if *sampler_id == shared)), 2);
+    assert_eq!(server.outcome("save_weights_for_sampler", save(4, "other")).await["category"], json!("user"));
+}
+
+#[tokio::test]
+async fn the_oldest_idle_snapshot_makes_room_for_a_new_one() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    let count = crate::limits::SNAPSHOTS_PER_SESSION_MAX as u64;
+    for n in 1..=count + 1 {
+        let body = json!({ "model_id": model_id, "seq_id": n, "sampling_session_seq_id": n, "kind": "snapshot" });
+        server.outcome("save_weights_for_sampler", body).await;
+        // The first one stays in use, so the second is the oldest that is idle.
+        server.ok("asample", sample_body(&format!("{session_id}:sample:1"), n)).await;
+    }
+    let dropped = format!("{session_id}:sample:2");
+    assert_eq!(server.engine.count(|r| matches!(r, Request::DropSampler { sampler_id } if *sampler_id == dropped)), 1);
+    let reply = server.post("asample", sample_body(&dropped, 0)).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("most recently used"), "{}", reply.detail());
+}

@@ -1,0 +1,6 @@
+//! What is on the wire: protobuf and JSON bodies, and their translation from and to the engine's values.
+
+pub mod json;
+pub mod proto;
+pub mod render;
+pub mod tensor;
