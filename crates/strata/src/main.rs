@@ -1,7 +1,10 @@
 //! The `strata` command line: one module for each command under `commands`.
 
+mod base_model;
 mod commands;
 mod logging;
+mod machine;
+mod units;
 
 use std::process::ExitCode;
 

@@ -1,32 +1,44 @@
 //! `strata serve`: a base model behind the Tinker API.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
+use strata_server::{KEY_PREFIX, Server, ServerConfig};
+use tokio::signal::unix::{SignalKind, signal};
 
+use crate::base_model::{self, BaseModel, Resources};
 use crate::logging::{self, LogFormat};
+use crate::machine;
+use crate::units::{parse_duration, show_bytes};
 
 /// Settings of the server. Every flag has a twin in the environment.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Base model: a checkpoint directory or a Hugging Face name; the small model in the binary if absent.
+    /// Base model: a checkpoint directory or a Hugging Face name; the small model in this binary if absent.
     #[arg(env = "STRATA_MODEL")]
     pub model: Option<String>,
     /// Address to listen on. Anything but loopback needs an API key.
-    #[arg(long, env = "STRATA_HOST", default_value = "127.0.0.1")]
+    #[arg(long, env = "STRATA_HOST", value_name = "ADDRESS", default_value = "127.0.0.1")]
     pub host: IpAddr,
     /// Port to listen on; 0 takes a free one.
     #[arg(long, env = "STRATA_PORT", default_value_t = 8000)]
     pub port: u16,
-    /// Key that clients must send; starts with `tml-`, as the SDK insists. Without one, any key is accepted, on loopback only.
-    #[arg(long, env = "STRATA_API_KEY", hide_env_values = true)]
+    /// Key that clients must send; starts with tml-, as the SDK insists. Without one any key is accepted, on loopback only.
+    #[arg(long, env = "STRATA_API_KEY", value_name = "KEY", hide_env_values = true)]
     pub api_key: Option<String>,
     /// Where checkpoints live [default: $XDG_DATA_HOME/strata, or ~/.local/share/strata].
-    #[arg(long, env = "STRATA_DATA_DIR")]
+    #[arg(long, env = "STRATA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
-    /// How log lines look.
-    #[arg(long, env = "STRATA_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    /// What the model may use.
+    #[command(flatten)]
+    pub resources: Resources,
+    /// How long a session may be silent before its models are freed; clients send a sign of life every 10 s.
+    #[arg(long, env = "STRATA_SESSION_TIMEOUT", value_name = "TIME", default_value = "5m", value_parser = parse_duration)]
+    pub session_timeout: Duration,
+    /// How log lines look; RUST_LOG says what is logged.
+    #[arg(long, env = "STRATA_LOG_FORMAT", value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 }
 
@@ -36,8 +48,90 @@ pub struct Args {
 /// If the settings contradict each other, the model cannot be loaded or the address is taken.
 pub fn run(args: Args) -> anyhow::Result<()> {
     logging::init(args.log_format);
-    if args.api_key.is_none() && !args.host.is_loopback() {
-        bail!("--host {} is reachable from other machines: set an API key with --api-key or STRATA_API_KEY", args.host);
+    // What can be wrong without looking at the model is said before it is loaded, which may take a while.
+    match &args.api_key {
+        None if !args.host.is_loopback() => {
+            bail!("--host {} is reachable from other machines: set a key with --api-key or STRATA_API_KEY", args.host)
+        }
+        Some(key) if !key.starts_with(KEY_PREFIX) => {
+            bail!("--api-key must start with {KEY_PREFIX:?}: the Tinker SDK refuses to send other keys")
+        }
+        _ => {}
     }
-    bail!("this build has no engine to serve with")
+    machine::raise_open_files_limit();
+    let address = SocketAddr::new(args.host, args.port);
+    let data_dir = args.data_dir.clone().map_or_else(base_model::default_data_dir, Ok)?;
+    let mut config = ServerConfig::new(address, data_dir.clone());
+    config.api_key = args.api_key.clone();
+    config.session_timeout = args.session_timeout;
+
+    let base = base_model::start(args.model.as_deref(), &args.resources, &data_dir)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let server = Server::start(config, base.engine.clone(), base.info.clone()).await?;
+        announce(&args, &base, &data_dir.display().to_string(), server.local_address());
+        wait_for_signal().await?;
+        tracing::info!("stopping");
+        server.stop().await;
+        anyhow::Ok(())
+    })?;
+    // Polls that are still open belong to clients that will not be answered any more.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    Ok(())
+}
+
+async fn wait_for_signal() -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
+    tokio::select! {
+        interrupted = tokio::signal::ctrl_c() => interrupted.context("listening for SIGINT"),
+        _ = terminate.recv() => Ok(()),
+    }
+}
+
+/// Says what is served and how to reach it.
+fn announce(args: &Args, base: &BaseModel, data_dir: &str, address: SocketAddr) {
+    let url = client_url(address);
+    let key = if args.api_key.is_some() { "YOUR-KEY" } else { "tml-local" };
+    println!(
+        "Strata {} serves {} ({}, weights {}, up to {} tokens)\n\
+         \x20 kernels  {}\n\
+         \x20 memory   {}\n\
+         \x20 data     {data_dir}\n\
+         \x20 address  http://{address}\n\
+         \n\
+         Connect from Python (pip install tinker):\n\
+         \x20 import tinker\n\
+         \x20 client = tinker.ServiceClient(base_url=\"{url}\", api_key=\"{key}\")\n",
+        env!("CARGO_PKG_VERSION"),
+        base.info.name,
+        base.info.architecture,
+        show_bytes(base.weight_bytes),
+        base.info.max_context_tokens,
+        base.kernels,
+        show_bytes(args.resources.memory_bytes()),
+    );
+}
+
+/// What a client on this machine puts as `base_url`.
+fn client_url(address: SocketAddr) -> String {
+    let reachable = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::from([127, 0, 0, 1]),
+        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1]),
+        ip => ip,
+    };
+    format!("http://{}", SocketAddr::new(reachable, address.port()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_are_given_an_address_that_they_can_reach() {
+        for (address, url) in
+            [("0.0.0.0:8000", "http://127.0.0.1:8000"), ("[::]:1", "http://[::1]:1"), ("10.0.0.1:2", "http://10.0.0.1:2")]
+        {
+            assert_eq!(client_url(address.parse().unwrap()), url);
+        }
+    }
 }

@@ -1,0 +1,133 @@
+//! The base model that a command works with: where it comes from, what it may use, and the engine over it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Context;
+use strata_engine::{EngineConfig, EngineHandle};
+use strata_model::{EMBEDDED_NAME, Model, ModelSource};
+use strata_server::ModelInfo;
+use strata_tensor::CpuBackend;
+
+use crate::machine;
+use crate::units::parse_bytes;
+
+/// What a model may use of the machine.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Resources {
+    /// Memory for everything, base weights included, such as 16GiB [default: three quarters of what the machine has].
+    #[arg(long, env = "STRATA_MEMORY", value_name = "BYTES", value_parser = parse_bytes)]
+    pub memory: Option<u64>,
+    /// Threads that compute [default: one for each core].
+    #[arg(long, env = "STRATA_THREADS", value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+impl Resources {
+    /// The memory to use: as asked, or the default share of what the machine has.
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory.unwrap_or_else(|| machine::memory_bytes() / 4 * 3)
+    }
+}
+
+/// An engine over a base model, and what there is to say of it.
+pub struct BaseModel {
+    /// The engine.
+    pub engine: EngineHandle,
+    /// What clients are told.
+    pub info: ModelInfo,
+    /// Bytes of the weights.
+    pub weight_bytes: u64,
+    /// What computes: `cpu avx512-bf16, 2 threads`.
+    pub kernels: String,
+}
+
+/// Loads a model and starts an engine over it. `spec` is a directory or a Hugging Face name; none: the model in this binary, whose
+/// tokenizer is written below `data_dir` for clients to load.
+///
+/// # Errors
+/// If the model cannot be found or read, or memory does not suffice.
+pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &Path) -> anyhow::Result<BaseModel> {
+    let source = ModelSource::resolve(spec.unwrap_or(EMBEDDED_NAME))?;
+    if resources.threads == Some(0) {
+        anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
+    }
+    let backend = CpuBackend::new(resources.threads)?;
+    let name = source.served_name();
+    let model = Model::load(Arc::new(backend), &source, None).with_context(|| format!("loading {name}"))?;
+    let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
+    let architecture = model.config().model_type.clone();
+    let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
+    let engine = EngineHandle::start(model, None, config).context("starting the engine")?;
+    let info = ModelInfo {
+        architecture,
+        tokenizer_id: tokenizer_id(&source, data_dir)?,
+        max_context_tokens: engine.info().max_context_tokens,
+        name,
+    };
+    Ok(BaseModel { engine, info, weight_bytes, kernels })
+}
+
+/// What clients load the tokenizer from: the directory of the model, its Hugging Face name, or files that are written for them.
+fn tokenizer_id(source: &ModelSource, data_dir: &Path) -> anyhow::Result<String> {
+    match source {
+        ModelSource::Hub { repository, .. } => Ok(repository.clone()),
+        ModelSource::Directory(dir) => {
+            let dir = dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?;
+            Ok(dir.to_string_lossy().into_owned())
+        }
+        ModelSource::Embedded => {
+            let dir = data_dir.join("tokenizers").join(EMBEDDED_NAME.replace('/', "--"));
+            write_tokenizer(source, &dir).with_context(|| format!("writing the tokenizer to {}", dir.display()))?;
+            Ok(std::path::absolute(&dir)?.to_string_lossy().into_owned())
+        }
+    }
+}
+
+fn write_tokenizer(source: &ModelSource, dir: &Path) -> anyhow::Result<()> {
+    fs::create_dir_all(dir)?;
+    let mut files = vec![("tokenizer.json", source.tokenizer_json()?), ("config.json", source.config_json()?)];
+    files.extend(source.tokenizer_config_json()?.map(|text| ("tokenizer_config.json", text)));
+    files.extend(source.chat_template_jinja()?.map(|text| ("chat_template.jinja", text)));
+    for (name, text) in files {
+        let path = dir.join(name);
+        if fs::read_to_string(&path).is_ok_and(|present| present == text) {
+            continue;
+        }
+        // Under its name at once and whole: another server may be serving from the same directory.
+        let temporary = dir.join(format!(".{name}.{}", std::process::id()));
+        fs::write(&temporary, text.as_bytes())?;
+        fs::rename(&temporary, &path)?;
+    }
+    Ok(())
+}
+
+/// Where data lives if nothing is said: `$XDG_DATA_HOME/strata`, or `~/.local/share/strata`.
+///
+/// # Errors
+/// If the environment names no home.
+pub fn default_data_dir() -> anyhow::Result<PathBuf> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    if let Some(data_home) = absolute("XDG_DATA_HOME") {
+        return Ok(data_home.join("strata"));
+    }
+    let home = absolute("HOME").context("neither XDG_DATA_HOME nor HOME is set: say where data lives with --data-dir")?;
+    Ok(home.join(".local/share/strata"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tokenizer_of_the_embedded_model_is_written_once() {
+        let data_dir = tempfile::tempdir().unwrap();
+        let id = tokenizer_id(&ModelSource::Embedded, data_dir.path()).unwrap();
+        let file = Path::new(&id).join("tokenizer.json");
+        let written = fs::metadata(&file).unwrap().modified().unwrap();
+        assert_eq!(tokenizer_id(&ModelSource::Embedded, data_dir.path()).unwrap(), id);
+        assert_eq!(fs::metadata(&file).unwrap().modified().unwrap(), written);
+        assert_eq!(fs::read_dir(&id).unwrap().count(), 4);
+    }
+}
