@@ -5,7 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Weak};
 
 use strata_model::Model;
@@ -138,20 +138,21 @@ impl Drop for MarkDead {
 /// Runs until the last handle is dropped.
 fn run(mut state: State, queue: &Receiver<Message>) {
     loop {
-        if !state.has_work() {
-            match queue.recv() {
-                Ok(message) => state.take(message),
-                Err(_) => return,
-            }
-        }
         loop {
             match queue.try_recv() {
                 Ok(message) => state.take(message),
-                Err(std::sync::mpsc::TryRecvError::Empty) => break,
-                Err(std::sync::mpsc::TryRecvError::Disconnected) => return,
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return,
             }
         }
         state.advance();
-        state.work();
+        if state.has_work() {
+            state.work();
+            continue;
+        }
+        match queue.recv() {
+            Ok(message) => state.take(message),
+            Err(RecvError) => return,
+        }
     }
 }

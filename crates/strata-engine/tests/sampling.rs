@@ -1,0 +1,225 @@
+//! Sampling: exact log-probabilities, the prefix cache, stops, limits.
+
+mod common;
+
+use common::*;
+use strata_engine::EngineHandle;
+use strata_engine::api::*;
+
+/// A tenant that has been trained away from the base model, frozen as the sampler `tuned` (operations 1 to 3).
+fn tuned(engine: &EngineHandle) {
+    create(engine, "m", 8, 1);
+    losses(ask(engine, train("m", 1, backward(examples(4, 3)))));
+    grad_norm(ask(engine, train("m", 2, step(3e-2))));
+    snapshot(engine, "m", 3, "tuned");
+}
+
+/// Log-probabilities that training computes for each token of `text` after the first.
+fn forward_logprobs(engine: &EngineHandle, seq: u64, text: &[i64]) -> Vec<f32> {
+    losses(ask(engine, train("m", seq, forward(vec![cross_entropy_datum(text, 1.0)])))).data.remove(0).logprobs
+}
+
+#[test]
+fn sampled_logprobs_are_the_bits_that_forward_computes() {
+    let engine = engine();
+    tuned(&engine);
+    let mut seq = 3;
+    // Shorter than a page, exactly a page, across several chunks of prefill; with and without room in the last page.
+    for prompt_tokens in [1, 63, 64, 65, 700] {
+        let prompt = tokens(prompt_tokens as u64, prompt_tokens);
+        let request = SampleRequest { prompt_logprobs: true, ..sample_request(prompt.clone(), 3, 70, 9) };
+        let output = sampled(ask(&engine, sample("tuned", request)));
+        let scored = output.prompt_logprobs.unwrap();
+        assert_eq!((scored.len(), scored[0]), (prompt_tokens, None));
+        let scored: Vec<f32> = scored.into_iter().flatten().collect();
+        for sequence in output.sequences {
+            seq += 1;
+            let text: Vec<i64> = prompt.iter().copied().chain(sequence.tokens.iter().map(|&t| t as i64)).collect();
+            let exact = forward_logprobs(&engine, seq, &text);
+            assert_eq!(bits_of(&exact[..prompt_tokens - 1]), bits_of(&scored), "prompt of {prompt_tokens}");
+            assert_eq!(bits_of(&exact[prompt_tokens - 1..]), bits_of(&sequence.logprobs), "after {prompt_tokens}");
+            assert!(sequence.logprobs.iter().all(|&lp| lp.is_finite() && lp <= 0.0));
+        }
+    }
+}
+
+#[test]
+fn the_prefix_cache_changes_nothing_but_the_work() {
+    let engine = engine();
+    tuned(&engine);
+    base_sampler(&engine, "base");
+    let request = || sample_request(tokens(1, 200), 2, 100, 3);
+    let cold = sampled(ask(&engine, sample("tuned", request())));
+    let warm = sampled(ask(&engine, sample("tuned", request())));
+    assert_eq!((cold.prompt_cache_hit_tokens, warm.prompt_cache_hit_tokens), (0, 192));
+    assert_eq!(sample_bits(&cold), sample_bits(&warm));
+    let other_weights = sampled(ask(&engine, sample("base", request())));
+    assert_eq!(other_weights.prompt_cache_hit_tokens, 0);
+    assert_ne!(sample_bits(&cold), sample_bits(&other_weights));
+    // What was sampled is a prefix too, as in the next turn of a conversation.
+    let turn: Vec<i64> = tokens(1, 200).into_iter().chain(cold.sequences[0].tokens.iter().map(|&t| t as i64)).collect();
+    let next = sampled(ask(&engine, sample("tuned", sample_request(turn.clone(), 1, 5, 4))));
+    assert_eq!(next.prompt_cache_hit_tokens, 256);
+    let fresh = common::engine();
+    tuned(&fresh);
+    let fresh = sampled(ask(&fresh, sample("tuned", sample_request(turn, 1, 5, 4))));
+    assert_eq!(sample_bits(&next), sample_bits(&fresh));
+}
+
+#[test]
+fn prompt_scores_can_be_had_for_the_last_positions_only() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let prompt = tokens(1, 150);
+    let request = |last_n| SampleRequest {
+        prompt_logprobs: true,
+        prompt_logprobs_last_n: last_n,
+        topk_prompt_logprobs: 4,
+        topk_sample_logprobs: 2,
+        ..sample_request(prompt.clone(), 1, 3, 1)
+    };
+    let all = sampled(ask(&engine, sample("base", request(None))));
+    let last = sampled(ask(&engine, sample("base", request(Some(5)))));
+    assert_eq!(last.prompt_cache_hit_tokens, 128, "positions that are not scored may come from the cache");
+    let (all_scores, last_scores) = (all.prompt_logprobs.unwrap(), last.prompt_logprobs.unwrap());
+    assert!(last_scores[..145].iter().all(Option::is_none));
+    assert_eq!(all_scores[145..], last_scores[145..]);
+    assert!(all_scores[1..].iter().all(Option::is_some));
+    let topk = all.topk_prompt_logprobs.unwrap();
+    assert!(topk[0].is_empty() && topk[1..].iter().all(|row| row.len() == 4 && row.is_sorted_by(|a, b| a.1 >= b.1)));
+    assert_eq!(topk[145..], last.topk_prompt_logprobs.unwrap()[145..]);
+    let sequence = &all.sequences[0];
+    let topk = sequence.topk.as_ref().unwrap();
+    assert_eq!(topk.len(), 3);
+    for ((row, token), logprob) in topk.iter().zip(&sequence.tokens).zip(&sequence.logprobs) {
+        assert!(row[0].1 >= *logprob);
+        assert!(row.iter().all(|&(id, lp)| id != *token || lp == *logprob));
+    }
+}
+
+#[test]
+fn a_snapshot_keeps_its_weights_while_training_goes_on() {
+    let engine = engine();
+    tuned(&engine);
+    let request = || sample_request(tokens(2, 20), 2, 20, 1);
+    let before = sampled(ask(&engine, sample("tuned", request())));
+    losses(ask(&engine, train("m", 4, backward(examples(6, 3)))));
+    grad_norm(ask(&engine, train("m", 5, step(3e-2))));
+    snapshot(&engine, "m", 6, "later");
+    assert_eq!(sample_bits(&before), sample_bits(&sampled(ask(&engine, sample("tuned", request())))));
+    let later = sampled(ask(&engine, sample("later", request())));
+    assert_ne!(sample_bits(&before), sample_bits(&later));
+    let again = TrainOp::Snapshot { sampler_id: "tuned".into(), replace: false };
+    assert!(user_error(ask(&engine, train("m", 7, again))).contains("exist already"));
+    ask(&engine, train("m", 8, TrainOp::Snapshot { sampler_id: "tuned".into(), replace: true })).unwrap();
+    assert_eq!(sample_bits(&later), sample_bits(&sampled(ask(&engine, sample("tuned", request())))));
+}
+
+#[test]
+fn dropped_weights_live_until_their_samples_are_done() {
+    let engine = engine();
+    tuned(&engine);
+    let request = || sample_request(tokens(2, 20), 2, 200, 1);
+    let expected = sampled(ask(&engine, sample("tuned", request())));
+    let running = submit(&engine, sample("tuned", request()));
+    assert!(matches!(ask(&engine, Request::DropSampler { sampler_id: "tuned".into() }), Ok(Response::Freed)));
+    assert_eq!(sample_bits(&sampled(running.recv().unwrap())), sample_bits(&expected));
+    assert!(user_error(ask(&engine, sample("tuned", request()))).contains("no sampling weights tuned"));
+    assert!(user_error(ask(&engine, Request::DropSampler { sampler_id: "tuned".into() })).contains("tuned"));
+}
+
+#[test]
+fn stops_end_a_sample_with_the_stop_in_it() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let free = sampled(ask(&engine, sample("base", sample_request(tokens(2, 20), 1, 40, 1)))).sequences.remove(0);
+    assert_eq!((free.tokens.len(), free.stop_reason), (40, StopReason::Length));
+    let stop = free.tokens[17];
+    let first = free.tokens.iter().position(|&t| t == stop).unwrap();
+    let request = SampleRequest { stop: Stop::Tokens(vec![stop as i64]), ..sample_request(tokens(2, 20), 1, 40, 1) };
+    let stopped = sampled(ask(&engine, sample("base", request))).sequences.remove(0);
+    assert_eq!((&stopped.tokens[..], stopped.stop_reason), (&free.tokens[..=first], StopReason::Stop));
+    assert_eq!(bits_of(&stopped.logprobs), bits_of(&free.logprobs[..=first]));
+}
+
+#[test]
+fn greedy_samples_repeat_what_the_model_finds_most_probable() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let request = SampleRequest { temperature: 0.0, topk_sample_logprobs: 1, ..sample_request(tokens(2, 20), 2, 10, 1) };
+    let output = sampled(ask(&engine, sample("base", request)));
+    assert_eq!(output.sequences[0], output.sequences[1]);
+    let sequence = &output.sequences[0];
+    for ((token, logprob), best) in sequence.tokens.iter().zip(&sequence.logprobs).zip(sequence.topk.as_ref().unwrap()) {
+        assert_eq!((*token, *logprob), best[0]);
+    }
+    let random = sampled(ask(&engine, sample("base", sample_request(tokens(2, 20), 8, 10, 1))));
+    assert!(random.sequences.windows(2).any(|w| w[0].tokens != w[1].tokens), "samples of one request differ");
+}
+
+#[test]
+fn a_sample_without_a_limit_ends_at_the_context() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let context = engine.info().max_context_tokens;
+    let request = SampleRequest { max_tokens: None, ..sample_request(tokens(2, context - 5), 2, 1, 1) };
+    let output = sampled(ask(&engine, sample("base", request)));
+    assert!(output.sequences.iter().all(|s| s.tokens.len() == 5 && s.stop_reason == StopReason::Length));
+}
+
+#[test]
+fn more_samples_than_fit_at_once_all_come() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let many = submit(&engine, sample("base", sample_request(tokens(1, 70), 300, 5, 1)));
+    let few = sampled(ask(&engine, sample("base", sample_request(tokens(1, 70), 2, 5, 1))));
+    let many = sampled(many.recv().unwrap());
+    assert_eq!(many.sequences.len(), 300);
+    assert_eq!(sample_bits(&many)[..2], sample_bits(&few)[..], "a sample does not depend on how many there are");
+}
+
+#[test]
+fn samples_queue_when_the_cache_is_full() {
+    // Memory for little more than one context: the samples must take turns.
+    let small = common::engine_with(2, 40 << 20);
+    let context = small.info().max_context_tokens;
+    base_sampler(&small, "base");
+    let request = |seed| sample_request(tokens(seed, context / 2), 3, context / 2, seed);
+    let running: Vec<_> = (0..4).map(|seed| submit(&small, sample("base", request(seed)))).collect();
+    let roomy = engine();
+    base_sampler(&roomy, "base");
+    for (seed, rx) in running.into_iter().enumerate() {
+        let expected = sampled(ask(&roomy, sample("base", request(seed as u64))));
+        assert_eq!(sample_bits(&sampled(rx.recv().unwrap())), sample_bits(&expected));
+    }
+}
+
+#[test]
+fn bad_requests_fail_alone_with_the_value_that_is_wrong() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let good = || sample_request(tokens(2, 20), 1, 4, 1);
+    let context = engine.info().max_context_tokens;
+    let running = submit(&engine, sample("base", SampleRequest { max_tokens: Some(100), ..good() }));
+    for (request, expected) in [
+        (SampleRequest { prompt: vec![], ..good() }, "prompt is empty"),
+        (SampleRequest { prompt: vec![5, -3], ..good() }, "prompt[1] is -3"),
+        (SampleRequest { prompt: vec![100_000], ..good() }, "prompt[0] is 100000"),
+        (SampleRequest { prompt: tokens(1, context), ..good() }, "leaves no room"),
+        (SampleRequest { max_tokens: Some(0), ..good() }, "max_tokens is 0"),
+        (SampleRequest { num_samples: 0, ..good() }, "num_samples is 0"),
+        (SampleRequest { temperature: -1.0, ..good() }, "temperature is -1"),
+        (SampleRequest { temperature: f32::NAN, ..good() }, "temperature is NaN"),
+        (SampleRequest { top_p: 0.0, ..good() }, "top_p is 0"),
+        (SampleRequest { top_k: Some(0), ..good() }, "top_k is 0"),
+        (SampleRequest { topk_sample_logprobs: 1 << 20, ..good() }, "topk_sample_logprobs is 1048576"),
+        (SampleRequest { prompt_logprobs_last_n: Some(0), ..good() }, "last_n is 0"),
+        (SampleRequest { stop: Stop::Strings(vec![String::new()]), ..good() }, "stop[0] has 0 bytes"),
+        (SampleRequest { stop: Stop::Tokens(vec![-1]), ..good() }, "stop[0] is -1"),
+    ] {
+        let message = user_error(ask(&engine, sample("base", request)));
+        assert!(message.contains(expected), "{message}");
+    }
+    assert!(user_error(ask(&engine, sample("nobody", good()))).contains("no sampling weights nobody"));
+    assert_eq!(sampled(running.recv().unwrap()).sequences[0].tokens.len(), 100);
+}
