@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::{Backend, Result, Tensor, TensorMut};
+use crate::{Backend, DType, Error, PackedRef, Result, Tensor, TensorMut};
 
 /// A value on a tape.
 #[derive(Clone)]
@@ -57,9 +57,9 @@ pub trait LoraGradients {
 #[derive(Clone)]
 pub struct LoraProjection<'a> {
     /// `in → rank`.
-    pub a: crate::PackedRef<'a>,
+    pub a: PackedRef<'a>,
     /// `rank → out`.
-    pub b: crate::PackedRef<'a>,
+    pub b: PackedRef<'a>,
     /// Factor of the product.
     pub scale: f32,
     /// First column of the projection in the fused layer's output.
@@ -79,7 +79,7 @@ pub struct LoraGroup<'a> {
     pub projections: Vec<LoraProjection<'a>>,
 }
 
-/// The gradients on their way back.
+/// The gradients on their way back. They are f32, except where an op has rounded its input's for the matmul that reads it next.
 pub(crate) struct Backward<'b> {
     pub backend: &'b dyn Backend,
     pub lora: &'b mut dyn LoraGradients,
@@ -98,8 +98,8 @@ impl<'b> Backward<'b> {
         match self.gradients[node].take() {
             None => self.gradients[node] = Some(gradient),
             Some(present) => {
-                let mut sum = unshare(present);
-                self.backend.add(&gradient, &mut sum);
+                let mut sum = unshare(in_f32(present));
+                self.backend.add(&in_f32(gradient), &mut sum);
                 self.gradients[node] = Some(Rc::new(sum));
             }
         }
@@ -114,11 +114,23 @@ impl<'b> Backward<'b> {
     ) {
         let Some(node) = node else { return };
         let mut sum = match self.gradients[node].take() {
-            Some(present) => unshare(present),
-            None => Tensor::zeros(shape, crate::DType::F32),
+            Some(present) => unshare(in_f32(present)),
+            None => Tensor::zeros(shape, DType::F32),
         };
         add(self.backend, &mut sum);
         self.gradients[node] = Some(Rc::new(sum));
+    }
+}
+
+/// Widens a gradient that was rounded for a matmul, where another op reads it.
+pub(crate) fn in_f32(gradient: Rc<Tensor>) -> Rc<Tensor> {
+    match gradient.dtype() {
+        DType::F32 => gradient,
+        DType::BF16 => {
+            let mut widened = Tensor::scratch(gradient.shape().dims(), DType::F32);
+            widened.as_mut().copy_from_f32(&gradient.to_f32_vec()).expect("the shapes are the same");
+            Rc::new(widened)
+        }
     }
 }
 
@@ -209,6 +221,10 @@ impl<'a> Tape<'a> {
     /// # Errors
     /// If the gradient does not have the shape of the value, or an op refuses.
     pub fn backward(self, y: &Var, dy: Tensor, lora: &mut dyn LoraGradients) -> Result<()> {
+        if dy.shape() != y.value().shape() {
+            let (expected, actual) = (y.value().shape().to_string(), dy.shape().to_string());
+            return Err(Error::Shape { op: "backward", expected, actual });
+        }
         self.backward_to_first(y, Rc::new(dy), lora).map(|_| ())
     }
 

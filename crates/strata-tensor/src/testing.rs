@@ -43,3 +43,25 @@ pub(crate) fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64, con
         assert!((a as f64 - e).abs() <= tolerance * (1.0 + e.abs()), "{context}: element {i} is {a}, not {e}");
     }
 }
+
+/// Fills the pool of recycled memory with NaN, in buffers of the size of this tensor.
+pub(crate) fn poison_recycled(shape: &[usize], dtype: DType) {
+    let _buffers: Vec<Tensor> = (0..8).map(|_| poison(shape, dtype)).collect();
+}
+
+/// The gradient of `loss` at `point` by central differences in f32 with this step.
+pub(crate) fn slopes(point: &[f32], step: f32, mut loss: impl FnMut(&[f32]) -> f64) -> Vec<f64> {
+    let mut point = point.to_vec();
+    (0..point.len())
+        .map(|i| {
+            let value = point[i];
+            let (above, below) = (value + step, value - step);
+            let [high, low] = [above, below].map(|v| {
+                point[i] = v;
+                loss(&point)
+            });
+            point[i] = value;
+            (high - low) / (above as f64 - below as f64)
+        })
+        .collect()
+}

@@ -450,9 +450,12 @@ impl Backend for CpuBackend {
         v: &mut Tensor,
     ) -> Result<()> {
         let shape = weights.shape();
-        for other in [&*gradient, &*m, &*v] {
+        for other in [&*weights, &*gradient, &*m, &*v] {
             if other.shape() != shape {
                 return Err(Error::Shape { op: "adamw", expected: shape.to_string(), actual: other.shape().to_string() });
+            }
+            if other.dtype() != DType::F32 {
+                return Err(Error::DType { op: "adamw", expected: DType::F32, actual: other.dtype() });
             }
         }
         let factors = adamw::AdamwFactors::new(step);

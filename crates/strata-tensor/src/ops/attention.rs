@@ -2,10 +2,14 @@
 
 use std::rc::Rc;
 
-use super::check_f32;
+use super::{check_f32, check_vector};
 use crate::backend::{AttentionGeometry, AttentionSpan, Qkv, Rotary};
-use crate::tape::{Tape, Var};
+use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, Result, Tensor, TensorRef};
+
+const OP: &str = "attention";
+/// The widest head that the kernels have stack for.
+const HEAD_DIM_MAX: usize = 512;
 
 /// Where keys and values of a batch live.
 pub enum KvAccess<'k> {
@@ -24,7 +28,7 @@ pub struct AttentionInput<'a> {
     pub norms: Option<[TensorRef<'a>; 2]>,
     /// Angles of the batch's positions.
     pub rotary: Rc<Rotary>,
-    /// The sequences of the batch.
+    /// The sequences of the batch, in order; they cover all tokens.
     pub spans: Rc<[AttentionSpan<'a>]>,
 }
 
@@ -32,21 +36,36 @@ impl<'a> Tape<'a> {
     /// f32 `qkv: [tokens, (heads + 2 * kv_heads) * head_dim]` (queries, keys, values) to `[tokens, heads * head_dim]` in `dtype`.
     ///
     /// # Errors
-    /// If the width of `qkv` or the pages of a sequence do not fit, or the tape would have to go back through a cache.
+    /// If shapes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
-        const OP: &str = "attention";
         let g = input.geometry;
         check_f32(OP, qkv.value(), g.qkv_width())?;
         let (tokens, backend) = (qkv.value().rows(), self.backend());
-        if !g.heads.is_multiple_of(g.kv_heads) || !g.head_dim.is_multiple_of(2) || g.head_dim > HEAD_DIM_MAX {
+        if g.heads == 0
+            || g.kv_heads == 0
+            || !g.heads.is_multiple_of(g.kv_heads)
+            || !g.head_dim.is_multiple_of(2)
+            || g.head_dim > HEAD_DIM_MAX
+        {
             return Err(Error::Unsupported(format!(
                 "attention with {} heads, {} kv heads of {}: heads must be a multiple of kv heads, and their width even and at most {HEAD_DIM_MAX}",
                 g.heads, g.kv_heads, g.head_dim
             )));
         }
-        if input.rotary.cos.rows() != tokens || input.spans.iter().any(|s| s.tokens.end > tokens) {
-            return Err(Error::Shape { op: OP, expected: format!("{tokens} tokens"), actual: format!("{:?}", input.spans) });
+        for angles in [&input.rotary.cos, &input.rotary.sin] {
+            check_f32(OP, angles, g.head_dim / 2)?;
+            if angles.rows() != tokens {
+                return Err(Error::Shape {
+                    op: OP,
+                    expected: format!("angles of {tokens} tokens"),
+                    actual: angles.shape().to_string(),
+                });
+            }
         }
+        for norm in input.norms.iter().flatten() {
+            check_vector(OP, *norm, g.head_dim)?;
+        }
+        check_spans(&input.spans, tokens)?;
         let mut split = Qkv {
             q: Tensor::scratch(&[tokens, g.heads, g.head_dim], dtype),
             k: Tensor::scratch(&[tokens, g.kv_heads, g.head_dim], dtype),
@@ -57,16 +76,7 @@ impl<'a> Tape<'a> {
         let mut log_normalizers = Tensor::scratch(&[tokens, g.heads], DType::F32);
         let cached = match kv {
             KvAccess::Cache(pages) => {
-                for span in input.spans.iter() {
-                    let len = span.past + span.tokens.len();
-                    if len > span.pages.len() * KV_PAGE_TOKENS || span.pages.iter().any(|&p| p as usize >= pages.num_pages) {
-                        return Err(Error::Shape {
-                            op: OP,
-                            expected: format!("pages for {len} tokens, below {}", pages.num_pages),
-                            actual: format!("{:?}", span.pages),
-                        });
-                    }
-                }
+                check_pages(&input.spans, &g, dtype, pages)?;
                 backend.write_kv(&split, &g, &input.spans, pages);
                 backend.attention(&split.q, &g, &input.spans, pages, &mut out, &mut log_normalizers);
                 true
@@ -106,7 +116,7 @@ impl<'a> Tape<'a> {
         Ok(self.push(out, move |pass, dout| {
             let like = |t: &Tensor| Tensor::scratch(t.shape().dims(), DType::F32);
             let mut gradient = Qkv { q: like(&split.q), k: like(&split.k), v: like(&split.v) };
-            pass.backend.attention_backward(&dout, &split, &saved, &log_normalizers, &g, &input.spans, &mut gradient);
+            pass.backend.attention_backward(&in_f32(dout), &split, &saved, &log_normalizers, &g, &input.spans, &mut gradient);
             let mut dqkv = Tensor::scratch(projection.shape().dims(), dtype);
             pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &mut dqkv);
             pass.accumulate(node, Rc::new(dqkv));
@@ -115,5 +125,52 @@ impl<'a> Tape<'a> {
     }
 }
 
-/// The widest head that the kernels have registers and stack for.
-const HEAD_DIM_MAX: usize = 512;
+/// Refuses sequences that are not all of a batch of `tokens`, one after another.
+fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
+    let follow = |end, s: &AttentionSpan<'_>| (s.tokens.start == end && s.tokens.end >= end).then_some(s.tokens.end);
+    if spans.iter().try_fold(0, follow) != Some(tokens) {
+        let actual = spans.iter().map(|s| s.tokens.clone()).collect::<Vec<_>>();
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("sequences that cover 0..{tokens}"),
+            actual: format!("{actual:?}"),
+        });
+    }
+    Ok(())
+}
+
+/// Refuses a cache of another shape, pages that are not there or not enough, and a page that two sequences would write.
+fn check_pages(spans: &[AttentionSpan<'_>], g: &AttentionGeometry, dtype: DType, pages: &KvPages) -> Result<()> {
+    if pages.dtype != dtype {
+        return Err(Error::DType { op: OP, expected: dtype, actual: pages.dtype });
+    }
+    if [pages.num_kv_heads, pages.head_dim] != [g.kv_heads, g.head_dim] {
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("a cache of {} heads of {}", g.kv_heads, g.head_dim),
+            actual: format!("{} heads of {}", pages.num_kv_heads, pages.head_dim),
+        });
+    }
+    let mut written = Vec::new();
+    for span in spans {
+        let len = span.past.saturating_add(span.tokens.len());
+        if len.div_ceil(KV_PAGE_TOKENS) > span.pages.len() {
+            return Err(Error::Shape {
+                op: OP,
+                expected: format!("pages for {len} tokens"),
+                actual: format!("{:?}", span.pages),
+            });
+        }
+        if let Some(&page) = span.pages.iter().find(|&&p| p as usize >= pages.num_pages) {
+            return Err(Error::Index { op: OP, what: "pages", index: page as usize, size: pages.num_pages });
+        }
+        if !span.tokens.is_empty() {
+            written.extend_from_slice(&span.pages[span.past / KV_PAGE_TOKENS..len.div_ceil(KV_PAGE_TOKENS)]);
+        }
+    }
+    written.sort_unstable();
+    if let Some(twice) = written.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(Error::Unsupported(format!("two places of a batch would write page {} of the cache", twice[0])));
+    }
+    Ok(())
+}

@@ -6,9 +6,9 @@
 
 use std::rc::Rc;
 
-use super::check;
+use super::{check, check_vector};
 use crate::backend::{Backend, Block, Target};
-use crate::tape::{Backward, LoraGroup, Tape, Var};
+use crate::tape::{Backward, LoraGroup, LoraProjection, Tape, Var};
 use crate::{DType, Error, PackedRef, Result, Tensor, TensorRef};
 
 /// For each group and projection, in order, `scale · x·Aᵀ` in the compute dtype: `[tokens of the group, rank]`.
@@ -47,6 +47,38 @@ fn in_dtype(backend: &dyn Backend, tensor: Rc<Tensor>, dtype: DType) -> Rc<Tenso
     Rc::new(converted)
 }
 
+/// Refuses groups that are not runs of `tokens` tokens, and pairs that do not fit the weight.
+pub(super) fn check_groups(op: &'static str, lora: &[LoraGroup<'_>], tokens: usize, w: PackedRef<'_>) -> Result<()> {
+    for group in lora {
+        let run = &group.tokens;
+        if run.end > tokens {
+            return Err(Error::Index { op, what: "tokens", index: run.end, size: tokens });
+        }
+        if run.start > run.end || group.sequences.iter().any(|s| s.start < run.start || s.start > s.end || s.end > run.end) {
+            return Err(Error::Shape {
+                op,
+                expected: format!("sequences in {run:?}"),
+                actual: format!("{:?}", group.sequences),
+            });
+        }
+        for LoraProjection { a, b, first_column, .. } in &group.projections {
+            if let Some(pair) = [a, b].into_iter().find(|p| p.dtype() != w.dtype()) {
+                return Err(Error::DType { op, expected: w.dtype(), actual: pair.dtype() });
+            }
+            let room = w.out_features().saturating_sub(*first_column);
+            let fits = a.in_features() == w.in_features() && a.out_features() == b.in_features() && b.out_features() <= room;
+            if !fits || a.out_features() == 0 || b.out_features() == 0 {
+                return Err(Error::Shape {
+                    op,
+                    expected: format!("low-rank pair {} → r → 1 to {room}", w.in_features()),
+                    actual: format!("{} → {}, {} → {}", a.in_features(), a.out_features(), b.in_features(), b.out_features()),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The forward pass, with the low products that its backward wants.
 pub(super) fn forward(
     backend: &dyn Backend,
@@ -58,34 +90,16 @@ pub(super) fn forward(
     const OP: &str = "linear";
     check(OP, x, w.dtype(), w.in_features())?;
     let tokens = x.rows();
+    check_groups(OP, lora, tokens, w)?;
     let mut y = Tensor::scratch(&[tokens, w.out_features()], DType::F32);
     backend.matmul(Block::whole(x), w, &mut y, Target::overwrite());
     if let Some(bias) = bias {
-        if bias.shape().len() != w.out_features() {
-            return Err(Error::Shape { op: OP, expected: format!("[{}]", w.out_features()), actual: bias.shape().to_string() });
-        }
+        check_vector(OP, bias, w.out_features())?;
         backend.add_bias(bias, &mut y);
     }
     let mut low_products = Vec::new();
     for group in lora {
-        if group.tokens.end > tokens {
-            return Err(Error::Index { op: OP, what: "tokens", index: group.tokens.end, size: tokens });
-        }
         for p in &group.projections {
-            let columns = p.first_column + p.b.out_features();
-            if p.a.in_features() != w.in_features() || p.a.out_features() != p.b.in_features() || columns > w.out_features() {
-                return Err(Error::Shape {
-                    op: OP,
-                    expected: format!("low-rank pair {} → r → at most {}", w.in_features(), w.out_features() - p.first_column),
-                    actual: format!(
-                        "{} → {}, {} → {}",
-                        p.a.in_features(),
-                        p.a.out_features(),
-                        p.b.in_features(),
-                        p.b.out_features()
-                    ),
-                });
-            }
             let shape = [group.tokens.len(), p.a.out_features()];
             let mut product = Tensor::scratch(&shape, DType::F32);
             backend.matmul(Block::rows(x, group.tokens.clone()), p.a, &mut product, Target::overwrite());

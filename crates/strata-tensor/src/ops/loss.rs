@@ -12,17 +12,18 @@ use crate::backend::Backend;
 use crate::tape::{Backward, LoraGradients, LoraGroup};
 use crate::{DType, Error, PackedRef, Result, Tensor};
 
+const OP: &str = "target_logprobs";
 /// Bytes of f32 logits in a chunk, about: enough rows that the product is bound by arithmetic, and far from the memory of a batch.
 const CHUNK_BYTES: usize = 160 << 20;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = 16..512;
 
-/// Target tokens, any number for each row.
+/// Target tokens, any number for each row; one may occur twice in a row.
 #[derive(Clone, Copy)]
 pub struct LogprobTargets<'t> {
     /// Token ids, row after row.
     pub ids: &'t [u32],
-    /// `offsets[r]..offsets[r + 1]` are the targets of row `r`.
+    /// `offsets[r]..offsets[r + 1]` are the targets of row `r`; `[rows + 1]`, from 0 to the number of targets.
     pub offsets: &'t [usize],
 }
 
@@ -37,13 +38,13 @@ fn chunk_rows(vocab: usize) -> usize {
 }
 
 /// Runs of at most `max` rows that split a sequence only at even places.
-fn chunks(sequences: &[Range<usize>], rows: usize, max: usize) -> Vec<Range<usize>> {
+pub(super) fn chunks(sequences: &[Range<usize>], rows: usize, max: usize) -> Vec<Range<usize>> {
     let mut chunks: Vec<Range<usize>> = Vec::new();
     let mut start = 0;
     while start < rows {
         let mut end = (start + max).min(rows);
         if let Some(cut) = sequences.iter().find(|s| s.start < end && end < s.end) {
-            // `max` is even and at least 16, so at least one row of the chunk stays.
+            // `max` is at least 2, so at least one row of the chunk stays.
             end -= (end - cut.start) % 2;
         }
         chunks.push(start..end);
@@ -81,24 +82,43 @@ pub fn target_logprobs(
     lora: &[LoraGroup<'_>],
     sequences: &[Range<usize>],
     targets: LogprobTargets<'_>,
+    loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
+) -> Result<(Vec<f32>, Option<Tensor>)> {
+    // A cut through a sequence that ended past the batch would never find an even place.
+    if let Some(s) = sequences.iter().find(|s| s.end > x.rows()) {
+        return Err(Error::Index { op: OP, what: "tokens", index: s.end, size: x.rows() });
+    }
+    in_chunks(backend, x, w, lora, chunks(sequences, x.rows(), chunk_rows(w.out_features())), targets, loss)
+}
+
+/// [`target_logprobs`] with these runs of rows as chunks.
+pub(super) fn in_chunks(
+    backend: &dyn Backend,
+    x: &Tensor,
+    w: PackedRef<'_>,
+    lora: &[LoraGroup<'_>],
+    chunks: Vec<Range<usize>>,
+    targets: LogprobTargets<'_>,
     mut loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
-    const OP: &str = "target_logprobs";
     check(OP, x, w.dtype(), w.in_features())?;
     let vocab = w.out_features();
     if let Some(&id) = targets.ids.iter().find(|&&id| id as usize >= vocab) {
         return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: vocab });
     }
-    if targets.offsets.len() != x.rows() + 1 || targets.offsets.last() != Some(&targets.ids.len()) {
+    let offsets = targets.offsets;
+    let covers = offsets.first() == Some(&0) && offsets.last() == Some(&targets.ids.len()) && offsets.is_sorted();
+    if offsets.len() != x.rows() + 1 || !covers {
         return Err(Error::Shape {
             op: OP,
-            expected: format!("offsets of {} rows and {} targets", x.rows(), targets.ids.len()),
-            actual: format!("{} offsets up to {:?}", targets.offsets.len(), targets.offsets.last()),
+            expected: format!("ascending offsets of {} rows into {} targets", x.rows(), targets.ids.len()),
+            actual: format!("{} offsets from {:?} to {:?}", offsets.len(), offsets.first(), offsets.last()),
         });
     }
+    linear::check_groups(OP, lora, x.rows(), w)?;
     let mut logprobs = vec![0.0f32; targets.ids.len()];
     let mut dx = loss.is_some().then(|| Tensor::scratch(&[x.rows(), w.in_features()], DType::F32));
-    for rows in chunks(sequences, x.rows(), chunk_rows(vocab)) {
+    for rows in chunks {
         let chunk = x.as_ref().rows(rows.clone()).to_tensor();
         let groups = groups_in(lora, &rows);
         let (logits, low) = linear::forward(backend, &chunk, w, None, &groups)?;
@@ -148,6 +168,7 @@ pub fn visit_logits(
     if let Some(&row) = rows.iter().find(|&&r| r >= x.rows()) {
         return Err(Error::Index { op: OP, what: "rows", index: row, size: x.rows() });
     }
+    linear::check_groups(OP, lora, x.rows(), w)?;
     if !rows.is_sorted() {
         return Err(Error::Unsupported(format!("rows {rows:?} of a batch in an order that is not theirs")));
     }

@@ -6,25 +6,38 @@ mod linear;
 mod loss;
 mod norm;
 mod swiglu;
+#[cfg(test)]
+mod tests;
 
 pub use attention::{AttentionInput, KvAccess};
 pub use embedding::EmbeddingTable;
 pub use loss::{LogprobTargets, TargetLoss, target_logprobs, visit_logits};
 
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor, TensorRef};
 
 /// Refuses a tensor that is not f32 `[rows, columns]`.
 fn check_f32(op: &'static str, tensor: &Tensor, columns: usize) -> Result<()> {
     check(op, tensor, DType::F32, columns)
 }
 
-/// Refuses a tensor that is not `[rows, columns]` of `dtype`.
+/// Refuses a tensor that is not `[rows, columns]` of `dtype`, or has no columns.
 fn check(op: &'static str, tensor: &Tensor, dtype: DType, columns: usize) -> Result<()> {
     if tensor.dtype() != dtype {
         return Err(Error::DType { op, expected: dtype, actual: tensor.dtype() });
     }
-    if tensor.shape().row_len() != columns {
-        return Err(Error::Shape { op, expected: format!("[rows, {columns}]"), actual: tensor.shape().to_string() });
+    if tensor.shape().row_len() != columns || columns == 0 {
+        return Err(Error::Shape { op, expected: format!("[rows, {}]", columns.max(1)), actual: tensor.shape().to_string() });
+    }
+    Ok(())
+}
+
+/// Refuses a parameter that is not f32 `[len]`.
+fn check_vector(op: &'static str, vector: TensorRef<'_>, len: usize) -> Result<()> {
+    if vector.dtype() != DType::F32 {
+        return Err(Error::DType { op, expected: DType::F32, actual: vector.dtype() });
+    }
+    if vector.shape().len() != len {
+        return Err(Error::Shape { op, expected: format!("[{len}]"), actual: vector.shape().to_string() });
     }
     Ok(())
 }

@@ -2,17 +2,18 @@
 
 use std::rc::Rc;
 
-use super::check_f32;
-use crate::tape::{Tape, Var};
-use crate::{DType, Result, Tensor, TensorRef};
+use super::{check_f32, check_vector};
+use crate::tape::{Tape, Var, in_f32};
+use crate::{DType, Error, Result, Tensor, TensorRef};
 
 impl<'a> Tape<'a> {
     /// RMSNorm of every row of f32 `x: [tokens, n]` with frozen f32 `weight: [n]`, in the dtype of the matmul that reads it.
     ///
     /// # Errors
-    /// If the width of `x` is not that of the weight.
+    /// If the width of `x` is not that of the weight, or either is not f32.
     pub fn rms_norm(&mut self, x: &Var, weight: TensorRef<'a>, eps: f32, dtype: DType) -> Result<Var> {
         check_f32("rms_norm", x.value(), weight.shape().len())?;
+        check_vector("rms_norm", weight, weight.shape().len())?;
         let mut y = Tensor::scratch(x.value().shape().dims(), dtype);
         self.backend().rms_norm(x.value(), weight, eps, &mut y);
         let y = Rc::new(y);
@@ -21,6 +22,7 @@ impl<'a> Tape<'a> {
         }
         let (input, node) = (x.shared(), x.node());
         Ok(self.push(y, move |pass, dy| {
+            let dy = in_f32(dy);
             pass.accumulate_with(node, input.shape().dims(), |backend, dx| {
                 backend.rms_norm_backward(&dy, &input, weight, eps, dx);
             });
@@ -35,6 +37,10 @@ impl<'a> Tape<'a> {
     pub fn add(&mut self, x: &Var, y: Var) -> Result<Var> {
         check_f32("add", x.value(), y.value().shape().row_len())?;
         check_f32("add", y.value(), x.value().shape().row_len())?;
+        if x.value().rows() != y.value().rows() {
+            let (expected, actual) = (x.value().shape().to_string(), y.value().shape().to_string());
+            return Err(Error::Shape { op: "add", expected, actual });
+        }
         let records = self.records(&[x, &y], false);
         let (x_node, y_node) = (x.node(), y.node());
         let mut sum = y.into_tensor();

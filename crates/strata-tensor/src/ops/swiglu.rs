@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use super::check_f32;
-use crate::tape::{Tape, Var};
+use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, Result, Tensor};
 
 impl<'a> Tape<'a> {
@@ -26,7 +26,7 @@ impl<'a> Tape<'a> {
         let (input, node) = (gate_up.shared(), gate_up.node());
         Ok(self.push(y, move |pass, dy| {
             let mut dgate_up = Tensor::scratch(input.shape().dims(), dtype);
-            pass.backend.swiglu_backward(&dy, &input, &mut dgate_up);
+            pass.backend.swiglu_backward(&in_f32(dy), &input, &mut dgate_up);
             pass.accumulate(node, Rc::new(dgate_up));
             Ok(())
         }))

@@ -1,0 +1,497 @@
+//! Each op alone: its gradient against finite differences, what it refuses, and what must not reach its result.
+
+mod composite;
+mod toy;
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use super::*;
+use crate::backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend};
+use crate::tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
+use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
+use crate::{CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, PackedStack, TensorMut};
+use toy::{Gradients, Quadratic};
+
+fn backend() -> CpuBackend {
+    CpuBackend::with_isa(Isa::detect(), 2)
+}
+
+/// Gradients that nobody wants.
+struct Nowhere;
+
+impl LoraGradients for Nowhere {
+    fn at(&mut self, _: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)> {
+        None
+    }
+}
+
+/// The output of `op` and the gradient of `Σ dy·op(x)` by f32 `x`, with `dy` random.
+fn go_back<'a>(
+    b: &'a CpuBackend,
+    x: &Tensor,
+    lora: &mut dyn LoraGradients,
+    op: impl Fn(&mut Tape<'a>, &Var) -> Result<Var>,
+) -> (Tensor, Vec<f32>) {
+    let gradient = Rc::new(RefCell::new(None));
+    let mut tape = Tape::recording(b);
+    let slot = gradient.clone();
+    let x = tape.push(Rc::new(x.clone()), move |_, dx| {
+        *slot.borrow_mut() = Some(dx.to_f32_vec());
+        Ok(())
+    });
+    let y = op(&mut tape, &x).unwrap();
+    let dy = tensor(y.value().shape().dims(), DType::F32, 99);
+    let out = y.value().clone();
+    tape.backward(&y, dy, lora).unwrap();
+    let dx = gradient.borrow_mut().take().unwrap();
+    (out, dx)
+}
+
+/// `Σ dy·y` with the `dy` of [`go_back`].
+fn weigh(y: &Tensor) -> f64 {
+    let dy = normal(y.shape().len(), 99);
+    y.to_f32_vec().iter().zip(&dy).map(|(&y, &g)| y as f64 * g as f64).sum()
+}
+
+/// Checks the gradient of an f32 op by its input.
+#[track_caller]
+fn check_gradient<'a>(b: &'a CpuBackend, x: &Tensor, op: impl Fn(&mut Tape<'a>, &Var) -> Result<Var>) {
+    let (_, dx) = go_back(b, x, &mut Nowhere, &op);
+    let expected = slopes(&x.to_f32_vec(), 1e-2, |values| {
+        let x = Tensor::from_f32(values, x.shape().dims(), DType::F32).unwrap();
+        let mut tape = Tape::inference(b);
+        let x = tape.constant(x);
+        weigh(op(&mut tape, &x).unwrap().value())
+    });
+    assert_close(&dx, &expected, 2e-3, "gradient of the input");
+}
+
+#[test]
+fn the_gradients_of_rms_norm_swiglu_and_addition_are_those_of_finite_differences() {
+    let b = backend();
+    let weight = tensor(&[7], DType::F32, 2);
+    check_gradient(&b, &tensor(&[3, 7], DType::F32, 1), |tape, x| tape.rms_norm(x, weight.as_ref(), 1e-6, DType::F32));
+    check_gradient(&b, &tensor(&[3, 10], DType::F32, 1), |tape, x| tape.swiglu(x, DType::F32));
+    check_gradient(&b, &tensor(&[3, 5], DType::F32, 1), |tape, x| tape.add(x, x.clone()));
+    check_gradient(&b, &tensor(&[3, 7], DType::F32, 1), |tape, x| {
+        let h = tape.rms_norm(x, weight.as_ref(), 1e-6, DType::F32)?;
+        let sum = tape.add(&h, x.clone())?;
+        tape.add(&sum, h)
+    });
+}
+
+#[test]
+fn a_gradient_that_was_rounded_for_a_matmul_also_reaches_ops_and_sums_in_f32() {
+    let b = backend();
+    let (x, weight) = (tensor(&[3, 6], DType::F32, 1), tensor(&[6], DType::F32, 2));
+    let run = |dtype| {
+        let op = |tape: &mut Tape<'_>, h: &Var| {
+            // As addition wants it: the value in f32, its gradient passed on as it comes.
+            let y = tape.swiglu(h, dtype)?;
+            let (node, wide) = (y.node(), in_f32(y.shared()));
+            Ok::<_, Error>(tape.push(wide, move |pass, dy| {
+                pass.accumulate(node, dy);
+                Ok(())
+            }))
+        };
+        let twice = |tape: &mut Tape<'_>, h: &Var| {
+            let y = op(tape, h)?;
+            let z = op(tape, h)?;
+            tape.add(&y, z)
+        };
+        let sum = go_back(&b, &x, &mut Nowhere, twice).1;
+        let through = go_back(&b, &x, &mut Nowhere, |tape, x| {
+            let h = tape.rms_norm(x, weight.as_ref(), 1e-6, DType::F32)?;
+            op(tape, &h)
+        });
+        [sum, through.1].concat()
+    };
+    let (exact, rounded) = (run(DType::F32), run(DType::BF16));
+    assert_close(&rounded, &exact.iter().map(|&v| v as f64).collect::<Vec<_>>(), 3e-2, "bf16");
+}
+
+/// A frozen layer 7 → 11 with bias, and pairs of rank 3, 1 and 5 on two of three runs of nine tokens.
+struct Layer {
+    w: PackedStack,
+    bias: Tensor,
+    pairs: Vec<(Vec<f32>, Vec<f32>)>,
+    packed: Vec<[PackedStack; 2]>,
+}
+
+/// `(rank, first column, columns)` of each pair.
+const PAIRS: [(usize, usize, usize); 3] = [(3, 0, 5), (1, 5, 6), (5, 2, 9)];
+
+impl Layer {
+    fn new(pairs: Vec<(Vec<f32>, Vec<f32>)>) -> Self {
+        let pack = |((a, b), (rank, _, out)): (&(Vec<f32>, Vec<f32>), _)| {
+            // B comes transposed, [rank, out].
+            let rows: Vec<f32> = (0..out * rank).map(|i| b[i % rank * out + i / rank]).collect();
+            [packed(a, 7, rank, DType::F32), packed(&rows, rank, out, DType::F32)]
+        };
+        let stacks = pairs.iter().zip(PAIRS).map(pack).collect();
+        Layer { w: packed(&normal(77, 1), 7, 11, DType::F32), bias: tensor(&[11], DType::F32, 2), pairs, packed: stacks }
+    }
+
+    fn random() -> Self {
+        let pair = |(i, (rank, _, out)): (u64, (usize, usize, usize))| (normal(rank * 7, 10 + i), normal(rank * out, 20 + i));
+        Layer::new((0..).zip(PAIRS).map(pair).collect())
+    }
+
+    fn groups(&self) -> Rc<[LoraGroup<'_>]> {
+        let projection = |i: usize| LoraProjection {
+            a: self.packed[i][0].layer(0),
+            b: self.packed[i][1].layer(0),
+            scale: 0.5,
+            first_column: PAIRS[i].1,
+            site: LoraSite { group: 0, module: i, layer: 0 },
+        };
+        let group = |tokens, sequences: &[_], pairs: &[usize]| LoraGroup {
+            tokens,
+            sequences: sequences.into(),
+            projections: pairs.iter().map(|&i| projection(i)).collect(),
+        };
+        Rc::from([group(0..3, &[0..1, 1..3], &[0, 1]), group(3..4, &[3..4], &[]), group(4..9, &[4..7, 7..9], &[2])])
+    }
+}
+
+/// Gradients for the pairs of [`Layer`], but not for the one that only scores.
+fn layer_gradients(scores_only: Option<usize>) -> Gradients {
+    let mut gradients = Gradients::default();
+    for (i, (rank, _, out)) in PAIRS.into_iter().enumerate().filter(|(i, _)| Some(*i) != scores_only) {
+        gradients.open(LoraSite { group: 0, module: i, layer: 0 }, rank, 7, out);
+    }
+    gradients
+}
+
+#[test]
+fn linear_adds_low_rank_products_to_the_tokens_and_columns_of_their_group() {
+    let (b, layer, x) = (backend(), Layer::random(), tensor(&[9, 7], DType::F32, 3));
+    let mut tape = Tape::inference(&b);
+    let input = tape.constant(x.clone());
+    let y = tape.linear(&input, layer.w.layer(0), Some(layer.bias.as_ref()), layer.groups()).unwrap();
+    let (x, w, bias) = (x.to_f32_vec(), normal(77, 1), layer.bias.to_f32_vec());
+    let expected: Vec<f64> = (0..9 * 11)
+        .map(|i| {
+            let (t, o) = (i / 11, i % 11);
+            let x: Vec<f64> = x[t * 7..][..7].iter().map(|&v| v as f64).collect();
+            let dot = |row: &[f32]| x.iter().zip(row).map(|(x, &w)| x * w as f64).sum::<f64>();
+            let pairs: &[usize] = [&[0, 1][..], &[], &[2]][(t >= 3) as usize + (t >= 4) as usize];
+            let low_rank = |&p: &usize| {
+                let ((a, b), (rank, first, out)) = (&layer.pairs[p], PAIRS[p]);
+                let inside = o >= first && o < first + out;
+                (0..rank)
+                    .map(|r| if inside { 0.5 * dot(&a[r * 7..][..7]) * b[r * out + o - first] as f64 } else { 0.0 })
+                    .sum::<f64>()
+            };
+            dot(&w[o * 7..][..7]) + bias[o] as f64 + pairs.iter().map(low_rank).sum::<f64>()
+        })
+        .collect();
+    assert_close(&y.value().to_f32_vec(), &expected, 1e-5, "linear");
+}
+
+#[test]
+fn the_gradients_of_linear_are_those_of_finite_differences() {
+    let (b, layer, x) = (backend(), Layer::random(), tensor(&[9, 7], DType::F32, 3));
+    let (w, bias) = (layer.w.layer(0), layer.bias.as_ref());
+    check_gradient(&b, &x, |tape, x| tape.linear(x, w, Some(bias), layer.groups()));
+
+    let mut gradients = layer_gradients(None);
+    let (_, dx) = go_back(&b, &x, &mut gradients, |tape, x| tape.linear(x, w, Some(bias), layer.groups()));
+    let loss = |layer: &Layer| {
+        let mut tape = Tape::inference(&b);
+        let x = tape.constant(x.clone());
+        weigh(tape.linear(&x, layer.w.layer(0), Some(layer.bias.as_ref()), layer.groups()).unwrap().value())
+    };
+    for i in 0..PAIRS.len() {
+        let with = |pair| {
+            let mut pairs = layer.pairs.clone();
+            pairs[i] = pair;
+            loss(&Layer::new(pairs))
+        };
+        let (a, b) = layer.pairs[i].clone();
+        let (da, db) = gradients.of(LoraSite { group: 0, module: i, layer: 0 });
+        assert_close(&da, &slopes(&a, 0.1, |a| with((a.to_vec(), b.clone()))), 1e-3, &format!("A of pair {i}"));
+        assert_close(&db, &slopes(&b, 0.1, |b| with((a.clone(), b.to_vec()))), 1e-3, &format!("B of pair {i}"));
+    }
+
+    // A group that only scores, and an input that needs no gradient, take nothing from the others.
+    let mut fewer = layer_gradients(Some(1));
+    let (_, dx_of_fewer) = go_back(&b, &x, &mut fewer, |tape, x| tape.linear(x, w, Some(bias), layer.groups()));
+    let mut leaf = layer_gradients(Some(1));
+    let mut tape = Tape::recording(&b);
+    let constant = tape.constant(x.clone());
+    let y = tape.linear(&constant, w, Some(bias), layer.groups()).unwrap();
+    tape.backward(&y, tensor(&[9, 11], DType::F32, 99), &mut leaf).unwrap();
+    assert_eq!(dx, dx_of_fewer);
+    for site in [0, 2].map(|module| LoraSite { group: 0, module, layer: 0 }) {
+        assert_eq!(gradients.of(site), fewer.of(site));
+        assert_eq!(gradients.of(site), leaf.of(site));
+    }
+}
+
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, scale: 0.4, eps: 1e-6 };
+
+fn attention_input<'a>(
+    b: &CpuBackend,
+    g: AttentionGeometry,
+    norms: &'a [Tensor; 2],
+    spans: &[AttentionSpan<'a>],
+) -> AttentionInput<'a> {
+    let positions: Vec<u32> = spans.iter().flat_map(|s| (0..s.tokens.len()).map(|i| (s.past + i) as u32)).collect();
+    let rotary = Rc::new(b.rotary(&positions, g.head_dim, 100.0));
+    AttentionInput { geometry: g, norms: Some([norms[0].as_ref(), norms[1].as_ref()]), rotary, spans: spans.into() }
+}
+
+fn whole(tokens: std::ops::Range<usize>) -> AttentionSpan<'static> {
+    AttentionSpan { tokens, past: 0, pages: &[] }
+}
+
+#[test]
+fn the_gradient_of_attention_through_norms_and_rotation_is_that_of_finite_differences() {
+    let b = backend();
+    let norms = [tensor(&[6], DType::F32, 5), tensor(&[6], DType::F32, 6)];
+    let qkv = tensor(&[8, GEOMETRY.qkv_width()], DType::F32, 1);
+    let mut input = attention_input(&b, GEOMETRY, &norms, &[whole(0..5), whole(5..5), whole(5..8)]);
+    check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
+    input.norms = None;
+    check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
+}
+
+#[test]
+fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
+    let b = backend();
+    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, eps: 1e-6 };
+    let norms = [tensor(&[64], DType::F32, 5), tensor(&[64], DType::F32, 6)];
+    let (first, second) = (70, 31);
+    let qkv = tensor(&[first + second, g.qkv_width()], DType::F32, 1);
+    for dtype in [DType::F32, DType::BF16] {
+        let input = attention_input(&b, g, &norms, &[whole(0..first), whole(first..first + second)]);
+        let recorded = || go_back(&b, &qkv, &mut Nowhere, |tape, x| tape.attention(x, &input, KvAccess::None, dtype));
+        let (out, dx) = recorded();
+        poison_recycled(&[3 * KvPages::page_bytes(2, 64, dtype) / dtype.size_bytes()], dtype);
+        for heads in [4, 2] {
+            poison_recycled(&[first + second, heads, 64], DType::F32);
+            poison_recycled(&[first + second, heads, 64], DType::BF16);
+        }
+        poison_recycled(&[first + second, g.qkv_width()], dtype);
+        let (again, dx_again) = recorded();
+        assert_eq!((bits(&out), &dx), (bits(&again), &dx_again));
+        assert!(dx.iter().all(|v| v.is_finite()));
+
+        let spans = [
+            AttentionSpan { tokens: 0..first, past: 0, pages: &[3, 1] },
+            AttentionSpan { tokens: first..first + second, past: 0, pages: &[2] },
+        ];
+        let mut pages = KvPages::new(4, 2, 64, dtype);
+        let mut tape = Tape::inference(&b);
+        let x = tape.constant(qkv.clone());
+        let cached = attention_input(&b, g, &norms, &spans);
+        let cached = tape.attention(&x, &cached, KvAccess::Cache(&mut pages), dtype).unwrap();
+        assert_eq!(bits(&out), bits(cached.value()));
+    }
+}
+
+#[test]
+fn embeddings_are_rows_of_the_table_whether_it_is_tied_or_not() {
+    let b = backend();
+    for dtype in [DType::F32, DType::BF16] {
+        let table = tensor(&[37, 9], dtype, 1);
+        let tied = packed(&table.to_f32_vec(), 9, 37, dtype);
+        let ids = [36, 0, 5, 5, 17];
+        let expected: Vec<f32> = ids.iter().flat_map(|&id| table.row(id as usize).to_f32_vec()).collect();
+        let tables = [EmbeddingTable::Rows(table.as_ref()), EmbeddingTable::Tied(tied.layer(0))];
+        for table in tables {
+            assert_eq!(Tape::inference(&b).embedding(table, &ids).unwrap().value().to_f32_vec(), expected);
+            assert!(Tape::inference(&b).embedding(table, &[3, 37]).is_err());
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_an_error() {
+    let b = backend();
+    let layer = Layer::random();
+    let (f32s, bf16s) =
+        (|shape: &[usize]| Tensor::zeros(shape, DType::F32), |shape: &[usize]| Tensor::zeros(shape, DType::BF16));
+    let tape = || Tape::inference(&b);
+    let var = |t: Tensor| tape().constant(t);
+    let norm = |x, w: Tensor| tape().rms_norm(&var(x), w.as_ref(), 1e-6, DType::F32).is_err();
+    assert!(norm(f32s(&[2, 5]), f32s(&[6])) && norm(f32s(&[2, 5]), bf16s(&[5])) && norm(bf16s(&[2, 5]), f32s(&[5])));
+    assert!(norm(f32s(&[2, 0]), f32s(&[0])) && !norm(f32s(&[2, 5]), f32s(&[5])) && !norm(f32s(&[0, 5]), f32s(&[5])));
+
+    let add = |x, y| tape().add(&var(x), var(y)).is_err();
+    assert!(add(f32s(&[3, 2]), f32s(&[2, 2])) && add(f32s(&[2, 3]), f32s(&[3, 2])) && add(f32s(&[2, 2]), bf16s(&[2, 2])));
+
+    let swiglu = |x| tape().swiglu(&var(x), DType::BF16).is_err();
+    assert!(swiglu(f32s(&[2, 3])) && swiglu(bf16s(&[2, 4])) && !swiglu(f32s(&[2, 4])));
+
+    let linear = |x, bias: &Tensor, change: &dyn Fn(&mut Vec<LoraGroup<'_>>)| {
+        let mut groups = layer.groups().to_vec();
+        change(&mut groups);
+        tape().linear(&var(x), layer.w.layer(0), Some(bias.as_ref()), groups.into()).is_err()
+    };
+    let (x, bias) = (|| f32s(&[9, 7]), f32s(&[11]));
+    assert!(!linear(x(), &bias, &|_| ()));
+    assert!(
+        linear(f32s(&[9, 8]), &bias, &|_| ())
+            && linear(bf16s(&[9, 7]), &bias, &|_| ())
+            && linear(f32s(&[8, 7]), &bias, &|_| ())
+    );
+    assert!(linear(x(), &f32s(&[10]), &|_| ()) && linear(x(), &bf16s(&[11]), &|_| ()));
+    assert!(linear(x(), &bias, &|g| g[2].projections[0].first_column = 3));
+    assert!(linear(x(), &bias, &|g| g[2].projections[0].first_column = 12));
+    assert!(linear(x(), &bias, &|g| g[2].sequences = Rc::from([3..9])));
+    assert!(linear(x(), &bias, &|g| g[0].projections[0].a = g[2].projections[0].a));
+    let (narrow, none) = (packed(&[0.0; 21], 7, 3, DType::BF16), PackedStack::zeros(1, 7, 0, DType::F32));
+    let from_none = PackedStack::zeros(1, 0, 5, DType::F32);
+    assert!(linear(x(), &bias, &|g| g[0].projections[0].a = packed_forever(&narrow)));
+    assert!(linear(x(), &bias, &|g| {
+        (g[0].projections[0].a, g[0].projections[0].b) = (packed_forever(&none), packed_forever(&from_none));
+    }));
+
+    let norms = [f32s(&[6]), f32s(&[6])];
+    let attention =
+        |x: Tensor, spans: &[AttentionSpan<'static>], change: &dyn Fn(&mut AttentionInput<'_>), pages: Option<KvPages>| {
+            let mut input = attention_input(&b, GEOMETRY, &norms, spans);
+            change(&mut input);
+            let mut pages = pages;
+            let kv = pages.as_mut().map_or(KvAccess::None, KvAccess::Cache);
+            tape().attention(&var(x), &input, kv, DType::F32).is_err()
+        };
+    let qkv = || f32s(&[8, GEOMETRY.qkv_width()]);
+    let cached = |tokens, past, pages| AttentionSpan { tokens, past, pages };
+    let cache = || Some(KvPages::new(4, 2, 6, DType::F32));
+    let keep = |_: &mut AttentionInput<'_>| ();
+    assert!(!attention(qkv(), &[whole(0..8)], &keep, None));
+    assert!(!attention(qkv(), &[cached(0..6, 60, &[0, 3]), cached(6..8, 70, &[0, 1])], &keep, cache()));
+    assert!(attention(f32s(&[8, 47]), &[whole(0..8)], &keep, None));
+    for spans in [&[whole(0..7)][..], &[whole(0..5), whole(4..8)], &[whole(4..8), whole(0..4)], &[whole(0..9)], &[]] {
+        assert!(attention(qkv(), spans, &keep, None), "{spans:?}");
+    }
+    assert!(attention(qkv(), &[cached(0..8, 1, &[])], &keep, None));
+    for pages in [&[][..], &[0], &[0, 4]] {
+        assert!(attention(qkv(), &[cached(0..8, KV_PAGE_TOKENS - 1, pages)], &keep, cache()), "{pages:?}");
+    }
+    assert!(attention(qkv(), &[cached(0..4, 0, &[2]), cached(4..8, 0, &[2])], &keep, cache()));
+    for pages in [KvPages::new(4, 2, 8, DType::F32), KvPages::new(4, 1, 6, DType::F32), KvPages::new(4, 2, 6, DType::BF16)] {
+        assert!(attention(qkv(), &[cached(0..8, 0, &[1])], &keep, Some(pages)));
+    }
+    for (heads, kv_heads, head_dim) in [(3, 2, 6), (0, 4, 6), (8, 0, 6), (4, 2, 0)] {
+        let change = move |i: &mut AttentionInput<'_>| i.geometry = AttentionGeometry { heads, kv_heads, head_dim, ..GEOMETRY };
+        let width = (heads + 2 * kv_heads) * head_dim;
+        assert!(attention(f32s(&[8, width]), &[whole(0..8)], &change, None));
+    }
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], 6, 100.0)), None));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], 8, 100.0)), None));
+    let wide = f32s(&[8]);
+    let wide: &'static Tensor = Box::leak(Box::new(wide));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.norms = Some([wide.as_ref(), wide.as_ref()]), None));
+
+    let mut recording = Tape::recording(&b);
+    let leaf = recording.push(Rc::new(qkv()), |_, _| Ok(()));
+    let input = attention_input(&b, GEOMETRY, &norms, &[cached(0..8, 0, &[1])]);
+    assert!(recording.attention(&leaf, &input, KvAccess::Cache(&mut cache().unwrap()), DType::F32).is_err());
+    assert!(recording.backward(&leaf, f32s(&[8, 1]), &mut Nowhere).is_err());
+
+    let unembed = |x: Tensor, ids: &[u32], offsets: &[usize], lora: &[LoraGroup<'_>]| {
+        target_logprobs(&b, &x, layer.w.layer(0), lora, &[0..9], LogprobTargets { ids, offsets }, None).is_err()
+    };
+    let groups = layer.groups();
+    let offsets = [0, 1, 1, 1, 1, 1, 1, 1, 1, 2];
+    assert!(!unembed(x(), &[3, 10], &offsets, &groups));
+    assert!(unembed(x(), &[3, 11], &offsets, &groups) && unembed(f32s(&[9, 6]), &[3, 10], &offsets, &groups));
+    assert!(unembed(f32s(&[8, 7]), &[3, 10], &offsets[1..], &groups[..2]) && unembed(x(), &[3], &offsets, &groups));
+    assert!(unembed(x(), &[3, 10], &offsets[..9], &groups) && unembed(x(), &[3, 10], &[0, 3, 1, 1, 1, 1, 1, 1, 1, 2], &groups));
+    assert!(unembed(f32s(&[3, 7]), &[], &[0; 4], &groups));
+    let visit = |rows: &[usize]| visit_logits(&b, &x(), layer.w.layer(0), &groups, rows, &|_, _, _| ()).is_err();
+    assert!(visit(&[2, 1]) && visit(&[9]) && !visit(&[0, 8]) && !visit(&[]));
+
+    let step =
+        AdamwStep { learning_rate: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, gradient_scale: 1.0, step: 1 };
+    let adamw = |w: DType, m: usize| {
+        let mut moments = [f32s(&[m]), f32s(&[5]), f32s(&[5])];
+        let [m, v, gradient] = &mut moments;
+        b.adamw(&step, &mut Tensor::zeros(&[5], w), gradient, m, v).is_err()
+    };
+    assert!(adamw(DType::BF16, 5) && adamw(DType::F32, 4) && !adamw(DType::F32, 5));
+    assert!(b.sum_squares(&bf16s(&[3])).is_err());
+}
+
+/// A layer of weights that outlives every test.
+fn packed_forever(stack: &PackedStack) -> crate::PackedRef<'static> {
+    let (layer, dtype) = (stack.layer(0), stack.layer(0).dtype());
+    let copy = PackedStack::zeros(1, layer.in_features(), layer.out_features(), dtype);
+    Box::leak(Box::new(copy)).layer(0)
+}
+
+#[test]
+fn log_probabilities_and_their_gradient_are_those_of_a_plain_softmax() {
+    let (b, layer, x) = (backend(), Layer::random(), tensor(&[9, 7], DType::F32, 3));
+    // Rows without targets, with one, with the same twice, and with all.
+    let ids = [3, 5, 5, 0, 10, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7];
+    let offsets = [0, 1, 1, 4, 4, 5, 6, 6, 17, 18];
+    let targets = LogprobTargets { ids: &ids, offsets: &offsets };
+    let loss = Quadratic {
+        factors: vec![1.0, 0.5, 0.25, -2.0, 0.0, 1.5, 0.0, 0.0, 0.3, -0.1, 0.2, 0.0, 0.7, -0.5, 0.1, 0.0, 0.4, 2.0],
+    };
+    let forward = |layer: &Layer, x: &Tensor| {
+        target_logprobs(&b, x, layer.w.layer(0), &layer.groups(), &[0..4, 4..9], targets, None).unwrap().0
+    };
+    let mut gradients = layer_gradients(None);
+    let w = layer.w.layer(0);
+    let lora = Some((&loss as &dyn TargetLoss, &mut gradients as &mut dyn LoraGradients));
+    let (logprobs, dx) = target_logprobs(&b, &x, w, &layer.groups(), &[0..4, 4..9], targets, lora).unwrap();
+    assert_eq!(logprobs, forward(&layer, &x));
+
+    let mut tape = Tape::inference(&b);
+    let input = tape.constant(x.clone());
+    let logits = tape.linear(&input, w, None, layer.groups()).unwrap().value().to_f32_vec();
+    let expected: Vec<f64> = (0..9)
+        .flat_map(|row| {
+            let logits = &logits[row * 11..][..11];
+            let normalizer = logits.iter().map(|&v| (v as f64).exp()).sum::<f64>().ln();
+            ids[offsets[row]..offsets[row + 1]]
+                .iter()
+                .map(move |&id| logits[id as usize] as f64 - normalizer)
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    assert_close(&logprobs, &expected, 1e-6, "log-probabilities");
+
+    let by_x =
+        slopes(&x.to_f32_vec(), 1e-2, |x| loss.value(&forward(&layer, &Tensor::from_f32(x, &[9, 7], DType::F32).unwrap())));
+    assert_close(&dx.unwrap().to_f32_vec(), &by_x, 5e-3, "dx");
+    for i in 0..PAIRS.len() {
+        let with = |pair| {
+            let mut pairs = layer.pairs.clone();
+            pairs[i] = pair;
+            loss.value(&forward(&Layer::new(pairs), &x))
+        };
+        let (a, b) = layer.pairs[i].clone();
+        let (da, db) = gradients.of(LoraSite { group: 0, module: i, layer: 0 });
+        assert_close(&da, &slopes(&a, 1e-2, |a| with((a.to_vec(), b.clone()))), 5e-3, &format!("A of pair {i}"));
+        assert_close(&db, &slopes(&b, 1e-2, |b| with((a.clone(), b.to_vec()))), 5e-3, &format!("B of pair {i}"));
+    }
+}
+
+#[test]
+fn the_optimizer_and_norms_have_the_same_bits_on_any_number_of_threads() {
+    let step =
+        AdamwStep { learning_rate: 1e-2, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, gradient_scale: 0.3, step: 3 };
+    let shape = [3, 7, 4999];
+    for isa in Isa::available() {
+        let results = [1, 3, 4].map(|threads| {
+            let b = CpuBackend::with_isa(isa, threads);
+            let mut state = [1, 2, 3, 4].map(|key| tensor(&shape, DType::F32, key));
+            let [w, gradient, m, v] = &mut state;
+            let squares = b.sum_squares(gradient).unwrap();
+            let positive: Vec<f32> = v.to_f32_vec().iter().map(|x| x * x).collect();
+            v.as_mut().copy_from_f32(&positive).unwrap();
+            b.adamw(&step, w, gradient, m, v).unwrap();
+            assert!(gradient.to_f32_vec().iter().all(|&g| g == 0.0));
+            (squares.to_bits(), [w, m, v].map(|t| bits(t)))
+        });
+        assert!(results[0] == results[1] && results[0] == results[2], "{isa}");
+    }
+}
