@@ -1,7 +1,8 @@
 //! What every device must do: memory-to-memory forms of the fused ops, with shapes already checked.
 //!
 //! Methods panic where an index is out of bounds; the ops of this crate, which are their only callers outside a backend, check first
-//! and return errors.
+//! and return errors. They also see to what a backend could only find out at a cost: the sequences of a batch do not overlap, and no two of
+//! them write one page of a cache, so that threads may write without looking at each other.
 
 use std::ops::Range;
 
@@ -177,7 +178,7 @@ pub trait Backend: Send + Sync {
         dqkv: &mut Tensor,
     );
 
-    /// Writes the keys and values of all new tokens to the pages of their sequences. What lay in a page before its first token was
+    /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence. What lay in a page before its first token was
     /// written is never seen by [`Backend::attention`], be it NaN.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages);
 

@@ -43,7 +43,8 @@ impl KvPages {
         self.buffer[range].fill(0);
     }
 
-    /// Copies page `from` over page `to`.
+    /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. The values that follow that place
+    /// stay until they are overwritten, and are multiplied by probabilities of zero: they must be finite.
     pub fn copy_page(&mut self, from: u32, to: u32) {
         let (from, to) = (self.page_range(from), self.page_range(to));
         self.buffer.copy_within(from, to.start);

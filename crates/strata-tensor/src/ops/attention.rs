@@ -39,19 +39,9 @@ impl<'a> Tape<'a> {
     /// If shapes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
         let g = input.geometry;
+        check_geometry(&g)?;
         check_f32(OP, qkv.value(), g.qkv_width())?;
         let (tokens, backend) = (qkv.value().rows(), self.backend());
-        if g.heads == 0
-            || g.kv_heads == 0
-            || !g.heads.is_multiple_of(g.kv_heads)
-            || !g.head_dim.is_multiple_of(2)
-            || g.head_dim > HEAD_DIM_MAX
-        {
-            return Err(Error::Unsupported(format!(
-                "attention with {} heads, {} kv heads of {}: heads must be a multiple of kv heads, and their width even and at most {HEAD_DIM_MAX}",
-                g.heads, g.kv_heads, g.head_dim
-            )));
-        }
         for angles in [&input.rotary.cos, &input.rotary.sin] {
             check_f32(OP, angles, g.head_dim / 2)?;
             if angles.rows() != tokens {
@@ -66,6 +56,16 @@ impl<'a> Tape<'a> {
             check_vector(OP, *norm, g.head_dim)?;
         }
         check_spans(&input.spans, tokens)?;
+        let records = self.records(&[qkv], false);
+        match &kv {
+            KvAccess::Cache(_) if records => return Err(Error::Unsupported("gradients through a KV cache".into())),
+            KvAccess::Cache(pages) => check_pages(&input.spans, &g, dtype, pages)?,
+            KvAccess::None => {
+                if let Some(span) = input.spans.iter().find(|s| s.past > 0) {
+                    return Err(Error::Unsupported(format!("a sequence with {} cached tokens needs its cache", span.past)));
+                }
+            }
+        }
         let mut split = Qkv {
             q: Tensor::scratch(&[tokens, g.heads, g.head_dim], dtype),
             k: Tensor::scratch(&[tokens, g.kv_heads, g.head_dim], dtype),
@@ -74,43 +74,30 @@ impl<'a> Tape<'a> {
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &mut split);
         let mut out = Tensor::scratch(&[tokens, g.heads * g.head_dim], dtype);
         let mut log_normalizers = Tensor::scratch(&[tokens, g.heads], DType::F32);
-        let cached = match kv {
-            KvAccess::Cache(pages) => {
-                check_pages(&input.spans, &g, dtype, pages)?;
-                backend.write_kv(&split, &g, &input.spans, pages);
-                backend.attention(&split.q, &g, &input.spans, pages, &mut out, &mut log_normalizers);
-                true
-            }
+        let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
+            backend.write_kv(&split, &g, spans, pages);
+            backend.attention(&split.q, &g, spans, pages, &mut out, &mut log_normalizers);
+        };
+        match kv {
+            KvAccess::Cache(pages) => attend(&input.spans, pages),
             KvAccess::None => {
-                if let Some(span) = input.spans.iter().find(|s| s.past > 0) {
-                    return Err(Error::Unsupported(format!("a sequence with {} cached tokens needs its cache", span.past)));
-                }
                 // Keys and values in the layout of a cache, with pages of this batch alone.
-                let counts = input.spans.iter().map(|s| s.tokens.len().div_ceil(KV_PAGE_TOKENS) as u32);
-                let ids: Vec<u32> = (0..counts.clone().sum()).collect();
+                let count = |s: &AttentionSpan<'_>| s.tokens.len().div_ceil(KV_PAGE_TOKENS);
+                let ids: Vec<u32> = (0..input.spans.iter().map(count).sum::<usize>() as u32).collect();
                 let mut pages = KvPages::recycled(ids.len(), g.kv_heads, g.head_dim, dtype);
                 let mut rest = &ids[..];
-                let spans: Vec<AttentionSpan<'_>> = input
-                    .spans
-                    .iter()
-                    .zip(counts)
-                    .map(|(span, count)| {
-                        let (own, others) = rest.split_at(count as usize);
-                        rest = others;
-                        AttentionSpan { tokens: span.tokens.clone(), past: 0, pages: own }
-                    })
-                    .collect();
-                backend.write_kv(&split, &g, &spans, &mut pages);
-                backend.attention(&split.q, &g, &spans, &pages, &mut out, &mut log_normalizers);
-                false
+                let in_pages = |span: &AttentionSpan<'_>| {
+                    let (pages, others) = rest.split_at(count(span));
+                    rest = others;
+                    AttentionSpan { tokens: span.tokens.clone(), past: 0, pages }
+                };
+                let spans: Vec<_> = input.spans.iter().map(in_pages).collect();
+                attend(&spans, &mut pages);
             }
-        };
-        let out = Rc::new(out);
-        if !self.records(&[qkv], false) {
-            return Ok(self.shared_constant(out));
         }
-        if cached {
-            return Err(Error::Unsupported("gradients through a KV cache".into()));
+        let out = Rc::new(out);
+        if !records {
+            return Ok(self.shared_constant(out));
         }
         let (projection, node, saved, input) = (qkv.shared(), qkv.node(), out.clone(), input.clone());
         Ok(self.push(out, move |pass, dout| {
@@ -123,6 +110,18 @@ impl<'a> Tape<'a> {
             Ok(())
         }))
     }
+}
+
+/// Refuses numbers of heads, and widths of them, that the kernels cannot compute.
+fn check_geometry(g: &AttentionGeometry) -> Result<()> {
+    let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
+    if grouped && g.head_dim.is_multiple_of(2) && (2..=HEAD_DIM_MAX).contains(&g.head_dim) {
+        return Ok(());
+    }
+    Err(Error::Unsupported(format!(
+        "attention with {} heads, {} kv heads of {}: heads must be a multiple of kv heads, and their width even and at most {HEAD_DIM_MAX}",
+        g.heads, g.kv_heads, g.head_dim
+    )))
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.

@@ -125,8 +125,9 @@ pub(super) fn in_chunks(
         let normalizers = backend.log_normalizers(&logits);
         let logits_view = logits.as_ref();
         for (r, row) in rows.clone().enumerate() {
-            for t in targets.offsets[row]..targets.offsets[row + 1] {
-                logprobs[t] = logits_view.row(r).f32_at(targets.ids[t] as usize) - normalizers[r];
+            let (range, logits) = (targets.offsets[row]..targets.offsets[row + 1], logits_view.row(r));
+            for (logprob, &id) in logprobs[range.clone()].iter_mut().zip(&targets.ids[range]) {
+                *logprob = logits.f32_at(id as usize) - normalizers[r];
             }
         }
         let (Some((loss, gradients)), Some(dx)) = (loss.as_mut(), dx.as_mut()) else { continue };

@@ -149,6 +149,7 @@ unsafe fn product(
 
 /// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence up to its own position. Writes `out` in the same shape, and
 /// the logarithm of each query's softmax denominator, `[tokens, heads]`, where the backward pass will want it.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<T: Element>(
     pool: &Pool,
     isa: Isa,

@@ -165,7 +165,7 @@ fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
         let qkv = random_qkv(&g, len, dtype);
         for isa in Isa::available() {
             let b = CpuBackend::with_isa(isa, 2);
-            let whole = attend_whole(&b, &g, &qkv, &[0..len]).map(|t| bits(&t));
+            let whole = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
             let cuts: Vec<usize> = if isa == Isa::detect() { (1..len).collect() } else { vec![1, 31, 63, 64, 65, 127, 129] };
             let mut plans: Vec<Vec<usize>> = cuts.into_iter().map(|cut| vec![0, cut, len]).collect();
             plans.push((0..=len).collect());
@@ -201,7 +201,7 @@ fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
     let qkv = Qkv { q: fill(&|_| 30.0), k: fill(&|page| 30.0 * page as f32), v: fill(&|page| [-1.0, -0.0, 0.0][page]) };
     for isa in Isa::available() {
         let b = CpuBackend::with_isa(isa, 1);
-        let [whole, _] = attend_whole(&b, &g, &qkv, &[0..len]);
+        let [whole, _] = attend_whole(&b, &g, &qkv, &packed(&[len]));
         let mut pages = poisoned_pages(&g, 3, DType::F32);
         for chunk in [0..100, 100..len] {
             let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &[0, 1, 2] };
@@ -224,7 +224,7 @@ fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() 
             let forward = attend_whole(&four, &g, &qkv, &sequences);
             let backward = go_back(&four, &g, &qkv, &dout, &sequences);
             for s in &sequences {
-                let (alone, whole) = (part(&qkv, s.clone()), [0..s.len()]);
+                let (alone, whole) = (part(&qkv, s.clone()), packed(&[s.len()]));
                 let context = format!("{isa} {dtype} {shape:?} {s:?}");
                 for (alone, company) in attend_whole(&one, &g, &alone, &whole).iter().zip(&forward) {
                     assert_eq!(bits(alone), bits(&rows(company, s.clone())), "{context}");

@@ -126,7 +126,7 @@ mod tests {
                     let mut gradient = random(n, 10 + t);
                     for i in 0..n {
                         let g = gradient[i] as f64 * 0.5;
-                        let (b1, b2) = (step.beta1 as f64, step.beta2 as f64);
+                        let (b1, b2) = (step.beta1, step.beta2);
                         expected[i] *= 1.0 - 1e-2 * 0.1;
                         m_expected[i] = b1 * m_expected[i] + (1.0 - b1) * g;
                         v_expected[i] = b2 * v_expected[i] + (1.0 - b2) * g * g;

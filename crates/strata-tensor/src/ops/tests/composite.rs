@@ -11,12 +11,15 @@ use crate::{CpuBackend, DType, Isa};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
+/// A sequence, and for each of its tokens the targets with their factors in the loss.
+type Example = (Sequence, Vec<Vec<(u32, f32)>>);
+
 fn draw(key: u64, i: usize, below: usize) -> u32 {
     philox(key, [i as u64, 0])[0] % below as u32
 }
 
 /// Sequences with their targets (none to three for each token, duplicates among them) and factors of the loss, each a function of its seed.
-fn sequence(adapter: Option<usize>, len: usize, seed: u64) -> (Sequence, Vec<Vec<(u32, f32)>>) {
+fn sequence(adapter: Option<usize>, len: usize, seed: u64) -> Example {
     let ids = (0..len).map(|i| draw(seed, i, VOCAB)).collect();
     let factors = normal(3 * len, seed);
     let targets = |i: usize| {
@@ -30,7 +33,7 @@ fn sequence(adapter: Option<usize>, len: usize, seed: u64) -> (Sequence, Vec<Vec
 fn train(
     toy: &Toy,
     b: &CpuBackend,
-    batch: &[(Sequence, Vec<Vec<(u32, f32)>>)],
+    batch: &[Example],
     keep: Keep,
     chunk_rows: usize,
     gradients: &mut Gradients,
@@ -44,7 +47,7 @@ fn train(
     }));
     let (ids, factors): (Vec<u32>, Vec<f32>) = rows.into_iter().flatten().copied().unzip();
     let targets = LogprobTargets { ids: &ids, offsets: &offsets };
-    let logprobs = toy.train(b, &sequences, targets, &Quadratic { factors }, keep, chunk_rows, gradients);
+    let logprobs = toy.train(b, &sequences, (targets, &Quadratic { factors }), keep, chunk_rows, gradients);
     let mut rest = logprobs.into_iter().map(f32::to_bits);
     batch.iter().map(|s| rest.by_ref().take(s.1.iter().map(Vec::len).sum()).collect()).collect()
 }
@@ -54,18 +57,12 @@ fn adapters() -> [Adapter; 2] {
 }
 
 /// Sequences of odd and even lengths under two adapters and none, some longer than a page.
-fn batch() -> Vec<(Sequence, Vec<Vec<(u32, f32)>>)> {
+fn batch() -> Vec<Example> {
     let of = [(Some(0), 5, 10), (Some(0), 1, 20), (Some(0), 67, 30), (None, 3, 40), (Some(1), 9, 50), (Some(1), 4, 60)];
     of.into_iter().map(|(adapter, len, seed)| sequence(adapter, len, seed)).collect()
 }
 
-fn train_fresh(
-    toy: &Toy,
-    b: &CpuBackend,
-    batch: &[(Sequence, Vec<Vec<(u32, f32)>>)],
-    keep: Keep,
-    chunk_rows: usize,
-) -> (Vec<Vec<u32>>, Gradients) {
+fn train_fresh(toy: &Toy, b: &CpuBackend, batch: &[Example], keep: Keep, chunk_rows: usize) -> (Vec<Vec<u32>>, Gradients) {
     let mut gradients = toy.gradients();
     (train(toy, b, batch, keep, chunk_rows, &mut gradients), gradients)
 }
@@ -91,15 +88,15 @@ fn gradients_of_a_small_model_are_those_of_finite_differences() {
         let gradient = gradients.of(LoraSite { group, module, layer });
         let gradient = [gradient.0, gradient.1];
         // Along a random direction of A and one of B.
-        for which in 0..2 {
-            let direction = normal(gradient[which].len(), 7 + which as u64);
+        for (which, gradient) in gradient.iter().enumerate() {
+            let direction = normal(gradient.len(), 7 + which as u64);
             let [above, below] = [1e-2, -1e-2].map(|step| {
                 let mut moved = adapters.clone();
                 moved[group].pairs[i][which].iter_mut().zip(&direction).for_each(|(p, d)| *p += step * d);
                 loss(&moved)
             });
             let slope = (above - below) / 2e-2;
-            let expected: f64 = gradient[which].iter().zip(&direction).map(|(&g, &d)| g as f64 * d as f64).sum();
+            let expected: f64 = gradient.iter().zip(&direction).map(|(&g, &d)| g as f64 * d as f64).sum();
             let context = format!("group {group} layer {layer} module {module} matrix {which}");
             assert!((slope - expected).abs() < 1e-2 * (1.0 + expected.abs()), "{context}: {expected}, by differences {slope}");
         }

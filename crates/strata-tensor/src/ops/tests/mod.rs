@@ -1,5 +1,8 @@
 //! Each op alone: its gradient against finite differences, what it refuses, and what must not reach its result.
 
+// A list of one sequence is what it looks like.
+#![allow(clippy::single_range_in_vec_init)]
+
 mod composite;
 mod toy;
 

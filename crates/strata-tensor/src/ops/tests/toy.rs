@@ -122,7 +122,7 @@ pub(super) struct Toy {
     ranks: Vec<usize>,
 }
 
-/// What happens between the layers' inputs and outputs in a recording.
+/// What a recording keeps of a layer.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Keep {
     Everything,
@@ -251,8 +251,7 @@ impl Toy {
         &self,
         b: &CpuBackend,
         batch: &[Sequence],
-        targets: LogprobTargets<'_>,
-        loss: &dyn TargetLoss,
+        (targets, loss): (LogprobTargets<'_>, &dyn TargetLoss),
         keep: Keep,
         chunk_rows: usize,
         gradients: &mut Gradients,
@@ -281,7 +280,7 @@ impl Toy {
         logprobs
     }
 
-    /// Logits after each token of one sequence, computed in these chunks over a cache: `(log-probabilities of all tokens, row after row)`.
+    /// Log-probabilities of the whole vocabulary after each token of a sequence that is computed over a cache, cut at these places.
     pub(super) fn sample(&self, b: &CpuBackend, sequence: &Sequence, cuts: &[usize]) -> Vec<f32> {
         let mut kv: Vec<KvPages> =
             (0..LAYERS).map(|_| KvPages::new(3, GEOMETRY.kv_heads, GEOMETRY.head_dim, self.dtype)).collect();
