@@ -3,7 +3,9 @@
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{Checkpoint, read_text, read_text_if_exists};
+use crate::checkpoint::{
+    Checkpoint, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name, read_text, read_text_if_exists,
+};
 use crate::embedded::{self, EMBEDDED_NAME};
 use crate::{Error, ModelConfig, Result};
 
@@ -33,18 +35,31 @@ pub enum ModelSource {
 }
 
 impl ModelSource {
-    /// What a user names: a directory that exists, or [`EMBEDDED_NAME`].
+    /// What a user names: [`EMBEDDED_NAME`], a directory that exists, or a repository of the Hugging Face hub, which is downloaded if
+    /// it is not in the hub's cache. Blocks.
     ///
     /// # Errors
-    /// If it is neither.
+    /// If it is none of these, or the repository cannot be had.
     pub fn resolve(spec: &str) -> Result<Self> {
+        Self::resolve_with(spec, &HubOptions::from_env(), &NoProgress)
+    }
+
+    /// [`ModelSource::resolve`] with these settings of the hub, and progress of a download told to `progress`.
+    ///
+    /// # Errors
+    /// As [`ModelSource::resolve`].
+    pub fn resolve_with(spec: &str, hub: &HubOptions, progress: &dyn DownloadProgress) -> Result<Self> {
         if spec == EMBEDDED_NAME {
             return Ok(ModelSource::Embedded);
         }
         if Path::new(spec).is_dir() {
             return Ok(ModelSource::Directory(spec.into()));
         }
-        Err(Error::Hub(format!("{spec:?} is not a directory and not {EMBEDDED_NAME}")))
+        if !is_repository_name(spec) {
+            let message = format!("{spec:?} is neither a directory nor a repository name such as Qwen/Qwen3-0.6B");
+            return Err(Error::Hub(message));
+        }
+        Ok(ModelSource::Hub { repository: spec.into(), snapshot: fetch_model(spec, hub, progress)? })
     }
 
     /// The name to serve the model under: that of the repository, or of the directory.
@@ -161,6 +176,26 @@ mod tests {
         assert!(source.tokenizer_config_json().unwrap().is_some());
         assert!(source.chat_template_jinja().unwrap().unwrap().contains("im_start"));
         assert_eq!(source.served_name(), "strata/tiny-base");
+    }
+
+    #[test]
+    fn what_a_user_names_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_str().unwrap();
+        assert_eq!(ModelSource::resolve(EMBEDDED_NAME).unwrap(), ModelSource::Embedded);
+        assert_eq!(ModelSource::resolve(path).unwrap(), ModelSource::Directory(path.into()));
+        assert!(ModelSource::resolve("/no/such/dir").unwrap_err().to_string().contains("/no/such/dir"));
+        let snapshot = dir.path().join("models--org--model/snapshots/abc");
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::create_dir(dir.path().join("models--org--model/refs")).unwrap();
+        std::fs::write(dir.path().join("models--org--model/refs/main"), "abc").unwrap();
+        for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+            std::fs::write(snapshot.join(file), "").unwrap();
+        }
+        let hub = HubOptions { endpoint: String::new(), token: None, cache_dir: path.into(), offline: true };
+        let source = ModelSource::resolve_with("org/model", &hub, &NoProgress).unwrap();
+        assert_eq!(source.directory(), Some(snapshot.as_path()));
+        assert_eq!(source.served_name(), "org/model");
     }
 
     #[test]

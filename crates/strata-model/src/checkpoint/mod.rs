@@ -2,9 +2,11 @@
 //!
 //! - [`write_adapter`], [`read_adapter`]: PEFT adapters; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
 //! - [`write_atomically`]: directories that appear whole or not at all.
+//! - [`fetch_model`]: models of the Hugging Face hub, through its cache.
 //! - [`safetensors`](Checkpoint): base models, one file or sharded, mapped into memory; [`CheckpointReader`] accounts for every tensor.
 
 mod atomic;
+mod hub;
 mod limits;
 mod peft;
 mod reader;
@@ -12,6 +14,7 @@ mod safetensors;
 mod source_tensor;
 
 pub use atomic::{Existing, recover_directories, write_atomically};
+pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
 pub use peft::{OptimizerState, PeftAdapter, read_adapter, read_optimizer, write_adapter, write_optimizer};
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;

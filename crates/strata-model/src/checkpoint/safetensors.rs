@@ -18,8 +18,8 @@ use crate::{Error, Result};
 const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// The most shards of a checkpoint.
 const SHARDS_MAX: usize = 4096;
-const SINGLE_FILE: &str = "model.safetensors";
-const INDEX_FILE: &str = "model.safetensors.index.json";
+pub(super) const SINGLE_FILE: &str = "model.safetensors";
+pub(super) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 // Safetensors files are little-endian, and tensors are viewed in place.
 const _: () = assert!(cfg!(target_endian = "little"));
@@ -191,7 +191,7 @@ fn map(path: &Path) -> Result<ShardBytes> {
 }
 
 /// The `weight_map` of an index, turned around: for each shard file the names of its tensors.
-fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
+pub(super) fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
     #[derive(serde::Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,

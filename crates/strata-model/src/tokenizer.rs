@@ -1,0 +1,318 @@
+//! Text to tokens and back: `tokenizer.json` through the `tokenizers` crate, and decoding of a growing sequence.
+
+use crate::{Error, ModelSource, Result};
+
+/// The longest text that is encoded at once; far above any context.
+const TEXT_BYTES_MAX: usize = 64 << 20;
+
+/// What to do with special tokens such as `<|im_end|>` in decoded text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpecialTokens {
+    /// Write them out.
+    Keep,
+    /// Leave them out.
+    Skip,
+}
+
+/// A model's tokenizer.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer of a model.
+    ///
+    /// # Errors
+    /// If `tokenizer.json` cannot be read, or is not one.
+    pub fn load(source: &ModelSource) -> Result<Self> {
+        Self::from_json(&source.tokenizer_json()?)
+    }
+
+    /// Reads the text of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// If it is not one.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| error("tokenizer.json", e))?;
+        // Files can carry the truncation and padding of their training; transformers leaves both off unless a call asks for them.
+        inner.with_truncation(None).map_err(|e| error("tokenizer.json", e))?;
+        inner.with_padding(None);
+        Ok(Tokenizer { inner })
+    }
+
+    /// Tokens of a text as it stands: special tokens written out in it are recognised, none are added. For rendered chat templates.
+    ///
+    /// # Errors
+    /// If the text is too long, or the tokenizer cannot encode it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_as(text, false)
+    }
+
+    /// Tokens of a text with those around it that the tokenizer adds to a bare text, such as a beginning-of-sequence token.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode_with_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_as(text, true)
+    }
+
+    fn encode_as(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(Error::Tokenizer(format!("a text of {} bytes is longer than {TEXT_BYTES_MAX}", text.len())));
+        }
+        let encoding = self.inner.encode_fast(text, add_special_tokens).map_err(|e| error("encode", e))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of tokens. Ids without a token, such as those of padded vocabulary rows, have no text.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode them.
+    pub fn decode(&self, tokens: &[u32], special_tokens: SpecialTokens) -> Result<String> {
+        self.inner.decode(tokens, special_tokens == SpecialTokens::Skip).map_err(|e| error("decode", e))
+    }
+
+    /// The id of a token by its text in the vocabulary.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The text of a token in the vocabulary, which for byte-level tokenizers is not the text it decodes to.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// Number of tokens, added ones included. The model's vocabulary may be larger: it is often padded.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+}
+
+fn error(what: &str, source: tokenizers::Error) -> Error {
+    Error::Tokenizer(format!("{what}: {source}"))
+}
+
+/// Tokens after which an undecodable end of the text cannot become a character any more: UTF-8 has at most four bytes.
+const CHARACTER_TOKENS_MAX: usize = 4;
+/// Tokens without settled text after which the decoder stops waiting for a better end, so that its work per token is bounded.
+const PENDING_TOKENS_MAX: usize = 16;
+
+/// Decodes a sequence that grows by one token at a time. Text is given out once further tokens cannot change it: a
+/// character whose bytes are spread over several tokens appears with the last of them.
+///
+/// Work per token is constant, whatever the tokens are. The sum of all that is given out is the text of the whole sequence.
+#[derive(Clone, Debug)]
+pub struct StreamDecoder {
+    special_tokens: SpecialTokens,
+    text: String,
+    /// Tokens whose text is out already; decoders may look back at them (a leading space depends on what is before it).
+    context: Vec<u32>,
+    /// Tokens whose text is not out yet.
+    pending: Vec<u32>,
+}
+
+impl StreamDecoder {
+    /// A decoder of an empty sequence.
+    pub fn new(special_tokens: SpecialTokens) -> Self {
+        StreamDecoder { special_tokens, text: String::new(), context: Vec::new(), pending: Vec::new() }
+    }
+
+    /// The text that is settled so far.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Adds a token; returns the text that it settled, which may be none.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode it.
+    pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<&str> {
+        self.pending.push(token);
+        let start = self.text.len();
+        let new = self.pending_text(tokenizer, self.pending.len())?;
+        if !new.is_empty() && !new.ends_with(char::REPLACEMENT_CHARACTER) {
+            self.text.push_str(&new);
+            self.context = std::mem::take(&mut self.pending);
+        } else if self.pending.len() >= PENDING_TOKENS_MAX {
+            self.settle_front(tokenizer, &new)?;
+        }
+        Ok(&self.text[start..])
+    }
+
+    /// Ends the sequence; returns the text that was waiting for more tokens.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode it.
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<&str> {
+        let start = self.text.len();
+        let rest = self.pending_text(tokenizer, self.pending.len())?;
+        self.text.push_str(&rest);
+        self.context = std::mem::take(&mut self.pending);
+        Ok(&self.text[start..])
+    }
+
+    /// Gives out the text of all but the last few pending tokens, unless those still change it.
+    fn settle_front(&mut self, tokenizer: &Tokenizer, new: &str) -> Result<()> {
+        let front_tokens = self.pending.len() - CHARACTER_TOKENS_MAX;
+        let front = self.pending_text(tokenizer, front_tokens)?;
+        if new.starts_with(&front) || self.pending.len() >= 2 * PENDING_TOKENS_MAX {
+            self.text.push_str(&front);
+            let settled = self.pending.drain(..front_tokens).collect();
+            if !front.is_empty() {
+                self.context = settled;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the first `count` pending tokens add to the text of the context.
+    fn pending_text(&self, tokenizer: &Tokenizer, count: usize) -> Result<String> {
+        let context = tokenizer.decode(&self.context, self.special_tokens)?;
+        let tokens = [&self.context[..], &self.pending[..count]].concat();
+        let mut all = tokenizer.decode(&tokens, self.special_tokens)?;
+        // Where tokens change the text of their context (as raw bytes do for some decoders), what was given out stays.
+        let known = all.floor_char_boundary(context.len());
+        Ok(all.split_off(known))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tiny() -> Tokenizer {
+        Tokenizer::load(&ModelSource::Embedded).unwrap()
+    }
+
+    /// A sentencepiece-like tokenizer: words begin with `▁`, whatever is unknown falls apart into bytes.
+    fn byte_fallback() -> Tokenizer {
+        let mut vocab = serde_json::Map::new();
+        for (id, token) in ["<unk>", "▁Hello", "▁world", "▁"].iter().enumerate() {
+            vocab.insert(token.to_string(), id.into());
+        }
+        for byte in 0..256 {
+            vocab.insert(format!("<0x{byte:02X}>"), (4 + byte).into());
+        }
+        let json = serde_json::json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null,
+            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}, "padding": null,
+            "pre_tokenizer": null,
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+            ]},
+            "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": true, "unk_token": "<unk>"}
+        });
+        Tokenizer::from_json(&json.to_string()).unwrap()
+    }
+
+    /// Streams tokens and checks every step: nothing given out is wrong, and everything is given out in the end.
+    fn stream(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<String> {
+        let whole = tokenizer.decode(tokens, SpecialTokens::Keep).unwrap();
+        let mut decoder = StreamDecoder::new(SpecialTokens::Keep);
+        let mut steps = Vec::new();
+        for &token in tokens {
+            steps.push(decoder.push(tokenizer, token).unwrap().to_string());
+            assert!(whole.starts_with(decoder.text()), "{:?} does not begin {whole:?}", decoder.text());
+            assert!(decoder.context.len() + decoder.pending.len() <= 4 * PENDING_TOKENS_MAX);
+        }
+        steps.push(decoder.finish(tokenizer).unwrap().to_string());
+        assert_eq!(decoder.text(), whole);
+        assert_eq!(steps.concat(), whole);
+        steps
+    }
+
+    #[test]
+    fn text_survives_encoding_and_decoding() {
+        let tokenizer = tiny();
+        for text in ["Reverse: planet", "zażółć gęślą jaźń 🦀", "", " two  spaces ", "<|im_start|>user\nhi<|im_end|>"]
+        {
+            let tokens = tokenizer.encode(text).unwrap();
+            assert_eq!(tokenizer.decode(&tokens, SpecialTokens::Keep).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn special_tokens_are_single_and_can_be_skipped() {
+        let tokenizer = tiny();
+        let end = tokenizer.token_to_id("<|im_end|>").unwrap();
+        assert_eq!(end, 2);
+        assert_eq!(tokenizer.id_to_token(2).unwrap(), "<|im_end|>");
+        assert_eq!(tokenizer.encode("<|im_end|>").unwrap(), [end]);
+        let tokens = tokenizer.encode("a<|im_end|>").unwrap();
+        assert_eq!(tokenizer.decode(&tokens, SpecialTokens::Skip).unwrap(), "a");
+        assert_eq!(tokenizer.vocab_size(), 259);
+        assert_eq!(tokenizer.decode(&[270, 4_000_000_000], SpecialTokens::Keep).unwrap(), "");
+    }
+
+    #[test]
+    fn truncation_in_the_file_is_ignored() {
+        assert!(byte_fallback().encode("abcdef").unwrap().len() > 2);
+    }
+
+    #[test]
+    fn a_file_that_is_no_tokenizer_is_refused() {
+        for json in ["", "{}", "[]", "{\"model\": 5}"] {
+            assert!(Tokenizer::from_json(json).err().unwrap().to_string().contains("tokenizer.json"));
+        }
+    }
+
+    #[test]
+    fn a_character_appears_with_its_last_byte() {
+        let tokenizer = tiny();
+        let tokens = tokenizer.encode("aé🦀b").unwrap();
+        assert_eq!(stream(&tokenizer, &tokens), ["a", "", "é", "", "", "", "🦀", "b", ""]);
+    }
+
+    #[test]
+    fn any_bytes_stream_to_the_text_of_the_whole() {
+        let tokenizer = tiny();
+        let mut state = 1u64;
+        for length in [1, 3, 20, 200] {
+            for _ in 0..200 {
+                let tokens: Vec<u32> = (0..length)
+                    .map(|_| {
+                        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                        (state >> 33) as u32 % 272
+                    })
+                    .collect();
+                stream(&tokenizer, &tokens);
+            }
+        }
+    }
+
+    #[test]
+    fn undecodable_bytes_do_not_pile_up() {
+        let tokenizer = tiny();
+        let continuation = tokenizer.encode("é").unwrap()[1];
+        let mut tokens = vec![continuation; 500];
+        tokens.extend(tokenizer.encode("é!").unwrap());
+        let steps = stream(&tokenizer, &tokens);
+        assert!(steps[..500].concat().len() > 400 * 3, "replacement characters come out while more bytes come in");
+    }
+
+    #[test]
+    fn tokens_without_text_do_not_pile_up() {
+        let tokenizer = tiny();
+        let mut tokens = vec![270; 500];
+        tokens.extend(tokenizer.encode("hi").unwrap());
+        stream(&tokenizer, &tokens);
+    }
+
+    #[test]
+    fn leading_spaces_depend_on_the_start_of_the_whole_only() {
+        let tokenizer = byte_fallback();
+        assert_eq!(stream(&tokenizer, &[1, 2, 2]), ["Hello", " world", " world", ""]);
+        let crab = "🦀".bytes().map(|b| 4 + u32::from(b));
+        let tokens: Vec<u32> = [1].into_iter().chain(crab).chain([2]).collect();
+        assert_eq!(stream(&tokenizer, &tokens), ["Hello", "", "", "", "🦀", " world", ""]);
+    }
+
+    #[test]
+    fn text_that_waits_comes_out_at_the_end() {
+        let tokenizer = tiny();
+        let first_byte = tokenizer.encode("é").unwrap()[0];
+        assert_eq!(stream(&tokenizer, &[first_byte]), ["", "\u{fffd}"]);
+    }
+}
