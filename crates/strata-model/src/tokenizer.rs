@@ -171,7 +171,10 @@ impl StreamDecoder {
         let tokens = [&self.context[..], &self.pending[..count]].concat();
         let mut all = tokenizer.decode(&tokens, self.special_tokens)?;
         // Where tokens change the text of their context (as raw bytes do for some decoders), what was given out stays.
-        let known = all.floor_char_boundary(context.len());
+        let mut known = context.len().min(all.len());
+        while !all.is_char_boundary(known) {
+            known -= 1;
+        }
         Ok(all.split_off(known))
     }
 }
