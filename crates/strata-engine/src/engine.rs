@@ -86,17 +86,7 @@ impl EngineHandle {
         let shared = Arc::new(Shared { messages, alive: alive.clone(), info });
         let base = BaseModel { name: config.base_model, modules: model.lora_modules().to_vec() };
         let disk = start_disk(base, Arc::downgrade(&shared))?;
-        std::thread::Builder::new()
-            .name("strata-engine".into())
-            .spawn(move || {
-                // The guard says so whatever way the thread ends; what is still owed is failed as state and queue are dropped.
-                let _dead = MarkDead(alive);
-                let body = || run(State::new(model, budget, decode, disk), &queue);
-                if catch_unwind(AssertUnwindSafe(body)).is_err() {
-                    tracing::error!("the engine thread panicked; every request fails from now on");
-                }
-            })
-            .map_err(|e| StartError::Thread(e.to_string()))?;
+        spawn(alive, queue, move |queue| run(State::new(model, budget, decode, disk), queue))?;
         Ok(EngineHandle { shared })
     }
 
@@ -127,6 +117,23 @@ fn start_disk(base: BaseModel, shared: Weak<Shared>) -> Result<Disk, StartError>
     Disk::start(base, Box::new(deliver)).map_err(|e| StartError::Thread(e.to_string()))
 }
 
+/// Runs `body` on the engine thread.
+fn spawn(
+    alive: Arc<AtomicBool>,
+    queue: Receiver<Message>,
+    body: impl FnOnce(&Receiver<Message>) + Send + 'static,
+) -> Result<(), StartError> {
+    let thread = move || {
+        // The guard says so whatever way the thread ends; what is still owed is failed as state and queue are dropped.
+        let _dead = MarkDead(alive);
+        if catch_unwind(AssertUnwindSafe(|| body(&queue))).is_err() {
+            tracing::error!("the engine thread panicked; every request fails from now on");
+        }
+    };
+    let started = std::thread::Builder::new().name("strata-engine".into()).spawn(thread);
+    started.map(drop).map_err(|e| StartError::Thread(e.to_string()))
+}
+
 struct MarkDead(Arc<AtomicBool>);
 
 impl Drop for MarkDead {
@@ -154,5 +161,41 @@ fn run(mut state: State, queue: &Receiver<Message>) {
             Ok(message) => state.take(message),
             Err(RecvError) => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::api::Outcome;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    #[test]
+    fn a_panic_kills_the_engine_and_every_request_is_told() {
+        let (messages, queue) = channel();
+        let alive = Arc::new(AtomicBool::new(true));
+        let info = EngineInfo { max_context_tokens: 1, vocab_size: 1, backend: "none".into() };
+        let handle = EngineHandle { shared: Arc::new(Shared { messages, alive: alive.clone(), info }) };
+        let submit = || -> Receiver<Outcome> {
+            let (tx, rx) = channel();
+            let reply = Box::new(move |outcome| drop(tx.send(outcome)));
+            handle.submit(Request::DropSampler { sampler_id: "s".into() }, reply);
+            rx
+        };
+        let (taken, queued) = (submit(), submit());
+        assert!(handle.is_alive());
+        let body = |queue: &Receiver<Message>| {
+            let _taken = queue.recv();
+            panic!("expected in this test");
+        };
+        spawn(alive, queue, body).unwrap();
+        for reply in [taken, queued] {
+            assert!(matches!(reply.recv_timeout(PATIENCE), Ok(Err(Failure::Server(_)))));
+        }
+        assert!(!handle.is_alive(), "the queue is emptied after the engine is marked dead");
+        assert!(matches!(submit().recv_timeout(PATIENCE), Ok(Err(Failure::Server(_)))));
     }
 }
