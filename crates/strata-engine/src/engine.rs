@@ -8,14 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Weak};
 
-use strata_model::Model;
+use strata_model::{Model, Tokenizer};
 
 use crate::api::{Failure, Request};
 use crate::budget::{Budget, Needs, StartError};
 use crate::checkpoint::BaseModel;
 use crate::disk::{Disk, Ticket};
 use crate::reply::{PendingReply, Reply};
-use crate::sampler::Decode;
 use crate::state::State;
 use crate::tenant::LearnerState;
 
@@ -61,11 +60,11 @@ struct Shared {
 }
 
 impl EngineHandle {
-    /// Starts the engine thread over a model. Without `decode`, requests with stop strings fail.
+    /// Starts the engine thread over a model. Without a tokenizer, requests with stop strings fail.
     ///
     /// # Errors
     /// If `config.memory_bytes` does not suffice, or the system refuses a thread.
-    pub fn start(model: Model, decode: Option<Decode>, config: EngineConfig) -> Result<Self, StartError> {
+    pub fn start(model: Model, tokenizer: Option<Arc<Tokenizer>>, config: EngineConfig) -> Result<Self, StartError> {
         let budget = Budget::divide(
             config.memory_bytes,
             Needs {
@@ -86,7 +85,7 @@ impl EngineHandle {
         let shared = Arc::new(Shared { messages, alive: alive.clone(), info });
         let base = BaseModel { name: config.base_model, modules: model.lora_modules().to_vec() };
         let disk = start_disk(base, Arc::downgrade(&shared))?;
-        spawn(alive, queue, move |queue| run(State::new(model, budget, decode, disk), queue))?;
+        spawn(alive, queue, move |queue| run(State::new(model, budget, tokenizer, disk), queue))?;
         Ok(EngineHandle { shared })
     }
 

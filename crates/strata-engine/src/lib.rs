@@ -34,4 +34,3 @@ mod tenant;
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
 pub use reply::Reply;
-pub use sampler::Decode;

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
-use strata_model::Model;
+use strata_model::{Model, Tokenizer};
 
 use crate::api::{Failure, LoraSpec, ModelId, Request, Response, SampleRequest, SamplerId, TrainOp};
 use crate::budget::Budget;
@@ -13,7 +14,7 @@ use crate::datum::{self, ModelLimits};
 use crate::disk::{Disk, Ticket};
 use crate::engine::Message;
 use crate::reply::PendingReply;
-use crate::sampler::{Decode, Sampler, SamplerLimits};
+use crate::sampler::{Sampler, SamplerLimits};
 use crate::scheduler::Scheduler;
 use crate::snapshot::{Weights, WeightsIds};
 use crate::tenant::{Learner, LearnerState, RunningForward, Tenant, config_of, spec_of};
@@ -49,12 +50,12 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(model: Model, budget: Budget, decode: Option<Decode>, disk: Disk) -> Self {
+    pub(crate) fn new(model: Model, budget: Budget, tokenizer: Option<Arc<Tokenizer>>, disk: Disk) -> Self {
         let limits = SamplerLimits {
             vocab_size: model.config().vocab_size,
             max_context_tokens: budget.max_context_tokens,
             eos_token_ids: model.config().eos_token_ids.clone(),
-            decode,
+            tokenizer,
         };
         State {
             sampler: Sampler::new(model.new_kv_cache(budget.kv_pages), limits),

@@ -16,7 +16,7 @@ fn submit_training(engine: &EngineHandle, id: &str, seed: u64) -> Vec<Receiver<O
     for round in 0..3 {
         ops.push(backward(examples(seed + round, 3)));
         ops.push(backward(examples(seed + 50 + round, 2)));
-        if seed % 3 == 0 {
+        if seed.is_multiple_of(3) {
             ops.push(forward(examples(seed + 90, 2)));
         }
         ops.push(step(1e-2));

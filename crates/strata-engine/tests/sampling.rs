@@ -5,6 +5,7 @@ mod common;
 use common::*;
 use strata_engine::EngineHandle;
 use strata_engine::api::*;
+use strata_model::SpecialTokens;
 
 /// A tenant that has been trained away from the base model, frozen as the sampler `tuned` (operations 1 to 3).
 fn tuned(engine: &EngineHandle) {
@@ -140,6 +141,24 @@ fn stops_end_a_sample_with_the_stop_in_it() {
     let stopped = sampled(ask(&engine, sample("base", request))).sequences.remove(0);
     assert_eq!((&stopped.tokens[..], stopped.stop_reason), (&free.tokens[..=first], StopReason::Stop));
     assert_eq!(bits_of(&stopped.logprobs), bits_of(&free.logprobs[..=first]));
+}
+
+#[test]
+fn a_stop_string_ends_a_sample_with_the_token_that_completes_it() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let tokenizer = tokenizer();
+    let prompt = "<|im_start|>user\nReverse: planet<|im_end|>\n<|im_start|>assistant\n";
+    let prompt: Vec<i64> = tokenizer.encode(prompt).unwrap().into_iter().map(i64::from).collect();
+    let text = |stop| {
+        let request = SampleRequest { stop, temperature: 0.0, ..sample_request(prompt.clone(), 1, 20, 1) };
+        let sequence = sampled(ask(&engine, sample("base", request))).sequences.remove(0);
+        (tokenizer.decode(&sequence.tokens, SpecialTokens::Keep).unwrap(), sequence.stop_reason)
+    };
+    assert_eq!(text(Stop::EndOfSequence), ("tenalp<|im_end|>".into(), StopReason::Stop));
+    assert_eq!(text(Stop::Strings(vec!["xyz".into(), "nal".into()])), ("tenal".into(), StopReason::Stop));
+    assert_eq!(text(Stop::Strings(vec!["p<|im_end|>".into()])), ("tenalp<|im_end|>".into(), StopReason::Stop));
+    assert_eq!(text(Stop::Strings(vec!["never".into()])).1, StopReason::Length);
 }
 
 #[test]

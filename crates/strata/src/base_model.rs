@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use strata_engine::{EngineConfig, EngineHandle};
-use strata_model::{EMBEDDED_NAME, Model, ModelSource};
+use strata_model::{EMBEDDED_NAME, Model, ModelSource, Tokenizer};
 use strata_server::ModelInfo;
 use strata_tensor::CpuBackend;
 
@@ -59,7 +59,12 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &Path) -> anyh
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = model.config().model_type.clone();
     let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
-    let engine = EngineHandle::start(model, None, config).context("starting the engine")?;
+    // Clients bring their own tokenizer: without one here, stop strings alone cannot be had.
+    let tokenizer = Tokenizer::load(&source)
+        .inspect_err(|error| tracing::warn!(%error, "no tokenizer: requests with stop strings will fail"))
+        .ok()
+        .map(Arc::new);
+    let engine = EngineHandle::start(model, tokenizer, config).context("starting the engine")?;
     let info = ModelInfo {
         architecture,
         tokenizer_id: tokenizer_id(&source, data_dir)?,

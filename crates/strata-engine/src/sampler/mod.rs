@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 
 use strata_model::lora::Adapter;
-use strata_model::{KvCache, LogitsRow, Model, PAGE_TOKENS, PackedBatch};
+use strata_model::{KvCache, LogitsRow, Model, PAGE_TOKENS, PackedBatch, Tokenizer};
 
 use crate::api::{Failure, SampleRequest, StopReason, TopK};
 use crate::reply::PendingReply;
@@ -26,8 +26,6 @@ use crate::snapshot::Weights;
 use draw::{DrawSettings, Drawn};
 use job::{Job, Plan, Sequence};
 use pages::PagePool;
-
-pub use stop::Decode;
 
 /// Sequences that run at the same time, at most.
 const SEQUENCES_MAX: usize = 256;
@@ -44,7 +42,7 @@ pub(crate) struct SamplerLimits {
     pub(crate) max_context_tokens: usize,
     pub(crate) eos_token_ids: Vec<u32>,
     /// Needed for stop strings.
-    pub(crate) decode: Option<Decode>,
+    pub(crate) tokenizer: Option<Arc<Tokenizer>>,
 }
 
 /// All sampling of an engine.

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use strata_engine::api::*;
 use strata_engine::{EngineConfig, EngineHandle};
-use strata_model::{Model, ModelSource};
+use strata_model::{Model, ModelSource, Tokenizer};
 use strata_tensor::CpuBackend;
 
 pub const MEMORY_BYTES: u64 = 1 << 30;
@@ -22,8 +22,12 @@ pub fn config(memory_bytes: u64) -> EngineConfig {
     EngineConfig { memory_bytes, base_model: "strata/tiny-base".into() }
 }
 
+pub fn tokenizer() -> Tokenizer {
+    Tokenizer::load(&ModelSource::Embedded).expect("the embedded tokenizer is whole")
+}
+
 pub fn engine_with(threads: usize, memory_bytes: u64) -> EngineHandle {
-    EngineHandle::start(model(threads), None, config(memory_bytes)).expect("memory suffices")
+    EngineHandle::start(model(threads), Some(Arc::new(tokenizer())), config(memory_bytes)).expect("memory suffices")
 }
 
 pub fn engine() -> EngineHandle {
