@@ -35,3 +35,4 @@ mod wire;
 pub use app::{ModelInfo, ServerConfig};
 pub use auth::KEY_PREFIX;
 pub use server::{RunningServer, Server, StartError};
+pub use wire::proto;

@@ -1,6 +1,7 @@
 //! The `strata` command line: one module for each command under `commands`.
 
 mod base_model;
+mod client;
 mod commands;
 mod logging;
 mod machine;
@@ -10,7 +11,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use commands::serve;
+use commands::{demo, init_model, serve, trace};
 
 /// Train and sample LoRA adapters on one base model, through the Tinker API.
 #[derive(Parser)]
@@ -22,13 +23,22 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Teach the embedded model Pig Latin over the HTTP API, and check what sampling and training compute against each other.
+    Demo(demo::Args),
     /// Serve a base model through the Tinker API.
     Serve(serve::Args),
+    /// Write down hidden states, logits, gradients and greedy tokens of a model, for comparison with other implementations.
+    Trace(trace::Args),
+    /// Write a checkpoint with random weights.
+    InitModel(init_model::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),
+        Command::Trace(args) => trace::run(args),
+        Command::InitModel(args) => init_model::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

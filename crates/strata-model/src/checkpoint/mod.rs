@@ -15,7 +15,7 @@ mod source_tensor;
 
 pub use atomic::{Existing, recover_directories, write_atomically};
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
-pub use peft::{OptimizerState, PeftAdapter, read_adapter, read_optimizer, write_adapter, write_optimizer};
+pub use peft::{OptimizerState, PeftAdapter, adapter_tensors, read_adapter, read_optimizer, write_adapter, write_optimizer};
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};

@@ -263,6 +263,14 @@ impl View for OutTensor<'_> {
     }
 }
 
+/// The tensors of an adapter, or of anything of its shape such as a gradient, as [`write_adapter`] names and lays them out.
+pub fn adapter_tensors<'a>(
+    modules: &'a [LoraModule],
+    params: &'a LoraParams,
+) -> impl Iterator<Item = (String, impl View + 'a)> {
+    tensors("", modules, params)
+}
+
 /// All tensors of one quantity of an adapter, by their names in files.
 fn tensors<'a>(
     prefix: &'a str,

@@ -80,7 +80,11 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn wait_for_signal() -> anyhow::Result<()> {
+/// Waits until someone asks the process to end.
+///
+/// # Errors
+/// If signals cannot be listened for.
+pub async fn wait_for_signal() -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
     tokio::select! {
         interrupted = tokio::signal::ctrl_c() => interrupted.context("listening for SIGINT"),

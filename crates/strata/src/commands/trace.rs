@@ -1,0 +1,237 @@
+//! `strata trace`: writes down everything a forward pass computes, for comparison with other implementations.
+//!
+//! All sequences run as one packed batch through the same operations that serve requests, so that a reference that ran
+//! each sequence alone also checks that packing changes nothing.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result, bail, ensure};
+use safetensors::tensor::{Dtype, TensorView, View};
+use strata_model::checkpoint::{adapter_tensors, read_adapter};
+use strata_model::lora::{Adapter, LoraConfig, LoraParams};
+use strata_model::{Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
+use strata_tensor::{CpuBackend, DType};
+
+/// Settings of `strata trace`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Checkpoint directory.
+    pub model: PathBuf,
+    /// JSON file with a list of lists of token ids.
+    #[arg(long)]
+    pub tokens: PathBuf,
+    /// PEFT adapter directory.
+    #[arg(long)]
+    pub adapter: Option<PathBuf>,
+    /// Compute in this dtype rather than the checkpoint's.
+    #[arg(long, value_parser = ["f32", "bf16"])]
+    pub dtype: Option<String>,
+    /// Also write the gradient of the summed next-token cross-entropy for the adapter.
+    #[arg(long, requires = "adapter")]
+    pub grads: bool,
+    /// Also continue every sequence greedily by this many tokens.
+    #[arg(long, default_value_t = 0, value_name = "TOKENS")]
+    pub greedy: usize,
+    /// Safetensors file to write.
+    #[arg(long)]
+    pub out: PathBuf,
+}
+
+/// Runs the passes and writes the file.
+///
+/// # Errors
+/// If the model, the adapter or the tokens cannot be used, or the file cannot be written.
+pub fn run(args: Args) -> Result<()> {
+    let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
+    let backend = Arc::new(CpuBackend::new(None)?);
+    let model = Model::load(backend, &ModelSource::Directory(args.model), dtype)?;
+    let sequences = read_tokens(&args.tokens, &model)?;
+    let adapter = match &args.adapter {
+        Some(dir) => {
+            let adapter = read_adapter(dir, model.lora_modules())?;
+            Some((adapter.config, model.pack_adapter(adapter.config, &adapter.params)?))
+        }
+        None => None,
+    };
+    let packed = adapter.as_ref().map(|(_, packed)| packed.as_ref());
+
+    let mut values = Values::default();
+    trace_forward(&model, packed, &sequences, &mut values)?;
+    let targets = next_token_targets(&sequences);
+    let logprobs = match &adapter {
+        Some((config, packed)) if args.grads => trace_gradients(&model, *config, packed, &sequences, &targets, &mut values)?,
+        _ => model.forward(&batch_of(packed, &sequences), &targets)?,
+    };
+    let mut rest = logprobs.as_slice();
+    for (n, tokens) in sequences.iter().enumerate() {
+        let (own, after) = rest.split_at(tokens.len() - 1);
+        values.push_f32(format!("s.{n}.next_logprobs"), vec![own.len()], own);
+        rest = after;
+    }
+    if args.greedy > 0 {
+        trace_greedy(&model, packed, &sequences, args.greedy, &mut values)?;
+    }
+    values.write(&args.out)
+}
+
+fn read_tokens(path: &Path, model: &Model) -> Result<Vec<Vec<u32>>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
+    let sequences: Vec<Vec<u32>> = serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
+    ensure!(!sequences.is_empty(), "{}: there are no sequences", path.display());
+    let vocab_size = model.config().vocab_size;
+    for (n, tokens) in sequences.iter().enumerate() {
+        ensure!(!tokens.is_empty(), "{}: sequence {n} is empty", path.display());
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab_size) {
+            bail!("{}: token {token} of sequence {n} is outside the vocabulary of {vocab_size}", path.display());
+        }
+    }
+    Ok(sequences)
+}
+
+fn batch_of<'a>(adapter: Option<&'a Adapter>, sequences: &[Vec<u32>]) -> PackedBatch<'a> {
+    let mut batch = PackedBatch::new();
+    batch.begin_group(adapter);
+    sequences.iter().for_each(|tokens| batch.push_sequence(tokens));
+    batch
+}
+
+/// Every token's target is the token after it; the last token of a sequence has none.
+fn next_token_targets(sequences: &[Vec<u32>]) -> Targets {
+    let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
+    for tokens in sequences {
+        for next in 1..=tokens.len() {
+            targets.ids.extend(tokens.get(next));
+            targets.offsets.push(targets.ids.len());
+        }
+    }
+    targets
+}
+
+fn trace_forward(model: &Model, adapter: Option<&Adapter>, sequences: &[Vec<u32>], values: &mut Values) -> Result<()> {
+    let batch = batch_of(adapter, sequences);
+    model.forward_observed(&batch, &mut |what, tensor| {
+        let name = match what {
+            Observed::Embeddings => "embeds".to_owned(),
+            Observed::LayerOutput(layer) => format!("layer_out.{layer}"),
+            Observed::FinalNorm => "final_norm".to_owned(),
+            Observed::Logits => "logits".to_owned(),
+        };
+        let width = tensor.shape().row_len();
+        for (n, span) in batch.spans.iter().enumerate() {
+            let rows = tensor.as_ref().rows(span.tokens.clone()).to_f32_vec();
+            values.push_f32(format!("s.{n}.{name}"), vec![span.tokens.len(), width], &rows);
+        }
+    })?;
+    Ok(())
+}
+
+/// Summed cross-entropy: the derivative by every log-probability is -1.
+struct CrossEntropySum;
+
+impl TokenLoss for CrossEntropySum {
+    fn gradient(&self, _first: usize, _logprobs: &[f32], gradient: &mut [f32]) {
+        gradient.fill(-1.0);
+    }
+}
+
+fn trace_gradients(
+    model: &Model,
+    config: LoraConfig,
+    adapter: &Adapter,
+    sequences: &[Vec<u32>],
+    targets: &Targets,
+    values: &mut Values,
+) -> Result<Vec<f32>> {
+    let mut gradient = LoraParams::zeros(model.lora_modules(), &config);
+    let batch = batch_of(Some(adapter), sequences);
+    let logprobs = model.forward_backward(&batch, targets, &CrossEntropySum, &mut [Some(&mut gradient)])?;
+    for (name, tensor) in adapter_tensors(model.lora_modules(), &gradient) {
+        values.arrays.insert(name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().into_owned()));
+    }
+    Ok(logprobs)
+}
+
+/// The most probable token, the lowest id among equals, and its log-probability.
+type Choice = (u32, f32);
+
+/// Continues every sequence through the KV cache: one packed prefill, then one packed step for each token.
+fn trace_greedy(
+    model: &Model,
+    adapter: Option<&Adapter>,
+    sequences: &[Vec<u32>],
+    num_tokens: usize,
+    values: &mut Values,
+) -> Result<()> {
+    let pages_of = |tokens: &Vec<u32>| (tokens.len() + num_tokens).div_ceil(PAGE_TOKENS);
+    let mut cache = model.new_kv_cache(sequences.iter().map(pages_of).sum());
+    let mut next_page = 0;
+    let mut pages = Vec::with_capacity(sequences.len());
+    for tokens in sequences {
+        let own: Vec<u32> = (next_page..next_page + pages_of(tokens) as u32).collect();
+        own.iter().for_each(|&page| cache.clear_page(page));
+        next_page += own.len() as u32;
+        pages.push(own);
+    }
+
+    let mut continuations: Vec<Vec<Choice>> = vec![Vec::with_capacity(num_tokens); sequences.len()];
+    for step in 0..num_tokens {
+        let mut batch = PackedBatch::new();
+        batch.begin_group(adapter);
+        for ((tokens, own), continuation) in sequences.iter().zip(&pages).zip(&continuations) {
+            match continuation.last() {
+                None => batch.push_cached(tokens, 0, own.clone()),
+                Some(&(token, _)) => batch.push_cached(&[token], tokens.len() + step - 1, own.clone()),
+            }
+        }
+        let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();
+        let choices: Vec<Mutex<Option<Choice>>> = rows.iter().map(|_| Mutex::new(None)).collect();
+        model.step(&batch, &mut cache, &rows, &|i, row| {
+            let mut best = 0;
+            for (token, &logit) in row.logits.iter().enumerate() {
+                if logit > row.logits[best] {
+                    best = token;
+                }
+            }
+            *choices[i].lock().expect("no visitor panics while it holds the lock") =
+                Some((best as u32, row.logprob(best as u32)));
+        })?;
+        for (continuation, choice) in continuations.iter_mut().zip(choices) {
+            let choice = choice.into_inner().expect("no visitor panics while it holds the lock");
+            continuation.push(choice.context("the model left out a row that was asked for")?);
+        }
+    }
+    for (n, continuation) in continuations.iter().enumerate() {
+        let (tokens, logprobs): (Vec<i64>, Vec<f32>) = continuation.iter().map(|&(t, l)| (i64::from(t), l)).unzip();
+        values.push_i64(format!("s.{n}.greedy"), &tokens);
+        values.push_f32(format!("s.{n}.greedy_logprobs"), vec![num_tokens], &logprobs);
+    }
+    Ok(())
+}
+
+/// Named arrays on their way into a safetensors file.
+#[derive(Default)]
+struct Values {
+    arrays: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
+}
+
+impl Values {
+    fn push_f32(&mut self, name: String, shape: Vec<usize>, values: &[f32]) {
+        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.arrays.insert(name, (Dtype::F32, shape, bytes));
+    }
+
+    fn push_i64(&mut self, name: String, values: &[i64]) {
+        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.arrays.insert(name, (Dtype::I64, vec![values.len()], bytes));
+    }
+
+    fn write(&self, path: &Path) -> Result<()> {
+        let mut views = Vec::with_capacity(self.arrays.len());
+        for (name, (dtype, shape, bytes)) in &self.arrays {
+            views.push((name, TensorView::new(*dtype, shape.clone(), bytes)?));
+        }
+        safetensors::serialize_to_file(views, None, path).with_context(|| format!("{}", path.display()))
+    }
+}

@@ -1,0 +1,156 @@
+//! `strata trace` against hidden states, logits, gradients and greedy tokens.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+
+use crate::values::{Reference, fixtures};
+
+/// Largest difference of hidden states, logits and log-probabilities from the f32 reference.
+const VALUE_TOLERANCE: f32 = 3e-5;
+/// Largest difference of a gradient, as a share of the largest entry of its tensor.
+const GRADIENT_TOLERANCE: f32 = 1e-5;
+/// Tokens that the fixtures continue every sequence by.
+const GREEDY_TOKENS: &str = "12";
+
+fn trace(fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) -> Reference {
+    let out_dir = TempDir::new().expect("a temporary directory");
+    let out = out_dir.path().join("out.safetensors");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
+    command.arg("trace").arg(fixture.join("model")).arg("--tokens").arg(fixture.join("tokens.json"));
+    if let Some(adapter) = adapter {
+        command.arg("--adapter").arg(fixture.join(adapter));
+    }
+    command.args(["--dtype", dtype]).args(extra).arg("--out").arg(&out);
+    let output = command.output().expect("the binary runs");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Reference::read(&out)
+}
+
+/// The fixture's adapters; `None` stands for the bare model.
+fn adapters(fixture: &Path) -> Vec<Option<String>> {
+    let mut names: Vec<Option<String>> = vec![None];
+    for entry in std::fs::read_dir(fixture).expect("a fixture directory") {
+        let path = entry.expect("an entry").path();
+        if path.join("adapter_config.json").exists() {
+            names.push(Some(path.file_name().expect("a name").to_string_lossy().into_owned()));
+        }
+    }
+    names.sort();
+    names
+}
+
+fn expected(fixture: &Path, adapter: Option<&str>) -> Reference {
+    Reference::read(&fixture.join(format!("{}.safetensors", adapter.unwrap_or("base"))))
+}
+
+fn for_each_case(mut check: impl FnMut(&Path, Option<&str>, &str)) {
+    let mut cases = 0;
+    for fixture in fixtures() {
+        for adapter in adapters(&fixture) {
+            let label =
+                format!("{} {}", fixture.file_name().expect("a name").to_string_lossy(), adapter.as_deref().unwrap_or("base"));
+            check(&fixture, adapter.as_deref(), &label);
+            cases += 1;
+        }
+    }
+    assert!(cases >= 12, "only {cases} cases were found");
+}
+
+#[test]
+fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
+    for_each_case(|fixture, adapter, label| {
+        let actual = trace(fixture, adapter, "f32", &[]);
+        for (name, want) in expected(fixture, adapter).floats("s.") {
+            if name.ends_with("greedy_logprobs") {
+                continue;
+            }
+            let got = actual.float(name);
+            assert_eq!(got.shape, want.shape, "{label} {name}");
+            let error = got.max_difference(want);
+            assert!(error <= VALUE_TOLERANCE, "{label} {name}: off by {error}");
+        }
+    });
+}
+
+#[test]
+fn lora_gradients_in_f32_are_those_of_peft() {
+    for_each_case(|fixture, adapter, label| {
+        if adapter.is_none() {
+            return;
+        }
+        let actual = trace(fixture, adapter, "f32", &["--grads"]);
+        let want = expected(fixture, adapter);
+        let mut compared = 0;
+        for (name, want) in want.floats("base_model.") {
+            // Written as the Tinker tools name it.
+            let got = actual.float(&name.replace("base_model.model.lm_head.", "base_model.model.model.unembed_tokens."));
+            assert_eq!(got.shape, want.shape, "{label} {name}");
+            let error = got.max_difference(want) / want.max_abs();
+            assert!(error <= GRADIENT_TOLERANCE, "{label} {name}: off by {error} of its largest entry");
+            compared += 1;
+        }
+        assert_eq!(actual.floats("base_model.").count(), compared, "{label}: as many gradients as PEFT has");
+        for (name, want) in want.floats("s.").filter(|(name, _)| name.ends_with("next_logprobs")) {
+            let error = actual.float(name).max_difference(want);
+            assert!(error <= VALUE_TOLERANCE, "{label} {name} with gradients: off by {error}");
+        }
+    });
+}
+
+#[test]
+fn greedy_tokens_through_the_kv_cache_are_those_of_transformers() {
+    for_each_case(|fixture, adapter, label| {
+        let actual = trace(fixture, adapter, "f32", &["--greedy", GREEDY_TOKENS]);
+        let want = expected(fixture, adapter);
+        for (name, want) in want.integers("s.") {
+            assert_eq!(actual.integer(name), want, "{label} {name}");
+        }
+        for (name, want) in want.floats("s.").filter(|(name, _)| name.ends_with("greedy_logprobs")) {
+            let error = actual.float(name).max_difference(want);
+            assert!(error <= VALUE_TOLERANCE, "{label} {name}: off by {error}");
+        }
+    });
+}
+
+/// Both are rounded, differently; what counts is that our rounding is no worse. Values of one kind are taken together over
+/// all sequences, because a mean over a handful of numbers is a matter of luck.
+#[test]
+fn values_in_bf16_are_no_further_from_the_f32_truth_than_those_of_transformers() {
+    let mut kinds = 0;
+    for_each_case(|fixture, adapter, label| {
+        let truth = expected(fixture, adapter);
+        if truth.floats("bf16.").next().is_none() {
+            return;
+        }
+        let extra: &[&str] = if adapter.is_some() { &["--grads"] } else { &[] };
+        let actual = trace(fixture, adapter, "bf16", extra);
+        for (kind, names) in truth.kinds_with_bf16() {
+            let ours = truth.rms_difference(&actual, &names, "");
+            let theirs = truth.rms_difference(&truth, &names, "bf16.");
+            assert!(ours <= theirs, "{label} {kind}: off by {ours} (root mean square), transformers by {theirs}");
+            kinds += 1;
+        }
+    });
+    assert!(kinds > 0, "no fixture has bf16 values");
+}
+
+#[test]
+fn a_token_outside_the_vocabulary_is_refused() {
+    let fixture = fixtures().remove(0);
+    let dir = TempDir::new().expect("a temporary directory");
+    let tokens: PathBuf = dir.path().join("tokens.json");
+    std::fs::write(&tokens, "[[0, 99999]]").expect("the file can be written");
+    let output = Command::new(env!("CARGO_BIN_EXE_strata"))
+        .arg("trace")
+        .arg(fixture.join("model"))
+        .arg("--tokens")
+        .arg(&tokens)
+        .arg("--out")
+        .arg(dir.path().join("out.safetensors"))
+        .output()
+        .expect("the binary runs");
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("99999"), "the message names the token");
+}
