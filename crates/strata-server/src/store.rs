@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
 use strata_engine::api::LoraSpec;
+use strata_model::checkpoint::recover_directories;
 use time::OffsetDateTime;
 
 use crate::error::{ApiError, ApiResult};
@@ -111,6 +112,7 @@ impl Store {
                 if !kind_dir.is_dir() {
                     continue;
                 }
+                recover_directories(&kind_dir).map_err(std::io::Error::other)?;
                 for dir in subdirectories(&kind_dir)? {
                     match read_record(&dir, kind) {
                         Ok(Some(record)) => store.insert(record),

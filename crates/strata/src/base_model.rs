@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use strata_engine::{EngineConfig, EngineHandle};
+use strata_model::checkpoint::HubOptions;
 use strata_model::{EMBEDDED_NAME, Model, ModelSource, Tokenizer};
 use strata_server::ModelInfo;
 use strata_tensor::CpuBackend;
 
+use crate::download::DownloadBars;
 use crate::machine;
 use crate::units::parse_bytes;
 
@@ -49,7 +51,7 @@ pub struct BaseModel {
 /// # Errors
 /// If the model cannot be found or read, or memory does not suffice.
 pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &Path) -> anyhow::Result<BaseModel> {
-    let source = ModelSource::resolve(spec.unwrap_or(EMBEDDED_NAME))?;
+    let source = ModelSource::resolve_with(spec.unwrap_or(EMBEDDED_NAME), &HubOptions::from_env(), &DownloadBars::default())?;
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
     }

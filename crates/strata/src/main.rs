@@ -3,6 +3,7 @@
 mod base_model;
 mod client;
 mod commands;
+mod download;
 mod logging;
 mod machine;
 mod units;
@@ -11,7 +12,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use commands::{demo, init_model, serve, trace};
+use commands::{bench, demo, init_model, serve, trace};
 
 /// Train and sample LoRA adapters on one base model, through the Tinker API.
 #[derive(Parser)]
@@ -31,6 +32,8 @@ enum Command {
     Trace(trace::Args),
     /// Write a checkpoint with random weights.
     InitModel(init_model::Args),
+    /// Measure training and sampling beside the limits of this machine.
+    Bench(bench::Args),
 }
 
 fn main() -> ExitCode {
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Trace(args) => trace::run(args),
         Command::InitModel(args) => init_model::run(args),
+        Command::Bench(args) => bench::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

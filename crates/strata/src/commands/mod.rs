@@ -1,5 +1,6 @@
 //! The commands of the binary. Each module has its flags (`Args`) and what it does with them (`run`).
 
+pub mod bench;
 pub mod demo;
 pub mod init_model;
 pub mod serve;
