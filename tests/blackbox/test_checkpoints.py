@@ -120,7 +120,7 @@ def test_checkpoints_are_listed_until_they_are_deleted(service, rest, training, 
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(sampler_path).result()
     with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError)):
-        service.create_sampling_client(model_path=sampler_path)
+        service.create_sampling_client(model_path=sampler_path).result()
 
 
 def test_publishing_and_expiry_are_recorded(rest, training):

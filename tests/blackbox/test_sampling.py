@@ -186,8 +186,8 @@ def test_impossible_samples_are_refused_with_the_value_at_fault(base, prompt, pa
 
 def test_an_unknown_base_model_is_refused_with_those_there_are(server, service, base_model):
     with pytest.raises(tinker.BadRequestError, match=base_model.split("/")[-1]):
-        service.create_sampling_client(base_model="nobody/nothing")
+        service.create_sampling_client(base_model="nobody/nothing").result()
     with pytest.raises(tinker.BadRequestError, match=base_model.split("/")[-1]):
         service.create_lora_training_client(base_model="nobody/nothing").result()
     # The name of a context variant is the name before the colon.
-    tinker.ServiceClient(base_url=server.url, api_key=API_KEY).create_sampling_client(base_model=f"{base_model}:peft:262144")
+    tinker.ServiceClient(base_url=server.url, api_key=API_KEY).create_sampling_client(base_model=f"{base_model}:peft:262144").result()
