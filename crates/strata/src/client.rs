@@ -241,7 +241,7 @@ impl Client {
         let deadline = Instant::now() + RESULT_TIMEOUT;
         while Instant::now() < deadline {
             let mut answer = self.agent.post(&url).header("accept", accept).send_json(&body)?;
-            let is_json = !answer.headers().get("content-type").is_some_and(|v| v == PROTOBUF);
+            let is_json = answer.headers().get("content-type").is_none_or(|value| value != PROTOBUF);
             let bytes = answer.body_mut().with_config().limit(ANSWER_BYTES_MAX).read_to_vec()?;
             match answer.status().as_u16() {
                 408 => continue,
