@@ -40,7 +40,7 @@ pub const MODELS_PER_SESSION_MAX: usize = 256;
 /// Sampling sessions of one session that are not freed.
 pub const SAMPLERS_PER_SESSION_MAX: usize = 4096;
 /// Unnamed snapshots that one session keeps in memory; a new one frees the least recently used that has no sample running.
-pub const SNAPSHOTS_PER_SESSION_MAX: usize = 32;
+pub const SNAPSHOTS_PER_SESSION_MAX: usize = 16;
 /// How far an operation of a model may run ahead of the first that is missing.
 pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
 

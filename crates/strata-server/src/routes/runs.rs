@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::{Path, State};
 use serde_json::{Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -21,7 +21,7 @@ use crate::wire::json::{self as wire, Page, WeightsInfo};
 const MODEL_OWNER: &str = "tml:organization_user:local";
 
 /// `GET training_runs`: most recently used first.
-pub async fn list(State(app): State<Arc<App>>, Query(page): Query<Page>) -> Json<Value> {
+pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
     let mut runs: BTreeMap<String, OffsetDateTime> = BTreeMap::new();
     for (id, model) in app.registry.models() {
         runs.insert(id, model.last_request_at);
@@ -83,7 +83,7 @@ pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>) -
 }
 
 /// `GET checkpoints`: all of them, newest first.
-pub async fn all_checkpoints(State(app): State<Arc<App>>, Query(page): Query<Page>) -> Json<Value> {
+pub async fn all_checkpoints(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
     let all = app.store.list(None);
     let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(100).min(limits::PAGE_MAX));
     let shown: Vec<Value> = all.iter().skip(offset).take(limit).map(describe_checkpoint).collect();

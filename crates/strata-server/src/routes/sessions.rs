@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::{Path, State};
 use serde_json::{Value, json};
 
 use crate::app::App;
@@ -42,7 +42,7 @@ pub async fn finish(State(app): State<Arc<App>>, Path(session_id): Path<String>,
 }
 
 /// `GET sessions`: newest first.
-pub async fn list(State(app): State<Arc<App>>, Query(page): Query<Page>) -> Json<Value> {
+pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
     let limit = page.limit.unwrap_or(20).min(limits::PAGE_MAX);
     let sessions: Vec<String> = app.registry.sessions().into_iter().skip(page.offset.unwrap_or(0)).take(limit).collect();
     Json(json!({ "sessions": sessions }))

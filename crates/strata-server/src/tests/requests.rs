@@ -62,6 +62,16 @@ async fn a_body_that_is_not_json_is_told_what_is_wrong_with_it() {
 }
 
 #[tokio::test]
+async fn a_query_that_makes_no_sense_gets_a_sentence() {
+    let server = TestServer::new();
+    for path in ["sessions?limit=-1", "training_runs?offset=x", "checkpoints?limit=1e9"] {
+        let reply = server.get(path).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{path}");
+        assert!(reply.detail().contains("query"), "{}", reply.detail());
+    }
+}
+
+#[tokio::test]
 async fn paths_that_do_not_exist_get_a_sentence() {
     let server = TestServer::new();
     let reply = server.get("nonsense").await;

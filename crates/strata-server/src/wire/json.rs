@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use axum::extract::{FromRequestParts, Query};
+use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
@@ -529,6 +531,15 @@ pub struct Page {
     /// Entries to return.
     #[serde(default)]
     pub limit: Option<usize>,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Page {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> ApiResult<Self> {
+        let page = Query::<Page>::try_from_uri(&parts.uri);
+        page.map(|Query(page)| page).map_err(|error| ApiError::bad(format!("query: {}", error.body_text())))
+    }
 }
 
 /// Parses a body.
