@@ -142,15 +142,15 @@ impl App {
                     Answer::Failed(failure)
                 }
             };
-            let elapsed_ms = started.elapsed().as_secs_f64() * 1e3;
+            let elapsed_us = u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX);
             match &answer {
                 Answer::Failed(Failure::Server(reason)) => {
-                    tracing::error!(request_id, kind, elapsed_ms, "failed: {reason}");
+                    tracing::error!(request_id, kind, elapsed_us, "failed: {reason}");
                 }
-                Answer::Failed(Failure::User(reason)) => tracing::warn!(request_id, kind, elapsed_ms, "refused: {reason}"),
+                Answer::Failed(Failure::User(reason)) => tracing::warn!(request_id, kind, elapsed_us, "refused: {reason}"),
                 // A busy sampler finishes thousands a second.
-                _ if is_sample => tracing::debug!(request_id, kind, elapsed_ms, "done"),
-                _ => tracing::info!(request_id, kind, elapsed_ms, "done"),
+                _ if is_sample => tracing::debug!(request_id, kind, elapsed_us, "done"),
+                _ => tracing::info!(request_id, kind, elapsed_us, "done"),
             }
             completer.complete(answer);
         };

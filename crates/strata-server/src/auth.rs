@@ -10,6 +10,7 @@ use axum::response::{IntoResponse, Response};
 
 use crate::app::App;
 use crate::error::ApiError;
+use crate::payload::drain;
 
 /// What every key starts with: the SDK refuses others before it sends them.
 pub const KEY_PREFIX: &str = "tml-";
@@ -17,11 +18,13 @@ pub const KEY_PREFIX: &str = "tml-";
 /// Lets a request pass if it carries the server's key, or if the server has none.
 pub async fn require_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let Some(expected) = &app.config.api_key else { return next.run(request).await };
-    match given_key(request.headers()) {
-        Some(given) if equal_in_constant_time(given.as_bytes(), expected.as_bytes()) => next.run(request).await,
-        Some(_) => ApiError::Unauthorized("this API key is not the server's".into()).into_response(),
-        None => ApiError::Unauthorized("an API key is needed in the header X-API-Key".into()).into_response(),
-    }
+    let refusal = match given_key(request.headers()) {
+        Some(given) if equal_in_constant_time(given.as_bytes(), expected.as_bytes()) => return next.run(request).await,
+        Some(_) => "this API key is not the server's",
+        None => "an API key is needed in the header X-API-Key",
+    };
+    drain(request.into_body()).await;
+    ApiError::Unauthorized(refusal.into()).into_response()
 }
 
 fn given_key(headers: &HeaderMap) -> Option<&str> {

@@ -6,6 +6,10 @@ use std::time::Duration;
 pub const BODY_BYTES_MAX: usize = 256 << 20;
 /// Bodies from here on are decoded on a blocking thread, so that no async thread is held for longer than about 500 µs.
 pub const BODY_INLINE_BYTES_MAX: usize = 128 << 10;
+/// Bytes that are read of a body that nobody wants, such as one without the right key.
+pub const DRAINED_BYTES_MAX: usize = 1 << 20;
+/// How long such a body may take to arrive.
+pub const DRAIN_TIME_MAX: Duration = Duration::from_secs(5);
 /// Length of every identifier and checkpoint name from outside.
 pub const NAME_BYTES_MAX: usize = 200;
 /// Length of a URL-like `tinker://` path.

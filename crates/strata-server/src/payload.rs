@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::HeaderName;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
@@ -26,17 +26,27 @@ impl<S: Send + Sync> FromRequest<S> for Payload {
 
     async fn from_request(request: Request, _state: &S) -> ApiResult<Self> {
         let is_protobuf = header(&request, &CONTENT_TYPE).starts_with("application/x-protobuf");
-        let is_zstd = match header(&request, &CONTENT_ENCODING) {
-            "" | "identity" => false,
-            encoding if encoding.eq_ignore_ascii_case("zstd") => true,
-            other => return Err(ApiError::bad(format!("content-encoding {other:?} is not supported; send zstd or none"))),
-        };
+        let encoding = header(&request, &CONTENT_ENCODING).to_ascii_lowercase();
+        // Read before anything is refused: see `drain`.
         let bytes = axum::body::to_bytes(request.into_body(), limits::BODY_BYTES_MAX).await;
         let bytes = bytes.map_err(|error| body_error(&error))?;
+        let is_zstd = match encoding.as_str() {
+            "" | "identity" => false,
+            "zstd" => true,
+            other => return Err(ApiError::bad(format!("content-encoding {other:?} is not supported; send zstd or none"))),
+        };
         let bytes =
             if is_zstd { blocking(bytes.len(), move || inflate(&bytes, limits::BODY_BYTES_MAX)).await?.into() } else { bytes };
         Ok(Payload { bytes, is_protobuf })
     }
+}
+
+/// Reads what is left of a body that nobody wants. A connection that is answered before its request has arrived is closed, and a client
+/// that sends its next request over it sees an error in place of an answer.
+pub async fn drain(body: Body) {
+    let read = axum::body::to_bytes(body, limits::DRAINED_BYTES_MAX);
+    // Whatever comes of it, the answer is the same.
+    let _ = tokio::time::timeout(limits::DRAIN_TIME_MAX, read).await;
 }
 
 fn header<'a>(request: &'a Request, name: &HeaderName) -> &'a str {

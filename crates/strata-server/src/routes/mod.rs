@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request};
-use axum::http::{Method, Uri};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post, put};
@@ -25,6 +24,7 @@ use crate::app::App;
 use crate::auth;
 use crate::error::ApiError;
 use crate::limits;
+use crate::payload::drain;
 
 /// All endpoints over one server's state.
 pub fn router(app: Arc<App>) -> Router {
@@ -85,10 +85,14 @@ pub fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-async fn no_endpoint(method: Method, uri: Uri) -> ApiError {
-    ApiError::NotFound(format!("there is no endpoint {method} {} on this server", uri.path()))
+async fn no_endpoint(request: Request) -> ApiError {
+    let refusal = format!("there is no endpoint {} {} on this server", request.method(), request.uri().path());
+    drain(request.into_body()).await;
+    ApiError::NotFound(refusal)
 }
 
-async fn no_method(method: Method, uri: Uri) -> ApiError {
-    ApiError::MethodNotAllowed(format!("{} does not answer to {method}", uri.path()))
+async fn no_method(request: Request) -> ApiError {
+    let refusal = format!("{} does not answer to {}", request.uri().path(), request.method());
+    drain(request.into_body()).await;
+    ApiError::MethodNotAllowed(refusal)
 }
