@@ -39,17 +39,6 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     if duration.is_zero() { Err(format!("{text:?} is no time at all")) } else { Ok(duration) }
 }
 
-/// Bytes for people: `17.6 GiB`.
-pub fn show_bytes(bytes: u64) -> String {
-    let units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
-    let (mut value, mut unit) = (bytes as f64, 0);
-    while value >= 1024.0 && unit + 1 < units.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes} bytes") } else { format!("{value:.1} {}", units[unit]) }
-}
-
 fn split(text: &str) -> (&str, &str) {
     let text = text.trim();
     let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
@@ -68,7 +57,6 @@ mod tests {
         for text in ["", "GiB", "-1G", "0", "1e400", "5 parsecs", "nan"] {
             assert!(parse_bytes(text).is_err(), "{text}");
         }
-        assert_eq!((show_bytes(16 << 30), show_bytes(5)), ("16.0 GiB".into(), "5 bytes".into()));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::Request;
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post, put};
@@ -23,7 +23,6 @@ use tracing::Span;
 use crate::app::App;
 use crate::auth;
 use crate::error::ApiError;
-use crate::limits;
 use crate::payload::drain;
 
 /// All endpoints over one server's state.
@@ -81,7 +80,6 @@ pub fn router(app: Arc<App>) -> Router {
             ApiError::Internal("this request hit a bug in the server; its log says where".into()).into_response()
         }))
         .layer(trace)
-        .layer(DefaultBodyLimit::max(limits::BODY_BYTES_MAX))
         .with_state(app)
 }
 

@@ -325,6 +325,8 @@ impl ForwardBackwardRequest {
             for (name, value) in self.loss_fn_config_v2 {
                 match value.value {
                     Some(LossConfigKind::Number(number)) => drop(config.insert(name, number)),
+                    // The settings of this loss are not published; the engine passes over those that it does not know.
+                    Some(LossConfigKind::Text(_)) if self.loss_fn == "stable_reinforce" => {}
                     Some(LossConfigKind::Text(text)) => {
                         return Err(format!(
                             "loss_fn_config[{name:?}] is the text {text:?}, where {} takes numbers",
@@ -515,6 +517,18 @@ mod tests {
         };
         assert_eq!((data[0].tokens.as_slice(), loss.config["clip"], forward_only), (&[1, -2, 3][..], 0.9, false));
         assert_eq!(data[0].loss_inputs["weights"].shape, [1]);
+    }
+
+    #[test]
+    fn a_setting_that_is_text_is_refused_where_the_settings_are_known() {
+        let with_text = |loss: &str| {
+            let text = LossConfigValue { value: Some(LossConfigKind::Text("k3".into())) };
+            let mut request = ForwardBackwardRequest { loss_fn: loss.into(), ..request(Datum::default()) };
+            request.loss_fn_config_v2.insert("kl_kind".into(), text);
+            request.into_op()
+        };
+        assert!(with_text("ppo").unwrap_err().contains("kl_kind"));
+        assert!(with_text("stable_reinforce").is_ok());
     }
 
     #[test]

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use indicatif::HumanBytes;
 use strata_server::{KEY_PREFIX, Server, ServerConfig};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::base_model::{self, BaseModel, Resources};
 use crate::logging::{self, LogFormat};
 use crate::machine;
-use crate::units::{parse_duration, show_bytes};
+use crate::units::parse_duration;
 
 /// Settings of the server. Every flag has a twin in the environment.
 #[derive(Debug, clap::Args)]
@@ -109,10 +110,10 @@ fn announce(args: &Args, base: &BaseModel, data_dir: &str, address: SocketAddr) 
         env!("CARGO_PKG_VERSION"),
         base.info.name,
         base.info.architecture,
-        show_bytes(base.weight_bytes),
+        HumanBytes(base.weight_bytes),
         base.info.max_context_tokens,
         base.kernels,
-        show_bytes(args.resources.memory_bytes()),
+        HumanBytes(args.resources.memory_bytes()),
     );
 }
 
