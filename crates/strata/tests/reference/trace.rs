@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use strata_tensor::Isa;
 use tempfile::TempDir;
 
 use crate::values::{Reference, fixtures};
@@ -14,11 +15,16 @@ const GRADIENT_TOLERANCE: f32 = 1e-5;
 /// Tokens that the fixtures continue every sequence by.
 const GREEDY_TOKENS: &str = "12";
 
-fn trace(fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) -> Reference {
+fn trace(isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) -> Reference {
     let out_dir = TempDir::new().expect("a temporary directory");
     let out = out_dir.path().join("out.safetensors");
     let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
-    command.arg("trace").arg(fixture.join("model")).arg("--tokens").arg(fixture.join("tokens.json"));
+    command
+        .env("STRATA_ISA", isa.name())
+        .arg("trace")
+        .arg(fixture.join("model"))
+        .arg("--tokens")
+        .arg(fixture.join("tokens.json"));
     if let Some(adapter) = adapter {
         command.arg("--adapter").arg(fixture.join(adapter));
     }
@@ -45,13 +51,16 @@ fn expected(fixture: &Path, adapter: Option<&str>) -> Reference {
     Reference::read(&fixture.join(format!("{}.safetensors", adapter.unwrap_or("base"))))
 }
 
-fn for_each_case(mut check: impl FnMut(&Path, Option<&str>, &str)) {
+/// Every fixture with each of its adapters and without, on every instruction set of this machine.
+fn for_each_case(mut check: impl FnMut(Isa, &Path, Option<&str>, &str)) {
     let mut cases = 0;
     for fixture in fixtures() {
         for adapter in adapters(&fixture) {
-            let label =
-                format!("{} {}", fixture.file_name().expect("a name").to_string_lossy(), adapter.as_deref().unwrap_or("base"));
-            check(&fixture, adapter.as_deref(), &label);
+            for isa in Isa::available() {
+                let name = fixture.file_name().expect("a name").to_string_lossy();
+                let label = format!("{name} {} on {}", adapter.as_deref().unwrap_or("base"), isa.name());
+                check(isa, &fixture, adapter.as_deref(), &label);
+            }
             cases += 1;
         }
     }
@@ -60,8 +69,8 @@ fn for_each_case(mut check: impl FnMut(&Path, Option<&str>, &str)) {
 
 #[test]
 fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
-    for_each_case(|fixture, adapter, label| {
-        let actual = trace(fixture, adapter, "f32", &[]);
+    for_each_case(|isa, fixture, adapter, label| {
+        let actual = trace(isa, fixture, adapter, "f32", &[]);
         for (name, want) in expected(fixture, adapter).floats("s.") {
             if name.ends_with("greedy_logprobs") {
                 continue;
@@ -76,11 +85,11 @@ fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
 
 #[test]
 fn lora_gradients_in_f32_are_those_of_peft() {
-    for_each_case(|fixture, adapter, label| {
+    for_each_case(|isa, fixture, adapter, label| {
         if adapter.is_none() {
             return;
         }
-        let actual = trace(fixture, adapter, "f32", &["--grads"]);
+        let actual = trace(isa, fixture, adapter, "f32", &["--grads"]);
         let want = expected(fixture, adapter);
         let mut compared = 0;
         for (name, want) in want.floats("base_model.") {
@@ -101,8 +110,8 @@ fn lora_gradients_in_f32_are_those_of_peft() {
 
 #[test]
 fn greedy_tokens_through_the_kv_cache_are_those_of_transformers() {
-    for_each_case(|fixture, adapter, label| {
-        let actual = trace(fixture, adapter, "f32", &["--greedy", GREEDY_TOKENS]);
+    for_each_case(|isa, fixture, adapter, label| {
+        let actual = trace(isa, fixture, adapter, "f32", &["--greedy", GREEDY_TOKENS]);
         let want = expected(fixture, adapter);
         for (name, want) in want.integers("s.") {
             assert_eq!(actual.integer(name), want, "{label} {name}");
@@ -119,13 +128,13 @@ fn greedy_tokens_through_the_kv_cache_are_those_of_transformers() {
 #[test]
 fn values_in_bf16_are_no_further_from_the_f32_truth_than_those_of_transformers() {
     let mut kinds = 0;
-    for_each_case(|fixture, adapter, label| {
+    for_each_case(|isa, fixture, adapter, label| {
         let truth = expected(fixture, adapter);
         if truth.floats("bf16.").next().is_none() {
             return;
         }
         let extra: &[&str] = if adapter.is_some() { &["--grads"] } else { &[] };
-        let actual = trace(fixture, adapter, "bf16", extra);
+        let actual = trace(isa, fixture, adapter, "bf16", extra);
         for (kind, names) in truth.kinds_with_bf16() {
             let ours = truth.rms_difference(&actual, &names, "");
             let theirs = truth.rms_difference(&truth, &names, "bf16.");
