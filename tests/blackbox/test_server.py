@@ -23,8 +23,6 @@ def locked(tmp_path_factory):
 @pytest.mark.parametrize("key", [None, "", "tml-wrong", "tml-secre", "tml-secret-and-more"])
 def test_without_the_right_key_nothing_is_answered(locked, key):
     with Wire(locked.url, api_key=key) as wire:
-        # A refusal does not wait for the body, and ends the connection if the body is late.
-        wire.http.headers["connection"] = "close"
         for path in ("client/config", "create_session", "asample", "retrieve_future", "forward_backward", "weights_info"):
             response = wire.post(path, {})
             assert response.status_code == 401 and response.content, path
