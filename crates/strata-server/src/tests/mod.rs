@@ -3,6 +3,7 @@
 mod checkpoints;
 mod engine;
 mod requests;
+mod server;
 mod training;
 
 use std::sync::Arc;
