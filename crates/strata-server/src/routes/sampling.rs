@@ -13,8 +13,9 @@ use crate::futures::Answer;
 use crate::names::CheckpointId;
 use crate::payload::{Payload, blocking};
 use crate::registry::{State as SamplerState, Weights, sampling_session_id};
-use crate::wire::json::{self as wire, CreateSamplingSession, Sample};
+use crate::wire::json::{self as wire, CreateSamplingSession};
 use crate::wire::proto;
+use crate::wire::sample::Sample;
 
 /// `POST create_sampling_session`: from the base model or a checkpoint. The engine loads while the client goes on.
 pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {

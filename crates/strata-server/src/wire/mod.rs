@@ -3,4 +3,5 @@
 pub mod json;
 pub mod proto;
 pub mod render;
+pub mod sample;
 pub mod tensor;
