@@ -3,6 +3,7 @@
 //! The engine knows nothing of HTTP or of futures. A caller hands over a [`Request`] and a closure that takes the outcome.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -10,6 +11,46 @@ use serde::{Deserialize, Serialize};
 pub type ModelId = String;
 /// Names an immutable set of sampling weights: `{session}:sample:{n}`.
 pub type SamplerId = String;
+
+/// Names a request among all that are open, for as long as it is.
+pub type RequestId = Arc<str>;
+
+/// Who asks: shares of memory and time are given to owners, and by them to their sessions.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Client {
+    /// Whom a key stands for.
+    pub owner: Arc<str>,
+    /// One of its sessions.
+    pub session: Arc<str>,
+}
+
+/// Why a request was not accepted. Nothing of it is kept, and its closure is not called.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    /// It was accepted before.
+    #[error("the request was accepted before")]
+    Seen,
+    /// There is no room now: the same request may be accepted later.
+    #[error("{0}")]
+    Busy(String),
+    /// It is wrong, and will stay wrong.
+    #[error("{0}")]
+    User(String),
+    /// The engine is gone.
+    #[error("the engine is not running")]
+    Stopped,
+}
+
+/// A checkpoint to load: where it is, and which one it has to be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointSource {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// What its save was called; another one in the same place is refused. `None`: any.
+    pub save_id: Option<String>,
+    /// What users call it, such as a `tinker://` path.
+    pub name: String,
+}
 
 /// Why a request failed. The message is shown to the user as it is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
@@ -54,8 +95,10 @@ pub enum Request {
     CreateModelFromCheckpoint {
         /// Its name.
         model_id: ModelId,
-        /// Directory of the checkpoint.
-        dir: PathBuf,
+        /// The checkpoint.
+        source: CheckpointSource,
+        /// The adapter that the checkpoint is known to hold: room for it is set aside before it is read.
+        lora: LoraSpec,
         /// Whether to restore Adam's moments and step count too.
         with_optimizer: bool,
     },
@@ -68,7 +111,7 @@ pub enum Request {
         /// What to do.
         op: TrainOp,
     },
-    /// Frees a tenant. Operations still waiting fail.
+    /// Frees a tenant. Operations that wait or run fail.
     UnloadModel {
         /// The tenant.
         model_id: ModelId,
@@ -77,10 +120,10 @@ pub enum Request {
     CreateSampler {
         /// Its name.
         sampler_id: SamplerId,
-        /// Directory of the checkpoint, or `None` for the base model.
-        dir: Option<PathBuf>,
+        /// The checkpoint and the adapter it is known to hold, or `None` for the base model.
+        source: Option<(CheckpointSource, LoraSpec)>,
     },
-    /// Frees sampling weights once the samples that use them are done.
+    /// Frees sampling weights. Samples that wait for them or run on them fail.
     DropSampler {
         /// Its name.
         sampler_id: SamplerId,
@@ -92,6 +135,13 @@ pub enum Request {
         /// What to sample.
         sample: SampleRequest,
     },
+    /// Stops the work on a request that is open, if there is any: it then fails. Answer: [`Response::Freed`], whether or not it was open.
+    Cancel {
+        /// The request.
+        request_id: RequestId,
+    },
+    /// Frees everything of the client's session and stops all work for it.
+    EndSession,
 }
 
 /// An operation on a tenant, run in the order of `seq_id`.
@@ -121,8 +171,8 @@ pub enum TrainOp {
     },
     /// Replaces adapter (and optimizer state) by a checkpoint's. Answer: [`Response::Loaded`].
     LoadState {
-        /// Directory of the checkpoint.
-        dir: PathBuf,
+        /// The checkpoint.
+        source: CheckpointSource,
         /// Whether to restore Adam's moments and step count too.
         with_optimizer: bool,
     },
@@ -135,6 +185,8 @@ pub enum TrainOp {
 pub struct SaveTarget {
     /// Directory to create; its parents are made as needed. It appears whole or not at all.
     pub dir: PathBuf,
+    /// What users call it, such as a `tinker://` path.
+    pub name: String,
     /// Whether a directory of this name may be replaced.
     pub overwrite: bool,
     /// Written into the same directory as `strata.json`, for the caller's own use.

@@ -1,13 +1,15 @@
 //! Memory, divided once at start.
 //!
 //! ```text
-//! memory = base weights + reserve + KV cache + training activations + adapters
+//! memory = base weights + reserve + requests + KV cache + workspace + training activations + adapters
 //! ```
 //!
-//! The reserve (1/16 of what the weights leave) is for what is not counted one by one: queues, outputs, the allocator's slack. Of the rest
-//! the KV cache gets a third, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model is far less; what
-//! remains is split three to two between activations and adapters. From the shares follow the longest sequence, the tokens of a
-//! training pass, and the pages of the cache: nothing else asks how much memory there is.
+//! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
+//! requests get a fourth, but no more than [`REQUEST_BYTES_MAX`]: one half for bodies on their way in, the other (the
+//! [`Ledger`](crate::ledger::Ledger)) for what was accepted and for results. The KV cache gets a third of what remains, but never more than
+//! [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model is far less; then the logits of a chunk get their place, and what is left is
+//! split three to two between activations and adapters. From the shares follow the longest sequence, the tokens of a training pass, and the
+//! pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
 
@@ -16,6 +18,8 @@ pub(crate) const KV_CONTEXTS_MAX: usize = 64;
 /// Tokens of a training pass at most, however much memory there is: beyond it a pass gets longer, not faster, and everyone
 /// else waits.
 pub(crate) const PASS_TOKENS_MAX: usize = 2048;
+/// Memory for requests, at most.
+pub(crate) const REQUEST_BYTES_MAX: u64 = 2 << 30;
 /// The longest sequence must be at least this, or the model's own limit.
 pub(crate) const CONTEXT_TOKENS_MIN: usize = 256;
 
@@ -25,6 +29,8 @@ pub(crate) struct Needs {
     pub(crate) weight_bytes: u64,
     pub(crate) kv_page_bytes: u64,
     pub(crate) train_bytes_per_token: u64,
+    /// What a pass needs whatever its length.
+    pub(crate) workspace_bytes: u64,
     /// The model's own longest sequence.
     pub(crate) max_position_embeddings: usize,
 }
@@ -36,7 +42,17 @@ pub(crate) struct Budget {
     pub(crate) kv_pages: usize,
     /// Tokens of a training pass, unless it is one sequence that is longer: that fits too.
     pub(crate) pass_tokens: usize,
+    /// Tokens of all passes that run at the same time, one between the layers of another.
+    pub(crate) activation_tokens: usize,
+    /// Memory that freed tensors may keep for the next ones.
+    pub(crate) activation_bytes: u64,
     pub(crate) adapter_bytes: u64,
+    /// Copies of adapters that are being written.
+    pub(crate) captured_bytes: u64,
+    /// Requests that were accepted, and results.
+    pub(crate) ledger_bytes: u64,
+    /// Bodies of requests on their way in.
+    pub(crate) transit_bytes: u64,
 }
 
 /// Why an engine cannot start.
@@ -90,20 +106,29 @@ impl Budget {
     fn shares(memory_bytes: u64, needs: Needs) -> Budget {
         let free = memory_bytes.saturating_sub(needs.weight_bytes);
         let free = free - free / 16;
+        let requests = (free / 4).min(REQUEST_BYTES_MAX);
+        let free = free - requests;
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
         let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
         let kv_pages = (free / 3 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
-        let free = free - kv_pages * needs.kv_page_bytes;
+        let free = (free - kv_pages * needs.kv_page_bytes).saturating_sub(needs.workspace_bytes);
         let activation_bytes = free / 5 * 3;
         let activation_tokens = (activation_bytes / needs.train_bytes_per_token.max(1)) as usize;
         let cache_tokens = (kv_pages as usize).saturating_sub(1) * PAGE_TOKENS;
-        let max_context_tokens = needs.max_position_embeddings.min(cache_tokens).min(activation_tokens);
+        // A fourth stays free for small passes between the layers of a long one.
+        let longest = activation_tokens / 4 * 3;
+        let adapters = free - activation_bytes;
         Budget {
-            max_context_tokens,
+            max_context_tokens: needs.max_position_embeddings.min(cache_tokens).min(longest),
             kv_pages: kv_pages as usize,
-            pass_tokens: activation_tokens.min(PASS_TOKENS_MAX),
-            adapter_bytes: free - activation_bytes,
+            pass_tokens: longest.min(PASS_TOKENS_MAX),
+            activation_tokens,
+            activation_bytes,
+            adapter_bytes: adapters - adapters / 4,
+            captured_bytes: adapters / 4,
+            ledger_bytes: requests / 2,
+            transit_bytes: requests / 2,
         }
     }
 }
@@ -114,14 +139,17 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
     const SMALL: Needs =
-        Needs { weight_bytes: GIB, kv_page_bytes: 7 << 20, train_bytes_per_token: 200 << 10, max_position_embeddings: 40_960 };
+        Needs { weight_bytes: GIB, kv_page_bytes: 7 << 20, train_bytes_per_token: 200 << 10, workspace_bytes: 240 << 20, max_position_embeddings: 40_960 };
 
     #[test]
     fn the_parts_never_exceed_the_whole() {
         for memory in [2 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB] {
             let b = Budget::divide(memory, SMALL).unwrap();
-            let activations = b.max_context_tokens.max(b.pass_tokens) as u64 * SMALL.train_bytes_per_token;
-            assert!(SMALL.weight_bytes + b.kv_pages as u64 * SMALL.kv_page_bytes + activations + b.adapter_bytes <= memory);
+            let activations = b.activation_tokens as u64 * SMALL.train_bytes_per_token + SMALL.workspace_bytes;
+            let requests = b.ledger_bytes + b.transit_bytes;
+            let pages = b.kv_pages as u64 * SMALL.kv_page_bytes;
+            assert!(SMALL.weight_bytes + pages + activations + b.adapter_bytes + b.captured_bytes + requests <= memory);
+            assert!(b.max_context_tokens.max(b.pass_tokens) < b.activation_tokens);
             assert!(b.max_context_tokens < b.kv_pages * PAGE_TOKENS);
         }
         assert_eq!(Budget::divide(64 * GIB, SMALL).unwrap().max_context_tokens, 40_960);
@@ -133,6 +161,7 @@ mod tests {
             weight_bytes: 4 << 20,
             kv_page_bytes: 80 << 10,
             train_bytes_per_token: 10 << 10,
+            workspace_bytes: 1 << 20,
             max_position_embeddings: 2048,
         };
         let b = Budget::divide(16 * GIB, tiny).unwrap();

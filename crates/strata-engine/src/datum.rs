@@ -35,6 +35,28 @@ pub(crate) struct PreparedDatum {
     pub(crate) loss: DatumLoss,
 }
 
+impl PreparedDatum {
+    /// Bytes that it holds while it waits, and those of its outputs and their encoding, which follow.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        let inputs = match &self.loss.inputs {
+            LossInputs::Weights(weights) => weights.len(),
+            LossInputs::Policy { advantages, clip, ratio_mask, .. } => {
+                let per_target = 2 + 2 * usize::from(clip.is_some()) + usize::from(ratio_mask.is_some());
+                advantages.len() * per_target
+            }
+        };
+        let outputs = 4 * self.targets.len();
+        (256 + 4 * (self.tokens.len() + self.targets.len() + inputs + outputs)) as u64
+    }
+
+    /// Lets go of what it holds: it has been computed.
+    pub(crate) fn clear(&mut self) {
+        self.tokens = Vec::new();
+        self.targets = Vec::new();
+        self.loss.inputs = LossInputs::Weights(Vec::new());
+    }
+}
+
 /// Checks the data of a `forward_backward`.
 ///
 /// # Errors

@@ -1,22 +1,32 @@
 //! The engine thread and the handle that others hold on it.
 //!
-//! One plain thread owns model, KV cache, tenants and samplers. Requests reach it over a channel; it takes all that have
-//! arrived, begins what can begin, runs one piece of device work, and looks again. With nothing to do it sleeps on the channel.
+//! One plain thread owns model, KV cache, tenants and samplers. Requests reach it through the [`Intake`], where server threads put them; with
+//! nothing to do it sleeps there.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
-use std::sync::{Arc, Weak};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
-use strata_model::{Model, Tokenizer};
+use strata_model::{Model, PAGE_TOKENS, Tokenizer};
 
-use crate::api::{Failure, Request};
+use crate::admission::Admission;
+use crate::api::{CheckpointSource, Client, Refusal, Request, RequestId, SaveTarget};
 use crate::budget::{Budget, Needs, StartError};
 use crate::checkpoint::BaseModel;
-use crate::disk::{Disk, Ticket};
-use crate::reply::{PendingReply, Reply};
-use crate::state::State;
-use crate::tenant::LearnerState;
+use crate::core::Core;
+use crate::device::Device;
+use crate::disk::Disk;
+use crate::files::{Done, Storage};
+use crate::intake::Intake;
+use crate::learner::{self, LearnerState};
+use crate::ledger::Ledger;
+use crate::reply::Reply;
+use crate::sampler::SamplerLimits;
+
+/// How long the engine is idle before it gives memory back to the system.
+const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
 
 /// Limits of the engine, decided at start.
 #[derive(Clone, Debug)]
@@ -36,17 +46,11 @@ pub struct EngineInfo {
     pub vocab_size: usize,
     /// What computes.
     pub backend: String,
+    /// Memory for bodies of requests on their way in, in bytes.
+    pub transit_bytes: u64,
 }
 
-/// What reaches the engine thread.
-pub(crate) enum Message {
-    /// A request and whom to answer.
-    Request(Request, PendingReply),
-    /// A checkpoint was read.
-    Loaded(Ticket, Result<LearnerState, Failure>),
-}
-
-/// A cheap handle on the engine thread. When the last one is dropped the thread ends, after the saves in work are written; what has not
+/// A cheap handle on the engine thread. When the last one is dropped the thread ends, after the saves that have begun are written; what has not
 /// been answered then fails.
 #[derive(Clone)]
 pub struct EngineHandle {
@@ -54,9 +58,15 @@ pub struct EngineHandle {
 }
 
 struct Shared {
-    messages: Sender<Message>,
+    admission: Admission,
     alive: Arc<AtomicBool>,
     info: EngineInfo,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.admission.intake.close();
+    }
 }
 
 impl EngineHandle {
@@ -71,6 +81,7 @@ impl EngineHandle {
                 weight_bytes: model.weight_bytes() as u64,
                 kv_page_bytes: model.kv_page_bytes() as u64,
                 train_bytes_per_token: model.train_bytes_per_token() as u64,
+                workspace_bytes: 0,
                 max_position_embeddings: model.config().max_position_embeddings,
             },
         )?;
@@ -78,15 +89,32 @@ impl EngineHandle {
             max_context_tokens: budget.max_context_tokens,
             vocab_size: model.config().vocab_size,
             backend: model.backend().description(),
+            transit_bytes: budget.transit_bytes,
         };
         tracing::info!(?budget, backend = %info.backend, "engine starts");
-        let (messages, queue) = channel();
-        let alive = Arc::new(AtomicBool::new(true));
-        let shared = Arc::new(Shared { messages, alive: alive.clone(), info });
+        let model = Arc::new(model);
+        let intake = Arc::new(Intake::new(Ledger::new(budget.ledger_bytes), budget.adapter_bytes));
+        let sizes = model.clone();
+        let admission = Admission {
+            intake: intake.clone(),
+            sampler_limits: SamplerLimits {
+                vocab_size: info.vocab_size,
+                max_context_tokens: info.max_context_tokens,
+                eos_token_ids: model.config().eos_token_ids.clone(),
+                page_tokens: PAGE_TOKENS,
+                pages: budget.kv_pages,
+                tokenizer,
+            },
+            adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),
+        };
         let base = BaseModel { name: config.base_model, modules: model.lora_modules().to_vec() };
-        let disk = start_disk(base, Arc::downgrade(&shared))?;
-        spawn(alive, queue, move |queue| run(State::new(model, budget, tokenizer, disk), queue))?;
-        Ok(EngineHandle { shared })
+        let storage = DiskStorage::start(base, intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
+        let alive = Arc::new(AtomicBool::new(true));
+        spawn(alive.clone(), intake.clone(), move || {
+            let core = Core::new(Device::new(model), intake.clone(), storage, budget, PAGE_TOKENS);
+            run(core, &intake);
+        })?;
+        Ok(EngineHandle { shared: Arc::new(Shared { admission, alive, info }) })
     }
 
     /// What the engine serves.
@@ -94,10 +122,18 @@ impl EngineHandle {
         &self.shared.info
     }
 
-    /// Queues a request. `reply` is called exactly once, also when the engine is dead or dies.
-    pub fn submit(&self, request: Request, reply: Reply) {
-        // A message that cannot be sent is dropped here, which answers it.
-        let _ = self.shared.messages.send(Message::Request(request, PendingReply::new(reply)));
+    /// The account that requests and results are charged to.
+    pub fn ledger(&self) -> &Ledger {
+        self.shared.admission.intake.ledger()
+    }
+
+    /// Accepts a request under an id that no open request has. Once accepted, `reply` is called exactly once, also when the engine dies; it
+    /// may be called before this returns.
+    ///
+    /// # Errors
+    /// If the request is refused: `reply` is then dropped and never called.
+    pub fn submit(&self, id: RequestId, client: Client, request: Request, reply: Reply) -> Result<(), Refusal> {
+        self.shared.admission.submit(id, client, request, reply)
     }
 
     /// Whether the engine thread is running.
@@ -106,95 +142,94 @@ impl EngineHandle {
     }
 }
 
-/// The disk thread holds the channel weakly: what it loads for an engine that nobody holds any more has no one to go to.
-fn start_disk(base: BaseModel, shared: Weak<Shared>) -> Result<Disk, StartError> {
-    let deliver = move |ticket, result| {
-        if let Some(shared) = shared.upgrade() {
-            let _ = shared.messages.send(Message::Loaded(ticket, result));
-        }
-    };
-    Disk::start(base, Box::new(deliver)).map_err(|e| StartError::Thread(e.to_string()))
+/// The disk thread, and what it has done.
+struct DiskStorage {
+    disk: Disk,
+    done: Receiver<Done<LearnerState>>,
+}
+
+impl DiskStorage {
+    fn start(base: BaseModel, intake: Arc<Intake>) -> std::io::Result<Self> {
+        let (sender, done) = channel();
+        let deliver = move |ended| {
+            // An engine that is gone wants nothing any more.
+            let _ = sender.send(ended);
+            intake.nudge();
+        };
+        Ok(DiskStorage { disk: Disk::start(base, Box::new(deliver))?, done })
+    }
+}
+
+impl Storage<LearnerState> for DiskStorage {
+    fn save(&mut self, ticket: u64, state: LearnerState, target: SaveTarget) {
+        self.disk.save(ticket, state, target);
+    }
+
+    fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool) {
+        self.disk.load(ticket, source, with_optimizer);
+    }
+
+    fn poll(&mut self) -> Option<Done<LearnerState>> {
+        self.done.try_recv().ok()
+    }
 }
 
 /// Runs `body` on the engine thread.
-fn spawn(
-    alive: Arc<AtomicBool>,
-    queue: Receiver<Message>,
-    body: impl FnOnce(&Receiver<Message>) + Send + 'static,
-) -> Result<(), StartError> {
+fn spawn(alive: Arc<AtomicBool>, intake: Arc<Intake>, body: impl FnOnce() + Send + 'static) -> Result<(), StartError> {
     let thread = move || {
-        // The guard says so whatever way the thread ends; what is still owed is failed as state and queue are dropped.
-        let _dead = MarkDead(alive);
-        if catch_unwind(AssertUnwindSafe(|| body(&queue))).is_err() {
+        if catch_unwind(AssertUnwindSafe(body)).is_err() {
             tracing::error!("the engine thread panicked; every request fails from now on");
         }
+        alive.store(false, Ordering::Release);
+        intake.fail_all();
     };
     let started = std::thread::Builder::new().name("strata-engine".into()).spawn(thread);
     started.map(drop).map_err(|e| StartError::Thread(e.to_string()))
 }
 
-struct MarkDead(Arc<AtomicBool>);
-
-impl Drop for MarkDead {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
+/// Runs until the intake closes, and then until what is being saved is written.
+fn run(mut core: Core<Device, DiskStorage>, intake: &Intake) {
+    let mut released = false;
+    while !intake.is_closed() {
+        if core.turn() {
+            released = false;
+        } else if !intake.wait((!released).then_some(IDLE_BEFORE_RELEASE)) && !released {
+            core.release_memory();
+            released = true;
+        }
     }
-}
-
-/// Runs until the last handle is dropped.
-fn run(mut state: State, queue: &Receiver<Message>) {
-    loop {
-        loop {
-            match queue.try_recv() {
-                Ok(message) => state.take(message),
-                Err(TryRecvError::Empty) => break,
-                Err(TryRecvError::Disconnected) => return,
-            }
-        }
-        state.advance();
-        if state.has_work() {
-            state.work();
-            continue;
-        }
-        match queue.recv() {
-            Ok(message) => state.take(message),
-            Err(RecvError) => return,
-        }
+    while core.unwritten_saves() > 0 {
+        core.settle();
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::sync::mpsc::channel;
 
     use super::*;
-    use crate::api::Outcome;
+    use crate::api::Failure;
+    use crate::reply::PendingReply;
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
     #[test]
-    fn a_panic_kills_the_engine_and_every_request_is_told() {
-        let (messages, queue) = channel();
+    fn a_panic_of_the_thread_is_told_to_everyone_who_waits() {
+        let intake = Arc::new(Intake::new(Ledger::new(1000), 0));
         let alive = Arc::new(AtomicBool::new(true));
-        let info = EngineInfo { max_context_tokens: 1, vocab_size: 1, backend: "none".into() };
-        let handle = EngineHandle { shared: Arc::new(Shared { messages, alive: alive.clone(), info }) };
-        let submit = || -> Receiver<Outcome> {
-            let (tx, rx) = channel();
-            let reply = Box::new(move |outcome| drop(tx.send(outcome)));
-            handle.submit(Request::DropSampler { sampler_id: "s".into() }, reply);
-            rx
+        let (tx, rx) = channel();
+        let reply = PendingReply::new(Box::new(move |outcome, _| drop(tx.send(outcome))));
+        let control = crate::intake::Control::CreateSampler {
+            sampler_id: "s".into(),
+            client: Client { owner: "o".into(), session: "s".into() },
+            source: None,
+            reply,
         };
-        let (taken, queued) = (submit(), submit());
-        assert!(handle.is_alive());
-        let body = |queue: &Receiver<Message>| {
-            let _taken = queue.recv();
-            panic!("expected in this test");
-        };
-        spawn(alive, queue, body).unwrap();
-        for reply in [taken, queued] {
-            assert!(matches!(reply.recv_timeout(PATIENCE), Ok(Err(Failure::Server(_)))));
-        }
-        assert!(!handle.is_alive(), "the queue is emptied after the engine is marked dead");
-        assert!(matches!(submit().recv_timeout(PATIENCE), Ok(Err(Failure::Server(_)))));
+        intake.accept(control).map_err(|e| e.0).unwrap();
+        spawn(alive.clone(), intake.clone(), || panic!("expected in this test")).unwrap();
+        assert!(matches!(rx.recv_timeout(PATIENCE), Ok(Err(Failure::Server(_)))));
+        assert!(!alive.load(Ordering::Acquire), "requests are failed after the engine is marked dead");
+        assert!(intake.is_closed(), "what comes later is refused");
     }
 }

@@ -2,33 +2,41 @@
 //!
 //! Map:
 //! - [`api`]: what can be asked and what is answered; plain values.
-//! - [`engine`](EngineHandle): the thread and its loop; `state`: what it owns and what each request does; `reply`: answers, exactly once.
-//! - `reorder`, `datum`, `losses`, `tenant`, `scheduler`, `optimizer`: training, from arrival to step.
-//! - `sampler`: continuous batching on the paged KV cache; `snapshot`: the weights it samples from.
-//! - `disk`, `checkpoint`: saving and loading beside the engine thread.
-//! - `budget`: memory, divided once; `clock`: time, shared between training and sampling.
+//! - [`engine`](EngineHandle): the thread and the handle on it; `core`: what the engine owns and one turn of it; `reply`: answers, exactly once.
+//! - `admission`: checks a request where it is sent; `intake`: the one keeper of order; [`ledger`]: the account of what requests hold.
+//! - `fair`: whose turn it is; `tenant`: a model in training; `sampler`: continuous batching on the paged KV cache.
+//! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
+//! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread.
+//! - `budget`: memory, divided once.
 //!
 //! Invariants:
-//! - One thread computes. Every request is answered exactly once, also when that thread dies.
+//! - One thread computes. Every accepted request is answered exactly once, also when that thread dies; a refused one never.
 //! - A tenant's operations run in the order of their ids. One that fails takes its place, adds nothing, and later ones go on.
 //! - What a request computes does not depend on who else is there: schedules, batches and caches decide when, never what.
-//! - Every queue has a limit, named where it is checked. A user's mistake is a [`Failure::User`](api::Failure::User), never a panic.
+//! - What was accepted can finish: its memory, its result's and its pages are set aside before. Every queue is paid for from one account,
+//!   and a full one refuses at the door. A user's mistake is a [`Failure::User`](api::Failure::User), never a panic.
+//! - A panic in a pass fails what was in that pass. The engine goes on.
 
+mod admission;
 pub mod api;
 mod budget;
 mod checkpoint;
-mod clock;
+mod compute;
+mod core;
 mod datum;
+mod device;
 mod disk;
 mod engine;
+mod fair;
+mod files;
+mod intake;
+mod learner;
+pub mod ledger;
 mod losses;
 mod optimizer;
-mod reorder;
 mod reply;
 mod sampler;
-mod scheduler;
 mod snapshot;
-mod state;
 mod tenant;
 
 pub use budget::StartError;

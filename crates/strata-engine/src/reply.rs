@@ -3,19 +3,30 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::api::{Failure, Outcome};
+use crate::ledger::Charge;
 
-/// Takes the outcome of a request, on one of the engine's threads: it must be quick and must not block.
-pub type Reply = Box<dyn FnOnce(Outcome) + Send>;
+/// Takes the outcome of a request, and with it what the request was charged for, which now pays for the result. It is called on one of the
+/// engine's threads: it must be quick and must not block.
+pub type Reply = Box<dyn FnOnce(Outcome, Option<Charge>) + Send>;
 
 /// What a request that the engine could not finish is told.
 const STOPPED: &str = "the engine stopped before this request was done; the server log says why";
 
 /// A [`Reply`] that is still owed. Dropped without an answer (the engine died, or was shut down), it answers with a server failure.
-pub(crate) struct PendingReply(Option<Reply>);
+pub(crate) struct PendingReply {
+    reply: Option<Reply>,
+    charge: Option<Charge>,
+}
 
 impl PendingReply {
     pub(crate) fn new(reply: Reply) -> Self {
-        PendingReply(Some(reply))
+        PendingReply { reply: Some(reply), charge: None }
+    }
+
+    /// What the request holds is paid for by `charge`.
+    pub(crate) fn paid_by(mut self, charge: Charge) -> Self {
+        self.charge = Some(charge);
+        self
     }
 
     pub(crate) fn send(mut self, outcome: Outcome) {
@@ -26,14 +37,16 @@ impl PendingReply {
         self.send(Err(Failure::User(message.into())));
     }
 
-    pub(crate) fn fail_server(self, message: impl Into<String>) {
-        self.send(Err(Failure::Server(message.into())));
+    /// Forgets the closure: the request was refused, and its sender is told so in another way.
+    pub(crate) fn withdraw(mut self) {
+        self.reply = None;
     }
 
     /// A caller's closure that panics must not take the engine, and everyone else's requests, with it.
     fn deliver(&mut self, outcome: Outcome) {
-        let Some(reply) = self.0.take() else { return };
-        if catch_unwind(AssertUnwindSafe(|| reply(outcome))).is_err() {
+        let Some(reply) = self.reply.take() else { return };
+        let charge = self.charge.take();
+        if catch_unwind(AssertUnwindSafe(|| reply(outcome, charge))).is_err() {
             tracing::error!("a reply closure panicked");
         }
     }
@@ -55,20 +68,23 @@ mod tests {
     #[test]
     fn an_answered_reply_is_called_once() {
         let (tx, rx) = channel();
-        PendingReply::new(Box::new(move |o| tx.send(o).unwrap())).send(Ok(Response::Freed));
+        PendingReply::new(Box::new(move |o, _| tx.send(o).unwrap())).send(Ok(Response::Freed));
         assert!(matches!(rx.recv(), Ok(Ok(Response::Freed))));
         assert!(rx.recv().is_err(), "the closure was dropped after its one call");
     }
 
     #[test]
-    fn a_dropped_reply_fails_with_a_server_error() {
+    fn a_dropped_reply_fails_with_a_server_error_and_a_withdrawn_one_is_silent() {
         let (tx, rx) = channel();
-        drop(PendingReply::new(Box::new(move |o| tx.send(o).unwrap())));
+        let other = tx.clone();
+        drop(PendingReply::new(Box::new(move |o, _| tx.send(o).unwrap())));
         assert!(matches!(rx.recv(), Ok(Err(Failure::Server(_)))));
+        PendingReply::new(Box::new(move |o, _| other.send(o).unwrap())).withdraw();
+        assert!(rx.recv().is_err());
     }
 
     #[test]
     fn a_panicking_closure_is_contained() {
-        PendingReply::new(Box::new(|_| panic!("expected in this test"))).send(Ok(Response::Freed));
+        PendingReply::new(Box::new(|_, _| panic!("expected in this test"))).send(Ok(Response::Freed));
     }
 }

@@ -1,23 +1,25 @@
 //! A sample request and its sequences, from the check of the request to the answer.
 
-use crate::api::{Failure, Response, SampleOutput, SampleRequest, SampledSequence, StopReason, TopK};
+use crate::api::{Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK};
 use crate::datum::check_tokens;
 use crate::reply::PendingReply;
-use crate::snapshot::Weights;
+use crate::snapshot::WeightsId;
 
 use super::SamplerLimits;
 use super::draw::{DrawSettings, Drawn};
 use super::pages::Prefix;
 use super::stop::{StopProgress, StopRule};
-use strata_model::PAGE_TOKENS;
 
 /// Most samples of one request.
 pub(crate) const NUM_SAMPLES_MAX: usize = 4096;
 /// Most tokens to report per position.
 pub(crate) const REPORT_TOPK_MAX: usize = 1024;
+/// What any request holds besides what it brings and what comes of it: its entries in tables and queues.
+pub(crate) const REQUEST_BYTES: u64 = 2048;
 
 /// A checked request.
 pub(crate) struct Plan {
+    page_tokens: usize,
     pub(crate) prompt: Vec<u32>,
     pub(crate) num_samples: usize,
     /// Tokens of each sample at most; at least 1, and they fit the context.
@@ -80,7 +82,8 @@ impl Plan {
             top_p: request.top_p,
             report_topk: request.topk_sample_logprobs,
         };
-        Ok(Plan {
+        let plan = Plan {
+            page_tokens: limits.page_tokens,
             num_samples: request.num_samples,
             max_tokens,
             settings,
@@ -90,32 +93,70 @@ impl Plan {
             first_scored: if scores_prompt { length.saturating_sub(last_n).max(1) } else { length },
             report_samples_topk: request.topk_sample_logprobs > 0,
             prompt,
-        })
+        };
+        // The partly filled page of a prompt is there twice: for the prompt and for its first sample.
+        let pages = plan.prompt_pages() + plan.own_pages();
+        if pages > limits.pages {
+            return Err(format!(
+                "a prompt of {length} tokens and {max_tokens} more take {pages} pages of {} tokens, and the cache has {}; \
+                 start the server with more memory, or ask for fewer tokens",
+                limits.page_tokens, limits.pages
+            ));
+        }
+        Ok(plan)
     }
 
     /// Pages of the prompt.
     pub(crate) fn prompt_pages(&self) -> usize {
-        self.prompt.len().div_ceil(PAGE_TOKENS)
+        self.prompt.len().div_ceil(self.page_tokens)
     }
 
     /// Pages that each sample may need beyond the full pages of the prompt, which all share.
     pub(crate) fn own_pages(&self) -> usize {
+        if self.max_tokens == 1 { 0 } else { self.sequence_pages() - self.prompt.len() / self.page_tokens }
+    }
+
+    /// Pages of a whole sample, prompt included.
+    pub(crate) fn sequence_pages(&self) -> usize {
         // The last token of a sample is never an input; a sample of one token never runs.
-        let cached = self.prompt.len() + self.max_tokens - 1;
-        if self.max_tokens == 1 { 0 } else { cached.div_ceil(PAGE_TOKENS) - self.prompt.len() / PAGE_TOKENS }
+        (self.prompt.len() + self.max_tokens - 1).div_ceil(self.page_tokens)
     }
 
     /// Whole pages of the prompt that may come from the cache: the positions whose predictions are wanted must be computed.
     pub(crate) fn cacheable_pages(&self) -> usize {
-        (self.prompt.len() - 1).min(self.first_scored - 1) / PAGE_TOKENS
+        (self.prompt.len() - 1).min(self.first_scored - 1) / self.page_tokens
+    }
+
+    /// Bytes that the request holds while it is open, its result included.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        let topk_bytes = |k: usize| if k == 0 { 0 } else { 24 + 16 * k as u64 };
+        let prompt = self.prompt.len() as u64;
+        // Ids and log-probabilities, half as much again for vectors that grow, and both once more as the encoded answer.
+        let stop_text = if matches!(self.stop, StopRule::Strings { .. }) { 16 } else { 0 };
+        let per_token = 12 + 8 + stop_text + topk_bytes(self.settings.report_topk);
+        let per_sample = 256 + self.max_tokens as u64 * per_token;
+        let scores = if self.prompt_logprobs { 12 } else { 0 } + topk_bytes(self.topk_prompt);
+        REQUEST_BYTES + prompt * (4 + scores) + self.num_samples as u64 * per_sample
     }
 }
 
-/// A request in work.
-pub(crate) struct Job {
-    pub(crate) plan: Plan,
-    pub(crate) weights: Weights,
+/// Who asked, for what weights, and whom to answer.
+pub(crate) struct Asked {
+    pub(crate) id: RequestId,
+    pub(crate) client: Client,
+    pub(crate) sampler_id: SamplerId,
     pub(crate) reply: PendingReply,
+}
+
+/// A request in work.
+pub(crate) struct Job<F> {
+    pub(crate) plan: Plan,
+    pub(crate) asked: Asked,
+    pub(crate) weights: (WeightsId, F),
+    /// The session it belongs to, as the sampler numbers them.
+    pub(crate) session: u64,
+    /// Whether it holds its prompt, or a promise of the pages for it.
+    pub(crate) admitted: bool,
     /// Pages of the prompt that are held.
     pub(crate) pages: Vec<u32>,
     /// Pages of the prompt that are promised and not yet taken.
@@ -127,36 +168,61 @@ pub(crate) struct Job {
     pub(crate) cache_hit_tokens: usize,
     /// Tokens of the prompt whose keys and values are in the cache.
     pub(crate) computed: usize,
-    /// Samples with a promise of pages that have not started.
-    pub(crate) grants: usize,
-    /// Sequences whose first token is drawn and that wait for a grant, the last first.
+    /// Promises of the pages of one sample that no sample uses yet.
+    pub(crate) idle_lanes: usize,
+    /// Samples that run on pages of their own.
+    pub(crate) running: usize,
+    /// Whether the first tokens are drawn.
+    pub(crate) begun: bool,
+    /// Sequences whose first token is drawn and that begin behind the prompt that the job holds, the last first.
     pub(crate) unstarted: Vec<Sequence>,
+    /// Sequences that lost their pages, and with them the prompt: each begins anew from its first token.
+    pub(crate) evicted: Vec<Sequence>,
     /// Samples that have not ended.
     pub(crate) unfinished: usize,
+    /// When it was last admitted, in the order of all that start.
+    pub(crate) started: u64,
     results: Vec<Option<SampledSequence>>,
     prompt_logprobs: Vec<Option<f32>>,
     prompt_topk: Vec<TopK>,
 }
 
-impl Job {
-    pub(crate) fn new(plan: Plan, weights: Weights, reply: PendingReply) -> Self {
+/// What a job could use next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Want {
+    /// Its prompt, and pages for one sample.
+    Admission,
+    /// Pages for one more sample behind its prompt.
+    Lane,
+    /// Pages for a whole sample that lost its own.
+    Restart,
+}
+
+impl<F> Job<F> {
+    pub(crate) fn new(plan: Plan, weights: (WeightsId, F), asked: Asked, session: u64) -> Self {
         let length = plan.prompt.len();
         Job {
+            admitted: false,
             pages: Vec::new(),
             reserved: 0,
-            prefix: Prefix::Root(weights.id),
+            prefix: Prefix::Root(weights.0),
             looked_up: false,
             cache_hit_tokens: 0,
             computed: 0,
-            grants: 0,
+            idle_lanes: 0,
+            running: 0,
+            begun: false,
             unstarted: Vec::new(),
+            evicted: Vec::new(),
             unfinished: plan.num_samples,
+            started: 0,
             results: vec![None; plan.num_samples],
             prompt_logprobs: vec![None; if plan.prompt_logprobs { length } else { 0 }],
             prompt_topk: vec![TopK::new(); if plan.topk_prompt > 0 { length } else { 0 }],
             plan,
+            asked,
             weights,
-            reply,
+            session,
         }
     }
 
@@ -165,9 +231,24 @@ impl Job {
         self.computed == self.plan.prompt.len()
     }
 
-    /// Samples that still need a promise of pages.
-    pub(crate) fn wants_grants(&self) -> usize {
-        if self.prefilled() { self.unstarted.len() } else { self.plan.num_samples - self.grants }
+    /// What it could use next, if anything.
+    pub(crate) fn want(&self) -> Option<Want> {
+        let lanes = if self.begun { self.unstarted.len() } else { self.plan.num_samples };
+        match () {
+            () if !self.begun && !self.admitted => Some(Want::Admission),
+            () if self.admitted && lanes > self.idle_lanes => Some(Want::Lane),
+            () if !self.evicted.is_empty() => Some(Want::Restart),
+            () => None,
+        }
+    }
+
+    /// Pages to be promised for what it wants.
+    pub(crate) fn pages_for(&self, want: Want) -> usize {
+        match want {
+            Want::Admission => self.plan.prompt_pages() + self.plan.own_pages(),
+            Want::Lane => self.plan.own_pages(),
+            Want::Restart => self.plan.sequence_pages(),
+        }
     }
 
     /// Records how probable the token at a prompt position was.
@@ -189,7 +270,7 @@ impl Job {
     /// Answers, once every sample has ended.
     pub(crate) fn answer(self) {
         let sequences: Option<Vec<_>> = self.results.into_iter().collect();
-        self.reply.send(match sequences {
+        self.asked.reply.send(match sequences {
             Some(sequences) => Ok(Response::Sampled(SampleOutput {
                 sequences,
                 prompt_logprobs: self.plan.prompt_logprobs.then_some(self.prompt_logprobs),
@@ -204,23 +285,35 @@ impl Job {
 /// One sample in work.
 pub(crate) struct Sequence {
     pub(crate) job: u64,
+    pub(crate) session: u64,
     pub(crate) index: usize,
     pub(crate) tokens: Vec<u32>,
     logprobs: Vec<f32>,
     topk: Vec<TopK>,
     stop: StopProgress,
-    /// Pages held, those shared with the prompt first.
+    /// Pages held, those shared with others first.
     pub(crate) pages: Vec<u32>,
     /// Pages promised and not yet taken.
     pub(crate) reserved: usize,
+    /// Pages that its session was charged for.
+    pub(crate) granted: usize,
     /// Tokens whose keys and values are in the cache.
     pub(crate) cached: usize,
+    /// What its first `registered` pages amount to.
+    pub(crate) prefix: Prefix,
+    pub(crate) registered: usize,
+    /// When it started, in the order of all that start, and with how many tokens.
+    pub(crate) started: u64,
+    pub(crate) tokens_at_start: usize,
+    /// When it last ran.
+    pub(crate) last_step: u64,
 }
 
 impl Sequence {
-    pub(crate) fn new(job: u64, index: usize, prompt_tokens: usize) -> Self {
+    pub(crate) fn new(job: u64, session: u64, index: usize, root: Prefix) -> Self {
         Sequence {
             job,
+            session,
             index,
             tokens: Vec::new(),
             logprobs: Vec::new(),
@@ -228,7 +321,26 @@ impl Sequence {
             stop: StopProgress::default(),
             pages: Vec::new(),
             reserved: 0,
-            cached: prompt_tokens,
+            granted: 0,
+            cached: 0,
+            prefix: root,
+            registered: 0,
+            started: 0,
+            tokens_at_start: 0,
+            last_step: 0,
+        }
+    }
+
+    /// Tokens that have to be in the cache before the next one can be drawn, the one that is fed next left out.
+    pub(crate) fn known(&self, plan: &Plan) -> usize {
+        plan.prompt.len() + self.tokens.len() - 1
+    }
+
+    /// Token `position` of prompt and sample together.
+    pub(crate) fn token(&self, plan: &Plan, position: usize) -> u32 {
+        match position.checked_sub(plan.prompt.len()) {
+            None => plan.prompt[position],
+            Some(sampled) => self.tokens[sampled],
         }
     }
 

@@ -1,284 +1,630 @@
-//! Continuous batching: every step runs one token of each live sequence and a chunk of the prompts that wait, whoever sent them.
+//! Continuous batching: every step runs tokens of the live sequences and chunks of the prompts that wait, whoever sent them.
 //!
 //! A request is a [`Job`]. Its prompt is computed once, in chunks; its full pages go to the prefix cache. From the last prompt
 //! position the first token of every sample is drawn; each sample then shares the full pages of the prompt and continues in its own copy
-//! of the partly filled one. Jobs are admitted in order of arrival, one sample of each in turn, as soon as the pages that the
-//! sample can ever need are free: so no step can run out of pages, and no job waits for one that came later.
+//! of the partly filled one.
+//!
+//! **Pages are promised before they are used**: a job is admitted when the pages of its prompt and of one whole sample can be
+//! promised, and keeps that promise until its last sample has begun, handing it from one sample to the next. So whatever was
+//! admitted can finish on what it holds, and no step can run out.
+//!
+//! **Pages are shared fairly**: of all sessions that want something, the one that holds least goes next, and nobody passes it. If it holds
+//! less than its share and finds no room, those above theirs give up their youngest samples, which begin again later: their text
+//! is kept, and computing its keys and values again gives the same bits.
+//!
+//! **Steps are shared fairly**: a step of several sessions takes no longer than if each in turn ran a step as small as the smallest of theirs.
 //!
 //! A token's logits depend on its sequence and weights alone, so nothing here changes what is sampled: not the chunks, not the cache, not the company.
 
-mod draw;
+pub(crate) mod draw;
 mod job;
 mod pages;
 mod stop;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, OnceLock};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
-use strata_model::lora::Adapter;
-use strata_model::{KvCache, LogitsRow, Model, PAGE_TOKENS, PackedBatch, Tokenizer};
+use strata_model::Tokenizer;
 
-use crate::api::{Failure, SampleRequest, StopReason, TopK};
-use crate::reply::PendingReply;
-use crate::snapshot::Weights;
+use crate::api::{Client, Failure, RequestId, StopReason};
+use crate::compute::{Compute, RowResult, RowTask, StepSpan};
+use crate::snapshot::WeightsId;
 
-use draw::{DrawSettings, Drawn};
-use job::{Job, Plan, Sequence};
-use pages::PagePool;
+pub(crate) use draw::{DrawSettings, Drawn};
+pub(crate) use job::{Asked, Plan, REQUEST_BYTES};
+use job::{Job, Sequence, Want};
+use pages::{PagePool, Prefix};
 
-/// Sequences that run at the same time, at most.
+/// Samples that run at the same time, at most.
 const SEQUENCES_MAX: usize = 256;
 /// Prompt tokens of a step when nothing else runs.
 const PREFILL_TOKENS: usize = 512;
 /// Prompt tokens of a step beside running sequences, which wait for it: a fraction of a second on a processor.
 const PREFILL_TOKENS_BESIDE_DECODES: usize = 128;
-/// Requests that may wait or run.
-const JOBS_MAX: usize = 65_536;
+/// Tokens whose arithmetic takes about as long as reading the weights once, which a step of one token does too.
+const STEP_BASE_TOKENS: usize = 8;
+/// A session's last sample keeps its pages until it has drawn this many tokens since it began, and a quarter of what it had to compute again.
+const TOKENS_BEFORE_EVICTION: usize = 16;
 
 /// What sample requests are checked against.
 pub(crate) struct SamplerLimits {
     pub(crate) vocab_size: usize,
     pub(crate) max_context_tokens: usize,
     pub(crate) eos_token_ids: Vec<u32>,
+    /// Tokens in a page of the cache.
+    pub(crate) page_tokens: usize,
+    /// Pages of the cache.
+    pub(crate) pages: usize,
     /// Needed for stop strings.
     pub(crate) tokenizer: Option<Arc<Tokenizer>>,
 }
 
 /// All sampling of an engine.
-pub(crate) struct Sampler {
-    limits: SamplerLimits,
-    cache: KvCache,
+pub(crate) struct Batcher<C: Compute> {
+    page_tokens: usize,
+    num_pages: usize,
+    cache: C::Cache,
     pool: PagePool,
-    jobs: BTreeMap<u64, Job>,
+    jobs: BTreeMap<u64, Job<C::Frozen>>,
+    by_id: HashMap<RequestId, u64>,
     next_job: u64,
-    /// Jobs with samples that have no promise of pages yet, in turn.
-    waiting: VecDeque<u64>,
-    /// Jobs whose prompt is being computed, in order.
-    prefilling: VecDeque<u64>,
+    sessions: BTreeMap<Client, Session>,
+    next_session: u64,
+    /// Jobs whose prompt is being computed, in the order of their admission.
+    prefilling: Vec<u64>,
     running: Vec<Sequence>,
-    /// Samples that hold a promise of pages.
-    granted: usize,
+    /// Promises for samples, used or not.
+    lanes: usize,
+    /// Counts steps and starts.
+    clock: u64,
+    /// Whether something has changed since admission last found nothing to do.
+    may_admit: bool,
+    /// What the simulation sees.
+    pub(crate) evictions: u64,
+}
+
+/// What a session has in the sampler.
+#[derive(Default)]
+struct Session {
+    number: u64,
+    /// Its jobs, in turn: the front is next to get what it wants.
+    jobs: Vec<u64>,
+    /// Pages promised to it.
+    pages: usize,
+    lanes: usize,
 }
 
 /// A sequence's part in a step.
-enum Work {
-    /// Prompt tokens from the first that is not computed.
-    Prefill { job: u64, tokens: usize },
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    /// Prompt tokens of a job from the first that is not computed.
+    Prompt { job: u64, tokens: usize },
+    /// Known tokens of `running[sequence]` that it lost with its pages.
+    Again { sequence: usize, tokens: usize },
     /// The last token of `running[sequence]`.
     Decode { sequence: usize },
 }
 
-/// What a row of logits is for.
-enum RowTask {
-    /// Score the prompt token at `position`.
-    Score { job: u64, position: usize, token: u32, topk: usize },
-    /// Draw the first token of all samples of a job.
-    First { job: u64, settings: DrawSettings, samples: Vec<usize> },
-    /// Draw the next token of `running[sequence]`.
-    Next { sequence: usize, settings: DrawSettings, sample: [usize; 1], position: usize },
+/// Where a row of a step goes.
+enum RowFor {
+    Score { job: u64, position: usize },
+    First { job: u64 },
+    Next { sequence: usize },
 }
 
-enum RowResult {
-    Scored(f32, TopK),
-    Drawn(Vec<Drawn>),
-    NotNumbers,
+/// A step that was run: what each client had of it.
+pub(crate) struct StepDone {
+    /// Tokens of each session that took part.
+    pub(crate) tokens: Vec<(Client, usize)>,
 }
 
-impl RowTask {
-    fn run(&self, row: LogitsRow<'_>) -> RowResult {
-        let drawn = match self {
-            RowTask::Score { token, topk, .. } => {
-                let finite = row.log_normalizer.is_finite();
-                return if finite {
-                    RowResult::Scored(row.logprob(*token), draw::top_k(row, *topk))
-                } else {
-                    RowResult::NotNumbers
-                };
-            }
-            RowTask::First { settings, samples, .. } => draw::draw(row, settings, samples, 0),
-            RowTask::Next { settings, sample, position, .. } => draw::draw(row, settings, sample, *position),
-        };
-        drawn.map_or(RowResult::NotNumbers, RowResult::Drawn)
-    }
-}
-
-impl Sampler {
-    pub(crate) fn new(cache: KvCache, limits: SamplerLimits) -> Self {
-        Sampler {
-            limits,
-            pool: PagePool::new(cache.num_pages()),
-            cache,
+impl<C: Compute> Batcher<C> {
+    pub(crate) fn new(compute: &C, num_pages: usize, page_tokens: usize) -> Self {
+        Batcher {
+            page_tokens,
+            num_pages,
+            cache: compute.new_cache(num_pages),
+            pool: PagePool::new(num_pages),
             jobs: BTreeMap::new(),
+            by_id: HashMap::new(),
             next_job: 0,
-            waiting: VecDeque::new(),
-            prefilling: VecDeque::new(),
+            sessions: BTreeMap::new(),
+            next_session: 0,
+            prefilling: Vec::new(),
             running: Vec::new(),
-            granted: 0,
+            lanes: 0,
+            clock: 0,
+            may_admit: false,
+            evictions: 0,
         }
     }
 
-    /// Whether there is anything to run.
+    /// Queues a checked request.
+    pub(crate) fn submit(&mut self, plan: Plan, weights: (WeightsId, C::Frozen), asked: Asked) {
+        let id = self.next_job;
+        self.next_job += 1;
+        self.by_id.insert(asked.id.clone(), id);
+        let session = self.sessions.entry(asked.client.clone()).or_insert_with(|| {
+            self.next_session += 1;
+            Session { number: self.next_session, ..Session::default() }
+        });
+        session.jobs.push(id);
+        self.jobs.insert(id, Job::new(plan, weights, asked, session.number));
+        self.may_admit = true;
+    }
+
+    /// Fails the job of a request, if it is open, and frees all it holds.
+    pub(crate) fn cancel(&mut self, request: &str, failure: &Failure) -> bool {
+        let found = self.by_id.get(request).copied();
+        found.is_some_and(|job| {
+            self.fail_job(job, failure.clone());
+            true
+        })
+    }
+
+    /// Fails every job for which `is_meant` holds.
+    pub(crate) fn cancel_where(&mut self, is_meant: impl Fn(&Asked) -> bool, failure: &Failure) {
+        let meant: Vec<u64> = self.jobs.iter().filter(|(_, j)| is_meant(&j.asked)).map(|(&id, _)| id).collect();
+        for job in meant {
+            self.fail_job(job, failure.clone());
+        }
+    }
+
+    /// Tokens in a page.
+    pub(crate) fn page_tokens(&self) -> usize {
+        self.page_tokens
+    }
+
+    /// Whether nothing waits or runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.jobs.is_empty()
     }
 
-    /// Checks and queues a request.
-    pub(crate) fn submit(&mut self, weights: Weights, request: &SampleRequest, reply: PendingReply) {
-        if self.jobs.len() >= JOBS_MAX {
-            return reply.fail_server(format!("{JOBS_MAX} sample requests are waiting already"));
-        }
-        match Plan::new(request, &self.limits) {
-            Ok(plan) => {
-                let id = self.next_job;
-                self.next_job += 1;
-                self.jobs.insert(id, Job::new(plan, weights, reply));
-                self.waiting.push_back(id);
-            }
-            Err(message) => reply.fail_user(message),
-        }
+    /// Gives the memory of free pages back to the system.
+    pub(crate) fn release_memory(&mut self, compute: &C) {
+        compute.release_memory(&mut self.cache, self.pool.free_pages());
     }
 
-    /// Runs one step over everything that is live.
-    pub(crate) fn step(&mut self, model: &Model) {
-        self.admit();
-        let mut work = self.plan_step();
-        assert!(!work.is_empty() || self.is_idle(), "{} sample requests wait, and none can run", self.jobs.len());
-        if work.is_empty() {
-            return;
+    /// Admits what has room, and answers the sessions that have something to run.
+    pub(crate) fn runnable(&mut self, compute: &C) -> Vec<Client> {
+        self.admit(compute);
+        let prefilling = self.prefilling.iter().map(|job| self.jobs[job].session);
+        let active: HashSet<u64> = prefilling.chain(self.running.iter().map(|s| s.session)).collect();
+        self.sessions.iter().filter(|(_, s)| active.contains(&s.number)).map(|(client, _)| client.clone()).collect()
+    }
+
+    /// Runs one step for these sessions, the first in line first. Answers what each had of it.
+    pub(crate) fn step(&mut self, compute: &C, order: &[Client]) -> StepDone {
+        self.clock += 1;
+        let (mut parts, tokens) = self.plan_step(compute, order);
+        if parts.is_empty() {
+            return StepDone { tokens };
         }
         // Sequences with the same weights lie together, so that each adapter multiplies one run of tokens.
-        work.sort_by_key(|w| self.weights_of(w).id);
-        let adapters: Vec<(crate::snapshot::WeightsId, Option<Arc<Adapter>>)> =
-            work.iter().map(|w| (self.weights_of(w).id, self.weights_of(w).adapter.clone())).collect();
-        let mut batch = PackedBatch::new();
-        let (mut rows, mut tasks) = (Vec::new(), Vec::new());
-        for (i, item) in work.iter().enumerate() {
-            if i == 0 || adapters[i].0 != adapters[i - 1].0 {
-                batch.begin_group(adapters[i].1.as_deref());
+        parts.sort_by_key(|p| self.jobs[&self.job_of(p)].weights.0);
+        let mut targets = Vec::new();
+        let spans: Vec<StepSpan<'_, C::Frozen>> = parts.iter().map(|part| self.span(part, &mut targets)).collect();
+        let cache = &mut self.cache;
+        let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
+        drop(spans);
+        let error = match done {
+            Ok(Ok(results)) if results.len() == targets.len() => {
+                self.advance(&parts);
+                self.take_results(compute, targets, results);
+                return StepDone { tokens };
             }
-            self.pack(item, &mut batch, &mut rows, &mut tasks);
-        }
-        let results: Vec<OnceLock<RowResult>> = rows.iter().map(|_| OnceLock::new()).collect();
-        let visit = |i: usize, row: LogitsRow<'_>| {
-            // A row is visited once; a second visit would find the same numbers.
-            let _ = results[i].set(tasks[i].run(row));
+            Ok(Ok(results)) => format!("{} results for {} rows", results.len(), targets.len()),
+            Ok(Err(error)) => error,
+            Err(_) => "it panicked; the server log says where".into(),
         };
-        if let Err(error) = model.step(&batch, &mut self.cache, &rows, &visit) {
-            tracing::error!(%error, "a sampling step failed");
-            return self.fail_step(&work, &format!("sampling step: {error}"));
+        tracing::error!(error, "a sampling step failed");
+        let mut jobs: Vec<u64> = parts.iter().map(|p| self.job_of(p)).collect();
+        jobs.sort_unstable();
+        jobs.dedup();
+        for job in jobs {
+            self.fail_job(job, Failure::Server(format!("sampling step: {error}")));
         }
-        self.advance_prompts(&work);
-        self.take_results(tasks, results);
+        StepDone { tokens }
     }
 
-    fn weights_of(&self, work: &Work) -> &Weights {
-        let job = match *work {
-            Work::Prefill { job, .. } => job,
-            Work::Decode { sequence } => self.running[sequence].job,
-        };
-        &self.jobs[&job].weights
+    fn job_of(&self, part: &Part) -> u64 {
+        match *part {
+            Part::Prompt { job, .. } => job,
+            Part::Again { sequence, .. } | Part::Decode { sequence } => self.running[sequence].job,
+        }
     }
 
-    /// Promises pages to waiting samples, in turn, until the next in turn does not fit.
-    fn admit(&mut self) {
-        while let Some(&id) = self.waiting.front() {
-            let Some(job) = self.jobs.get_mut(&id).filter(|j| j.wants_grants() > 0) else {
-                self.waiting.pop_front();
-                continue;
-            };
-            let begins = job.pages.is_empty() && job.reserved == 0;
-            let prompt_pages = if begins { job.plan.prompt_pages() } else { 0 };
-            if self.granted >= SEQUENCES_MAX || !self.pool.try_reserve(prompt_pages + job.plan.own_pages()) {
+    // Admission.
+
+    /// Gives sessions what they want, whoever holds least first, until the next in line finds no room.
+    fn admit(&mut self, compute: &C) {
+        while std::mem::take(&mut self.may_admit) {
+            let Some((client, job, want)) = self.next_want() else { return };
+            let need = self.jobs[&job].pages_for(want);
+            if self.lanes >= SEQUENCES_MAX && !self.make_room_for_lane(&client) {
                 return;
             }
-            self.granted += 1;
-            job.grants += 1;
-            if begins {
-                job.reserved = prompt_pages;
-                self.prefilling.push_back(id);
+            if !self.pool.try_reserve(need) && !self.make_room(&client, need) {
+                return;
             }
-            let wants_more = if job.prefilled() { job.wants_grants() > 1 } else { job.wants_grants() > 0 };
-            self.waiting.pop_front();
-            if wants_more {
-                self.waiting.push_back(id);
+            self.grant(compute, &client, job, want, need);
+            self.may_admit = true;
+        }
+    }
+
+    /// Who is next, of those that want something: the owner that holds least, its session that holds least.
+    fn next_want(&self) -> Option<(Client, u64, Want)> {
+        let mut owners: HashMap<&str, usize> = HashMap::new();
+        for (client, session) in &self.sessions {
+            *owners.entry(&*client.owner).or_default() += session.pages;
+        }
+        let wants = self.sessions.iter().filter_map(|(client, session)| {
+            let found = session.jobs.iter().find_map(|job| self.jobs[job].want().map(|want| (*job, want)));
+            found.map(|(job, want)| (client, session, job, want))
+        });
+        let first = wants.min_by_key(|(client, session, job, _)| (owners[&*client.owner], session.pages, session.lanes, *job));
+        first.map(|(client, _, job, want)| (client.clone(), job, want))
+    }
+
+    /// Records a promise of `need` pages, and begins what it is for.
+    fn grant(&mut self, compute: &C, client: &Client, job_id: u64, want: Want, need: usize) {
+        self.clock += 1;
+        self.lanes += 1;
+        let session = self.sessions.entry(client.clone()).or_default();
+        session.pages += need;
+        session.lanes += 1;
+        // Its session's other jobs are next.
+        session.jobs.retain(|&other| other != job_id);
+        session.jobs.push(job_id);
+        let Some(job) = self.jobs.get_mut(&job_id) else { return };
+        match want {
+            Want::Admission => {
+                job.admitted = true;
+                job.started = self.clock;
+                job.reserved = job.plan.prompt_pages();
+                job.idle_lanes = 1;
+                self.prefilling.push(job_id);
             }
-            if self.jobs[&id].prefilled() {
-                self.start_granted(id);
+            Want::Lane => {
+                job.idle_lanes += 1;
+                self.start_idle_lanes(compute, job_id);
+            }
+            Want::Restart => {
+                let Some(mut sequence) = job.evicted.pop() else { return };
+                job.running += 1;
+                sequence.granted = need;
+                sequence.reserved = need;
+                sequence.started = self.clock;
+                sequence.tokens_at_start = sequence.tokens.len();
+                sequence.cached = 0;
+                sequence.registered = 0;
+                sequence.prefix = Prefix::Root(job.weights.0);
+                // What others left of its text need not be computed again.
+                let whole_pages = sequence.known(&job.plan) / self.page_tokens;
+                for page in 0..whole_pages {
+                    let tokens: Vec<u32> = (page * self.page_tokens..(page + 1) * self.page_tokens)
+                        .map(|position| sequence.token(&job.plan, position))
+                        .collect();
+                    let Some((found, prefix)) = self.pool.find_and_hold(sequence.prefix, &tokens) else { break };
+                    sequence.pages.push(found);
+                    sequence.prefix = prefix;
+                }
+                sequence.registered = sequence.pages.len();
+                sequence.cached = sequence.pages.len() * self.page_tokens;
+                sequence.reserved -= sequence.pages.len();
+                self.pool.unreserve(sequence.pages.len());
+                self.running.push(sequence);
             }
         }
     }
 
-    /// What runs next: all running sequences, and prompts in order up to the step's share of tokens. Takes the pages they need.
-    fn plan_step(&mut self) -> Vec<Work> {
-        for sequence in &mut self.running {
-            if sequence.cached == sequence.pages.len() * PAGE_TOKENS {
-                sequence.reserved -= 1;
-                sequence.pages.push(take_cleared(&mut self.pool, &mut self.cache));
+    /// What each session may hold while others want pages too.
+    fn share(&self, client: &Client, of: usize) -> usize {
+        let owners = self.sessions.keys().map(|c| &c.owner).fold((0, None), |(n, last), owner| {
+            // Sessions are in the order of their owners.
+            if last == Some(owner) { (n, last) } else { (n + 1, Some(owner)) }
+        });
+        let sessions = self.sessions.keys().filter(|c| c.owner == client.owner).count();
+        of / owners.0.max(1) / sessions.max(1)
+    }
+
+    /// Takes pages from sessions above their share until `need` can be promised to a session that stays within its own. Promises them.
+    fn make_room(&mut self, client: &Client, need: usize) -> bool {
+        let held = self.sessions.get(client).map_or(0, |s| s.pages);
+        if held > 0 && held + need > self.share(client, self.num_pages) {
+            return false;
+        }
+        // Evicted one by one, the excess of the others may still not suffice; then nobody passes this session until it does.
+        loop {
+            let excess = |(other, session): (&Client, &Session)| {
+                let share = self.share(other, self.num_pages);
+                (other != client && session.pages > share).then(|| (session.pages - share, other.clone()))
+            };
+            let mut victims: Vec<(usize, Client)> = self.sessions.iter().filter_map(excess).collect();
+            victims.sort_by_key(|(excess, _)| Reverse(*excess));
+            if !victims.iter().any(|(_, victim)| self.evict_from(victim)) {
+                return false;
+            }
+            if self.pool.try_reserve(need) {
+                return true;
             }
         }
-        let mut work: Vec<Work> = (0..self.running.len()).map(|sequence| Work::Decode { sequence }).collect();
-        let mut left = if self.running.is_empty() { PREFILL_TOKENS } else { PREFILL_TOKENS_BESIDE_DECODES };
-        for &id in &self.prefilling {
+    }
+
+    /// Takes a sample's place from the session with most of them, for one with fewer than its share.
+    fn make_room_for_lane(&mut self, client: &Client) -> bool {
+        let held = self.sessions.get(client).map_or(0, |s| s.lanes);
+        if held >= self.share(client, SEQUENCES_MAX).max(1) {
+            return false;
+        }
+        let above = |(other, session): (&Client, &Session)| {
+            (other != client && session.lanes > self.share(other, SEQUENCES_MAX).max(1)).then(|| (session.lanes, other.clone()))
+        };
+        let victim = self.sessions.iter().filter_map(above).max();
+        victim.is_some_and(|(_, victim)| self.evict_from(&victim))
+    }
+
+    /// Takes back the youngest promise of a session: one that is not in use, else a running sample's, else a prompt's. Its last one only
+    /// once it has got somewhere with it. Answers whether there was one.
+    fn evict_from(&mut self, client: &Client) -> bool {
+        let Some(session) = self.sessions.get(client) else { return false };
+        let (number, jobs) = (session.number, session.jobs.clone());
+        for id in &jobs {
+            let Some(job) = self.jobs.get_mut(id) else { continue };
+            if job.idle_lanes > 0 && job.idle_lanes + job.running > 1 {
+                job.idle_lanes -= 1;
+                let pages = job.plan.own_pages();
+                self.pool.unreserve(pages);
+                self.take_back(client, pages, 1);
+                return true;
+            }
+        }
+        let own = self.running.iter().enumerate().filter(|(_, s)| s.session == number);
+        let sequence = own.max_by_key(|(_, s)| s.started);
+        let sequence = sequence.map(|(i, s)| (s.started, i));
+        let prompt = self.prefilling.iter().filter(|id| self.jobs[id].session == number);
+        let prompt = prompt.map(|id| (self.jobs[id].started, *id)).max();
+        let is_last = session.lanes <= 1;
+        match (sequence, prompt) {
+            (Some((at, i)), prompt) if prompt.is_none_or(|(other, _)| other < at) => {
+                let s = &self.running[i];
+                let Some(job) = self.jobs.get(&s.job) else { return false };
+                let again = s.tokens_at_start + job.plan.prompt.len();
+                let drawn = s.tokens.len() - s.tokens_at_start;
+                if is_last && drawn < TOKENS_BEFORE_EVICTION + again / 4 {
+                    return false;
+                }
+                self.evict_sequence(i);
+                true
+            }
+            (_, Some((_, id))) if !is_last => {
+                self.evict_prompt(id);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn evict_sequence(&mut self, index: usize) {
+        self.evictions += 1;
+        let mut sequence = self.running.remove(index);
+        self.let_go(&mut sequence);
+        let id = sequence.job;
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.evicted.push(sequence);
+        if job.running + job.idle_lanes == 0 {
+            self.give_up_prompt(id);
+        }
+    }
+
+    /// Sends a job whose prompt is being computed back to where it waits to be admitted. What is computed stays in the prefix cache for a while.
+    fn evict_prompt(&mut self, id: u64) {
+        self.evictions += 1;
+        self.prefilling.retain(|&other| other != id);
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        let (lanes, own) = (std::mem::take(&mut job.idle_lanes), job.plan.own_pages());
+        self.pool.unreserve(lanes * own);
+        let client = job.asked.client.clone();
+        self.take_back(&client, lanes * own, lanes);
+        self.give_up_prompt(id);
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.computed = 0;
+        job.looked_up = false;
+        job.prefix = Prefix::Root(job.weights.0);
+    }
+
+    /// Lets go of the prompt of a job that has no pages left for its samples; those that have begun begin again from their first token.
+    fn give_up_prompt(&mut self, id: u64) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        if !job.admitted {
+            return;
+        }
+        job.admitted = false;
+        let unstarted = std::mem::take(&mut job.unstarted);
+        job.evicted.extend(unstarted);
+        self.pool.unreserve(std::mem::take(&mut job.reserved));
+        self.pool.release(&std::mem::take(&mut job.pages));
+        let (client, pages) = (job.asked.client.clone(), job.plan.prompt_pages());
+        self.take_back(&client, pages, 0);
+        self.may_admit = true;
+    }
+
+    /// Takes what was promised to a session off its account.
+    fn take_back(&mut self, client: &Client, pages: usize, lanes: usize) {
+        self.lanes -= lanes;
+        self.may_admit = true;
+        if let Some(session) = self.sessions.get_mut(client) {
+            session.pages -= pages;
+            session.lanes -= lanes;
+        }
+    }
+
+    /// Takes a sequence's pages away, and keeps in the prefix cache what is full of them.
+    fn let_go(&mut self, sequence: &mut Sequence) {
+        self.pool.unreserve(std::mem::take(&mut sequence.reserved));
+        let pages = std::mem::take(&mut sequence.pages);
+        if let Some(job) = self.jobs.get_mut(&sequence.job) {
+            for page in sequence.registered..sequence.cached / self.page_tokens {
+                let positions = page * self.page_tokens..(page + 1) * self.page_tokens;
+                let tokens: Vec<u32> = positions.map(|p| sequence.token(&job.plan, p)).collect();
+                sequence.prefix = self.pool.register(sequence.prefix, &tokens, pages[page]);
+            }
+            job.running -= 1;
+            let client = job.asked.client.clone();
+            self.take_back(&client, std::mem::take(&mut sequence.granted), 1);
+        }
+        self.pool.release(&pages);
+        sequence.registered = 0;
+        sequence.cached = 0;
+    }
+
+    // A step.
+
+    /// What runs next, with the pages it needs, and how many tokens each session has of it.
+    fn plan_step(&mut self, compute: &C, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
+        let mut by_session = self.work_by_session();
+        let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
+        let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
+        let whole = wants.iter().map(SessionWork::tokens).sum();
+        let smallest = wants.iter().map(SessionWork::tokens).filter(|&n| n > 0).min().unwrap_or(0);
+        // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
+        let limit = if order.len() < 2 { whole } else { order.len() * (STEP_BASE_TOKENS + smallest) - STEP_BASE_TOKENS };
+        let quotas = share_out(&wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
+        let (mut parts, mut tokens) = (Vec::new(), Vec::new());
+        for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
+            let taken = self.take_parts(compute, work, quota, &mut parts);
+            tokens.push((client.clone(), taken));
+        }
+        (parts, tokens)
+    }
+
+    /// What each session could run, by its number.
+    fn work_by_session(&self) -> HashMap<u64, SessionWork> {
+        let mut works: HashMap<u64, SessionWork> = HashMap::new();
+        let mut running: Vec<(usize, &Sequence)> = self.running.iter().enumerate().collect();
+        // Those that waited longest first.
+        running.sort_by_key(|(_, s)| (s.last_step, s.started));
+        for (i, sequence) in running {
+            let work = works.entry(sequence.session).or_default();
+            let missing = sequence.known(&self.jobs[&sequence.job].plan) - sequence.cached;
+            if missing > 0 { work.again.push((i, missing)) } else { work.decodes.push(i) }
+        }
+        for id in &self.prefilling {
+            let job = &self.jobs[id];
+            works.entry(job.session).or_default().prompts.push((*id, job.plan.prompt.len() - job.computed));
+        }
+        works
+    }
+
+    /// Takes up to `quota` tokens of a session's work. Answers how many.
+    fn take_parts(&mut self, compute: &C, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
+        let reading = work.reading();
+        // Neither drawing nor reading stops while there is the other.
+        let for_reading = match (reading, work.decodes.len()) {
+            (0, _) => 0,
+            (_, 0) => quota.min(reading),
+            (_, decodes) if quota == 1 => usize::from(self.clock.is_multiple_of(2) || decodes == 0),
+            (_, decodes) => reading.min((quota / 2).max(quota.saturating_sub(decodes))),
+        };
+        let decodes = work.decodes.len().min(quota - for_reading);
+        for &sequence in &work.decodes[..decodes] {
+            let s = &mut self.running[sequence];
+            s.last_step = self.clock;
+            if s.cached == s.pages.len() * self.page_tokens {
+                s.reserved -= 1;
+                s.pages.push(take_cleared(compute, &mut self.pool, &mut self.cache));
+            }
+            parts.push(Part::Decode { sequence });
+        }
+        let mut left = for_reading;
+        for &(sequence, missing) in &work.again {
+            let tokens = missing.min(left);
+            if tokens == 0 {
+                break;
+            }
+            left -= tokens;
+            let s = &mut self.running[sequence];
+            s.last_step = self.clock;
+            while s.pages.len() * self.page_tokens < s.cached + tokens {
+                s.reserved -= 1;
+                s.pages.push(take_cleared(compute, &mut self.pool, &mut self.cache));
+            }
+            parts.push(Part::Again { sequence, tokens });
+        }
+        for &(id, _) in &work.prompts {
             if left == 0 {
                 break;
             }
             let Some(job) = self.jobs.get_mut(&id) else { continue };
             if !job.looked_up {
-                look_up_prefix(job, &mut self.pool);
+                look_up_prefix(job, &mut self.pool, self.page_tokens);
             }
             let tokens = left.min(job.plan.prompt.len() - job.computed);
-            while job.pages.len() * PAGE_TOKENS < job.computed + tokens {
+            while job.pages.len() * self.page_tokens < job.computed + tokens {
                 job.reserved -= 1;
-                job.pages.push(take_cleared(&mut self.pool, &mut self.cache));
+                job.pages.push(take_cleared(compute, &mut self.pool, &mut self.cache));
             }
             left -= tokens;
-            work.push(Work::Prefill { job: id, tokens });
+            parts.push(Part::Prompt { job: id, tokens });
         }
-        work
+        decodes + for_reading - left
     }
 
-    fn pack(&self, work: &Work, batch: &mut PackedBatch<'_>, rows: &mut Vec<usize>, tasks: &mut Vec<RowTask>) {
-        let start = batch.len();
-        match *work {
-            Work::Decode { sequence } => {
+    fn span<'s>(&'s self, part: &Part, targets: &mut Vec<RowFor>) -> StepSpan<'s, C::Frozen> {
+        let job = &self.jobs[&self.job_of(part)];
+        let plan = &job.plan;
+        let weights = (job.weights.0, &job.weights.1);
+        match *part {
+            Part::Decode { sequence } => {
                 let s = &self.running[sequence];
-                let last = *s.tokens.last().expect("a running sequence has its first token");
-                batch.push_cached(&[last], s.cached, s.pages.clone());
-                rows.push(start);
-                let settings = self.jobs[&s.job].plan.settings;
-                tasks.push(RowTask::Next { sequence, settings, sample: [s.index], position: s.tokens.len() });
+                let (samples, position) = (vec![s.index], s.tokens.len());
+                targets.push(RowFor::Next { sequence });
+                StepSpan {
+                    weights,
+                    tokens: vec![s.token(plan, s.cached)],
+                    past: s.cached,
+                    pages: s.pages.clone(),
+                    rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
+                }
             }
-            Work::Prefill { job: id, tokens } => {
-                let job = &self.jobs[&id];
-                let (plan, first) = (&job.plan, job.computed);
-                batch.push_cached(&plan.prompt[first..first + tokens], first, job.pages.clone());
+            Part::Again { sequence, tokens } => {
+                let s = &self.running[sequence];
+                let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
+                StepSpan { weights, tokens, past: s.cached, pages: s.pages.clone(), rows: Vec::new() }
+            }
+            Part::Prompt { job: id, tokens } => {
+                let first = job.computed;
+                let mut rows = Vec::new();
                 // The row of a position predicts the one after it.
                 for position in (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len()) {
-                    rows.push(start + position - 1 - first);
-                    let (token, topk) = (plan.prompt[position], plan.topk_prompt);
-                    tasks.push(RowTask::Score { job: id, position, token, topk });
+                    rows.push((position - 1 - first, RowTask::Score { token: plan.prompt[position], topk: plan.topk_prompt }));
+                    targets.push(RowFor::Score { job: id, position });
                 }
                 if first + tokens == plan.prompt.len() {
-                    rows.push(start + tokens - 1);
                     let samples = (0..plan.num_samples).collect();
-                    tasks.push(RowTask::First { job: id, settings: plan.settings, samples });
+                    rows.push((tokens - 1, RowTask::Draw { settings: plan.settings, samples, position: 0 }));
+                    targets.push(RowFor::First { job: id });
                 }
+                let tokens = plan.prompt[first..first + tokens].to_vec();
+                StepSpan { weights, tokens, past: first, pages: job.pages.clone(), rows }
             }
         }
     }
 
     /// Counts what a step put into the cache, and registers the prompt pages that became full.
-    fn advance_prompts(&mut self, work: &[Work]) {
-        for item in work {
-            match *item {
-                Work::Decode { sequence } => self.running[sequence].cached += 1,
-                Work::Prefill { job: id, tokens } => {
+    fn advance(&mut self, parts: &[Part]) {
+        for part in parts {
+            match *part {
+                Part::Decode { sequence } => self.running[sequence].cached += 1,
+                Part::Again { sequence, tokens } => self.running[sequence].cached += tokens,
+                Part::Prompt { job: id, tokens } => {
                     let Some(job) = self.jobs.get_mut(&id) else { continue };
-                    let full_before = job.computed / PAGE_TOKENS;
+                    let full_before = job.computed / self.page_tokens;
                     job.computed += tokens;
-                    for page in full_before..job.computed / PAGE_TOKENS {
-                        let tokens = &job.plan.prompt[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS];
+                    for page in full_before..job.computed / self.page_tokens {
+                        let tokens = &job.plan.prompt[page * self.page_tokens..(page + 1) * self.page_tokens];
                         job.prefix = self.pool.register(job.prefix, tokens, job.pages[page]);
                     }
                 }
@@ -288,157 +634,219 @@ impl Sampler {
         self.prefilling.retain(|id| !jobs[id].prefilled());
     }
 
-    fn take_results(&mut self, tasks: Vec<RowTask>, results: Vec<OnceLock<RowResult>>) {
-        let mut ended = Vec::new();
-        let mut failed = Vec::new();
-        for (task, result) in tasks.into_iter().zip(results) {
-            let result = result.into_inner().expect("the model visits every row");
-            match (task, result) {
-                (RowTask::Score { job, position, .. }, RowResult::Scored(logprob, topk)) => {
+    fn take_results(&mut self, compute: &C, targets: Vec<RowFor>, results: Vec<RowResult>) {
+        let (mut ended, mut failed) = (Vec::new(), Vec::new());
+        for (target, result) in targets.into_iter().zip(results) {
+            match (target, result) {
+                (RowFor::Score { job, position }, RowResult::Scored(logprob, topk)) => {
                     if let Some(job) = self.jobs.get_mut(&job) {
                         job.score(position, logprob, topk);
                     }
                 }
-                (RowTask::First { job, .. }, RowResult::Drawn(drawn)) => self.begin_samples(job, drawn),
-                (RowTask::Next { sequence, .. }, RowResult::Drawn(drawn)) => {
+                (RowFor::First { job }, RowResult::Drawn(drawn)) => self.begin_samples(compute, job, drawn),
+                (RowFor::Next { sequence }, RowResult::Drawn(drawn)) => {
                     let s = &mut self.running[sequence];
                     let plan = &self.jobs[&s.job].plan;
                     for drawn in drawn {
                         ended.extend(s.push(drawn, plan).map(|reason| (sequence, reason)));
                     }
                 }
-                (RowTask::Next { sequence, .. }, _) => failed.push(self.running[sequence].job),
-                (RowTask::Score { job, .. } | RowTask::First { job, .. }, _) => failed.push(job),
+                (RowFor::Next { sequence }, _) => failed.push(self.running[sequence].job),
+                (RowFor::Score { job, .. } | RowFor::First { job }, _) => failed.push(job),
             }
         }
         // From the back, so that the places before stay what they are: sequences begun in this step are behind all of them.
         ended.sort_unstable_by_key(|&(sequence, _)| Reverse(sequence));
+        let mut over = Vec::new();
         for (sequence, reason) in ended {
-            let sequence = self.running.remove(sequence);
-            self.end_sequence(sequence, reason);
+            over.push((self.running.remove(sequence), reason));
         }
+        for (sequence, reason) in over {
+            self.end_sequence(compute, sequence, reason);
+        }
+        failed.sort_unstable();
+        failed.dedup();
         for job in failed {
             self.fail_job(job, Failure::User("the model's logits are not finite numbers with these weights".into()));
         }
     }
 
-    /// Makes sequences of the first tokens of a job's samples, ends those that are done, and starts those with a grant.
-    fn begin_samples(&mut self, id: u64, drawn: Vec<Drawn>) {
+    /// Makes sequences of the first tokens of a job's samples, ends those that are done, and starts those with a promise of pages.
+    fn begin_samples(&mut self, compute: &C, id: u64, drawn: Vec<Drawn>) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.begun = true;
         for (index, drawn) in drawn.into_iter().enumerate() {
-            let mut sequence = Sequence::new(id, index, job.plan.prompt.len());
+            let mut sequence = Sequence::new(id, job.session, index, job.prefix);
             match sequence.push(drawn, &job.plan) {
                 Some(reason) => job.finish(index, sequence.into_sample(&job.plan, reason)),
                 None => job.unstarted.push(sequence),
             }
         }
         job.unstarted.reverse();
-        let surplus = job.grants.saturating_sub(job.unstarted.len());
-        job.grants -= surplus;
-        self.granted -= surplus;
-        self.pool.unreserve(surplus * job.plan.own_pages());
-        self.start_granted(id);
+        let surplus = job.idle_lanes.saturating_sub(job.unstarted.len());
+        job.idle_lanes -= surplus;
+        let (client, pages) = (job.asked.client.clone(), surplus * job.plan.own_pages());
+        self.pool.unreserve(pages);
+        self.take_back(&client, pages, surplus);
+        self.start_idle_lanes(compute, id);
     }
 
-    /// Starts as many sequences of a job as have a grant, and frees the prompt once all have started.
-    fn start_granted(&mut self, id: u64) {
+    /// Starts as many sequences of a job as it has promises for, and lets go of the prompt once none is left to start.
+    fn start_idle_lanes(&mut self, compute: &C, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        let full_pages = job.plan.prompt.len() / PAGE_TOKENS;
-        while job.grants > 0 {
+        if !job.begun {
+            return;
+        }
+        let full_pages = job.plan.prompt.len() / self.page_tokens;
+        while job.idle_lanes > 0 {
             let Some(mut sequence) = job.unstarted.pop() else { break };
-            job.grants -= 1;
-            sequence.reserved = job.plan.own_pages();
+            self.clock += 1;
+            job.idle_lanes -= 1;
+            job.running += 1;
+            sequence.started = self.clock;
+            sequence.tokens_at_start = sequence.tokens.len();
+            sequence.cached = job.plan.prompt.len();
+            sequence.granted = job.plan.own_pages();
+            sequence.reserved = sequence.granted;
+            sequence.prefix = job.prefix;
+            sequence.registered = full_pages;
             sequence.pages.extend_from_slice(&job.pages[..full_pages]);
             sequence.pages.iter().for_each(|&page| self.pool.hold(page));
             if let Some(&partial) = job.pages.get(full_pages) {
                 sequence.reserved -= 1;
                 let own = self.pool.take_reserved();
-                self.cache.copy_page(partial, own);
+                compute.copy_page(&mut self.cache, partial, own);
                 sequence.pages.push(own);
             }
             self.running.push(sequence);
         }
         if job.unstarted.is_empty() {
-            self.pool.release(&std::mem::take(&mut job.pages));
+            self.give_up_prompt(id);
         }
-        if job.unfinished == 0 {
+        if self.jobs.get(&id).is_some_and(|job| job.unfinished == 0) {
             self.answer(id);
         }
     }
 
-    fn end_sequence(&mut self, sequence: Sequence, reason: StopReason) {
-        self.granted -= 1;
-        self.pool.unreserve(sequence.reserved);
-        let Some(job) = self.jobs.get_mut(&sequence.job) else { return };
-        // What was sampled may begin the next prompt, as in a conversation.
-        let (prompt, id) = (&job.plan.prompt, sequence.job);
-        let mut prefix = job.prefix;
-        for page in prompt.len() / PAGE_TOKENS..sequence.cached / PAGE_TOKENS {
-            let tokens: Vec<u32> =
-                prompt.iter().chain(&sequence.tokens).skip(page * PAGE_TOKENS).take(PAGE_TOKENS).copied().collect();
-            prefix = self.pool.register(prefix, &tokens, sequence.pages[page]);
-        }
-        self.pool.release(&sequence.pages);
+    fn end_sequence(&mut self, compute: &C, mut sequence: Sequence, reason: StopReason) {
+        let id = sequence.job;
+        self.let_go(&mut sequence);
+        let Some(job) = self.jobs.get_mut(&id) else { return };
         let index = sequence.index;
         let sample = sequence.into_sample(&job.plan, reason);
         job.finish(index, sample);
         if job.unfinished == 0 {
-            self.answer(id);
+            return self.answer(id);
+        }
+        // The promise passes to the next sample: what was admitted finishes on what it holds.
+        if job.admitted && !job.unstarted.is_empty() && job.running + job.idle_lanes == 0 {
+            let (client, own) = (job.asked.client.clone(), job.plan.own_pages());
+            if self.pool.try_reserve(own) {
+                self.grant(compute, &client, id, Want::Lane, own);
+            } else {
+                self.give_up_prompt(id);
+            }
         }
     }
 
     fn answer(&mut self, id: u64) {
-        if let Some(job) = self.jobs.remove(&id) {
+        if let Some(job) = self.forget(id) {
             job.answer();
         }
     }
 
-    /// Fails a job and frees all it holds.
-    fn fail_job(&mut self, id: u64, failure: Failure) {
-        let Some(job) = self.jobs.remove(&id) else { return };
-        self.prefilling.retain(|&other| other != id);
-        self.granted -= job.grants;
-        self.pool.unreserve(job.reserved + job.grants * job.plan.own_pages());
-        self.pool.release(&job.pages);
-        let (pool, granted) = (&mut self.pool, &mut self.granted);
-        self.running.retain(|s| {
-            if s.job == id {
-                *granted -= 1;
-                pool.unreserve(s.reserved);
-                pool.release(&s.pages);
+    /// Takes a job that holds nothing any more out of all tables.
+    fn forget(&mut self, id: u64) -> Option<Job<C::Frozen>> {
+        let job = self.jobs.remove(&id)?;
+        self.by_id.remove(&job.asked.id);
+        if let Some(session) = self.sessions.get_mut(&job.asked.client) {
+            session.jobs.retain(|&other| other != id);
+            if session.jobs.is_empty() {
+                self.sessions.remove(&job.asked.client);
             }
-            s.job != id
-        });
-        job.reply.send(Err(failure));
+        }
+        self.may_admit = true;
+        Some(job)
     }
 
-    fn fail_step(&mut self, work: &[Work], message: &str) {
-        let mut jobs: Vec<u64> = work
-            .iter()
-            .map(|w| match *w {
-                Work::Prefill { job, .. } => job,
-                Work::Decode { sequence } => self.running[sequence].job,
-            })
-            .collect();
-        jobs.sort_unstable();
-        jobs.dedup();
-        for job in jobs {
-            self.fail_job(job, Failure::Server(message.to_string()));
+    /// Fails a job and frees all it holds.
+    fn fail_job(&mut self, id: u64, failure: Failure) {
+        let mut index = 0;
+        while index < self.running.len() {
+            if self.running[index].job == id {
+                let mut sequence = self.running.remove(index);
+                self.let_go(&mut sequence);
+            } else {
+                index += 1;
+            }
+        }
+        if let Some(job) = self.jobs.get_mut(&id) {
+            let (lanes, own) = (std::mem::take(&mut job.idle_lanes), job.plan.own_pages());
+            let client = job.asked.client.clone();
+            self.pool.unreserve(lanes * own);
+            self.take_back(&client, lanes * own, lanes);
+        }
+        self.prefilling.retain(|&other| other != id);
+        self.give_up_prompt(id);
+        if let Some(job) = self.forget(id) {
+            job.asked.reply.send(Err(failure));
         }
     }
 }
 
-fn take_cleared(pool: &mut PagePool, cache: &mut KvCache) -> u32 {
+/// What a session could run in a step.
+#[derive(Default)]
+struct SessionWork {
+    /// Places in `running`.
+    decodes: Vec<usize>,
+    /// Places in `running`, and how many tokens each has to compute again.
+    again: Vec<(usize, usize)>,
+    /// Jobs, and how many tokens of the prompt are missing.
+    prompts: Vec<(u64, usize)>,
+}
+
+impl SessionWork {
+    /// Tokens to read, up to a step's share.
+    fn reading(&self) -> usize {
+        let most = if self.decodes.is_empty() { PREFILL_TOKENS } else { PREFILL_TOKENS_BESIDE_DECODES };
+        let wanted = self.again.iter().map(|a| a.1).chain(self.prompts.iter().map(|p| p.1));
+        wanted.fold(0, |sum: usize, n| sum.saturating_add(n).min(most))
+    }
+
+    fn tokens(&self) -> usize {
+        self.decodes.len() + self.reading()
+    }
+}
+
+/// Divides `limit` among those who want `wants`: equally, and what someone does not need to the others, the first in line first.
+fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
+    let mut given = vec![0; wants.len()];
+    let mut left = limit;
+    loop {
+        let hungry: Vec<usize> = (0..wants.len()).filter(|&i| given[i] < wants[i]).collect();
+        if hungry.is_empty() || left == 0 {
+            return given;
+        }
+        let each = (left / hungry.len()).max(1);
+        for i in hungry {
+            let more = each.min(wants[i] - given[i]).min(left);
+            given[i] += more;
+            left -= more;
+        }
+    }
+}
+
+fn take_cleared<C: Compute>(compute: &C, pool: &mut PagePool, cache: &mut C::Cache) -> u32 {
     let page = pool.take_reserved();
-    cache.clear_page(page);
+    compute.clear_page(cache, page);
     page
 }
 
 /// Takes over as many full pages of the prompt as the cache has.
-fn look_up_prefix(job: &mut Job, pool: &mut PagePool) {
+fn look_up_prefix<F>(job: &mut Job<F>, pool: &mut PagePool, page_tokens: usize) {
     job.looked_up = true;
     for page in 0..job.plan.cacheable_pages() {
-        let tokens = &job.plan.prompt[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS];
+        let tokens = &job.plan.prompt[page * page_tokens..(page + 1) * page_tokens];
         let Some((page, prefix)) = pool.find_and_hold(job.prefix, tokens) else { break };
         job.pages.push(page);
         job.prefix = prefix;
@@ -446,6 +854,59 @@ fn look_up_prefix(job: &mut Job, pool: &mut PagePool) {
     // The pages were promised; those that were found need not be taken.
     job.reserved -= job.pages.len();
     pool.unreserve(job.pages.len());
-    job.computed = job.pages.len() * PAGE_TOKENS;
+    job.computed = job.pages.len() * page_tokens;
     job.cache_hit_tokens = job.computed;
+}
+
+impl<C: Compute> Batcher<C> {
+    /// Requests that wait or run.
+    pub(crate) fn open(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// What is wrong with the books, if anything: every page is free, idle or held, promises are covered, and sessions are charged for what
+    /// their jobs hold. The simulation asks after every step.
+    pub(crate) fn audit(&self) -> Result<(), String> {
+        let mut holders: HashMap<u32, u32> = HashMap::new();
+        let held = self.running.iter().flat_map(|s| &s.pages).chain(self.jobs.values().flat_map(|j| &j.pages));
+        held.for_each(|&page| *holders.entry(page).or_default() += 1);
+        let promised = self.running.iter().map(|s| s.reserved).sum::<usize>()
+            + self.jobs.values().map(|j| j.reserved + j.idle_lanes * j.plan.own_pages()).sum::<usize>();
+        self.pool.audit(&holders, promised)?;
+        let lanes = self.running.len() + self.jobs.values().map(|j| j.idle_lanes).sum::<usize>();
+        if lanes != self.lanes || lanes > SEQUENCES_MAX {
+            return Err(format!("{lanes} samples hold promises, {} are counted", self.lanes));
+        }
+        for (client, session) in &self.sessions {
+            let jobs = self.jobs.values().filter(|j| j.session == session.number);
+            let of_jobs: usize = jobs
+                .map(|j| if j.admitted { j.plan.prompt_pages() } else { 0 } + j.idle_lanes * j.plan.own_pages())
+                .sum();
+            let own = self.running.iter().filter(|s| s.session == session.number);
+            let of_sequences: usize = own.map(|s| s.granted).sum();
+            if of_jobs + of_sequences != session.pages {
+                return Err(format!("{client:?} holds {} pages, its account says {}", of_jobs + of_sequences, session.pages));
+            }
+        }
+        for job in self.jobs.values().filter(|j| j.admitted) {
+            if job.running + job.idle_lanes == 0 {
+                return Err(format!("request {} holds a prompt and no pages for a sample", job.asked.id));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_shared_equally_and_what_is_not_needed_goes_to_others() {
+        assert_eq!(share_out(&[1, 256], 10), [1, 9]);
+        assert_eq!(share_out(&[100, 100, 2], 50), [24, 24, 2]);
+        assert_eq!(share_out(&[5, 5], 3), [2, 1]);
+        assert_eq!(share_out(&[5, 5], 100), [5, 5]);
+        assert_eq!(share_out(&[], 3), []);
+    }
 }

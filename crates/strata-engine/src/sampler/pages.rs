@@ -9,8 +9,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use strata_model::PAGE_TOKENS;
-
 use crate::snapshot::WeightsId;
 
 /// What precedes a page: nothing but the weights, or another registered page.
@@ -136,7 +134,6 @@ impl PagePool {
     /// Registers a full, held page of tokens. If another page with the same tokens after the same prefix is registered already, that
     /// one stays. Returns the prefix that the page makes.
     pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: u32) -> Prefix {
-        debug_assert_eq!(tokens.len(), PAGE_TOKENS);
         let key: Key = (prefix, tokens.into());
         if let Some(existing) = self.registered.get(&key) {
             return Prefix::Page(existing.id);
@@ -148,6 +145,36 @@ impl PagePool {
         self.next_id += 1;
         self.registered.insert(key, Registration { page, id });
         Prefix::Page(id)
+    }
+}
+
+impl PagePool {
+    /// Pages that nobody holds and that hold nothing.
+    pub(crate) fn free_pages(&self) -> &[u32] {
+        &self.free
+    }
+
+    /// Compares the books with who holds what.
+    pub(crate) fn audit(&self, holders: &HashMap<u32, u32>, promised: usize) -> Result<(), String> {
+        for (page, state) in (0u32..).zip(&self.pages) {
+            let held = holders.get(&page).copied().unwrap_or(0);
+            if held != state.holders {
+                return Err(format!("page {page} is held {held} times, {} are counted", state.holders));
+            }
+            let places = usize::from(self.free.contains(&page))
+                + usize::from(state.idle_since.is_some_and(|at| self.idle.get(&at) == Some(&page)))
+                + usize::from(held > 0);
+            if places != 1 {
+                return Err(format!("page {page} is in {places} places"));
+            }
+        }
+        if promised != self.reserved {
+            return Err(format!("{promised} pages are promised, {} are counted", self.reserved));
+        }
+        if self.reserved > self.free.len() + self.idle.len() {
+            return Err(format!("{} pages are promised, {} are there", self.reserved, self.free.len() + self.idle.len()));
+        }
+        Ok(())
     }
 }
 
@@ -164,6 +191,7 @@ mod tests {
     use super::*;
 
     const ROOT: Prefix = Prefix::Root(WeightsId(1));
+    const PAGE_TOKENS: usize = 64;
 
     fn tokens(seed: u32) -> Vec<u32> {
         (0..PAGE_TOKENS as u32).map(|i| i * 7 + seed).collect()

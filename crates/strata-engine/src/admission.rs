@@ -1,0 +1,160 @@
+//! From a request to something accepted, on the thread of whoever sends it: checked against the model, turned into what the engine computes,
+//! and paid for. What is wrong with a request is found here and costs the engine thread nothing.
+
+use std::sync::Arc;
+
+use crate::api::{Client, Failure, LoraSpec, Refusal, Request, RequestId, Response, TrainOp};
+use crate::compute::AdapterBytes;
+use crate::datum::{self, ModelLimits};
+use crate::intake::{Control, Intake, Op, QueuedOp};
+use crate::optimizer;
+use crate::reply::{PendingReply, Reply};
+use crate::sampler::{Asked, Plan, REQUEST_BYTES, SamplerLimits};
+
+type AdapterSizes = Box<dyn Fn(&LoraSpec) -> Result<AdapterBytes, String> + Send + Sync>;
+
+/// What requests are checked against.
+pub(crate) struct Admission {
+    pub(crate) intake: Arc<Intake>,
+    pub(crate) sampler_limits: SamplerLimits,
+    pub(crate) adapter_bytes: AdapterSizes,
+}
+
+impl Admission {
+    /// Accepts a request, whose `reply` is then called exactly once, or refuses it, and `reply` is never called.
+    pub(crate) fn submit(&self, id: RequestId, client: Client, request: Request, reply: Reply) -> Result<(), Refusal> {
+        let reply = PendingReply::new(reply);
+        let gone = |what: &str| Failure::User(format!("{what} before this request was done"));
+        match request {
+            Request::CreateModel { model_id, lora } => {
+                let room = (self.adapter_bytes)(&lora).and_then(|bytes| self.intake.add_model(&model_id, &client, bytes));
+                match room {
+                    Ok(()) => self.control(reply, |reply| Control::Create { model_id, client, lora, reply }),
+                    Err(message) => answer(reply, Err(Failure::User(message))),
+                }
+            }
+            Request::CreateModelFromCheckpoint { model_id, source, lora, with_optimizer } => {
+                let room = (self.adapter_bytes)(&lora).and_then(|bytes| self.intake.add_model(&model_id, &client, bytes));
+                match room {
+                    Ok(()) => self.control(reply, |reply| Control::CreateFrom {
+                        model_id,
+                        client,
+                        source,
+                        lora,
+                        with_optimizer,
+                        reply,
+                    }),
+                    Err(message) => answer(reply, Err(Failure::User(message))),
+                }
+            }
+            Request::Train { model_id, seq_id, op } => {
+                if let Err(refusal) = self.intake.check_place(&model_id, seq_id) {
+                    reply.withdraw();
+                    return Err(refusal);
+                }
+                let op = self.prepare(op);
+                let bytes = REQUEST_BYTES
+                    + match &op {
+                        Op::Forward { data, .. } => data.iter().map(datum::PreparedDatum::held_bytes).sum(),
+                        _ => 0,
+                    };
+                self.intake.accept_op(&model_id, seq_id, bytes, QueuedOp { id, op, reply })
+            }
+            Request::UnloadModel { model_id } => {
+                let outcome = match self.intake.remove_model(&model_id, &gone(&format!("model {model_id} was unloaded"))) {
+                    true => Ok(Response::Freed),
+                    false => Err(Failure::User(format!("there is no model {model_id}"))),
+                };
+                answer(reply, outcome)
+            }
+            Request::CreateSampler { sampler_id, source } => {
+                let bytes = match &source {
+                    Some((_, lora)) => (self.adapter_bytes)(lora).map(|bytes| bytes.frozen),
+                    None => Ok(0),
+                };
+                match bytes.and_then(|bytes| self.intake.add_sampler(&sampler_id, &client, bytes)) {
+                    Ok(()) => self.control(reply, |reply| Control::CreateSampler { sampler_id, client, source, reply }),
+                    Err(message) => answer(reply, Err(Failure::User(message))),
+                }
+            }
+            Request::DropSampler { sampler_id } => {
+                let dropped = gone(&format!("sampling weights {sampler_id} were dropped"));
+                let outcome = match self.intake.remove_sampler(&sampler_id, &dropped) {
+                    true => Ok(Response::Freed),
+                    false => Err(Failure::User(format!("there are no sampling weights {sampler_id}"))),
+                };
+                answer(reply, outcome)
+            }
+            Request::Sample { sampler_id, sample } => {
+                let plan = match Plan::new(&sample, &self.sampler_limits) {
+                    Ok(plan) => plan,
+                    Err(message) => return answer(reply, Err(Failure::User(message))),
+                };
+                match self.intake.charge(&client, plan.held_bytes()) {
+                    Ok(charge) => {
+                        let reply = reply.paid_by(charge);
+                        self.control(reply, |reply| Control::Sample { plan, asked: Asked { id, client, sampler_id, reply } })
+                    }
+                    Err(refusal) => {
+                        reply.withdraw();
+                        Err(refusal)
+                    }
+                }
+            }
+            Request::Cancel { request_id } => {
+                self.intake.cancel(&request_id, &Failure::User("the request was cancelled".into()));
+                answer(reply, Ok(Response::Freed))
+            }
+            Request::EndSession => {
+                self.intake.end_session(&client, &gone("the session ended"));
+                answer(reply, Ok(Response::Freed))
+            }
+        }
+    }
+
+    fn control(&self, reply: PendingReply, control: impl FnOnce(PendingReply) -> Control) -> Result<(), Refusal> {
+        self.intake.accept(control(reply)).map_err(|(refusal, control)| {
+            control.withdraw();
+            refusal
+        })
+    }
+
+    /// What an operation comes to. One that is wrong takes its place all the same, and fails there.
+    fn prepare(&self, op: TrainOp) -> Op {
+        let limits = ModelLimits {
+            vocab_size: self.sampler_limits.vocab_size,
+            max_context_tokens: self.sampler_limits.max_context_tokens,
+        };
+        match op {
+            TrainOp::ForwardBackward { data, loss, forward_only } => match datum::prepare(data, &loss, limits) {
+                Ok(data) => Op::Forward { data, backward: !forward_only },
+                Err(message) => Op::Refused(Failure::User(message)),
+            },
+            TrainOp::OptimStep(params) => match optimizer::check(&params) {
+                Ok(_) => Op::Optim(params),
+                Err(message) => Op::Refused(Failure::User(message)),
+            },
+            TrainOp::SaveState(target) => Op::Save { target, with_optimizer: true },
+            TrainOp::SaveSampler(target) => Op::Save { target, with_optimizer: false },
+            TrainOp::Snapshot { sampler_id, replace } => Op::Snapshot { sampler_id, replace },
+            TrainOp::LoadState { source, with_optimizer } => Op::Load { source, with_optimizer },
+            TrainOp::Refused(reason) => Op::Refused(Failure::User(reason)),
+        }
+    }
+}
+
+fn answer(reply: PendingReply, outcome: crate::api::Outcome) -> Result<(), Refusal> {
+    reply.send(outcome);
+    Ok(())
+}
+
+impl Control {
+    /// Forgets whom to answer: the request was refused.
+    fn withdraw(self) {
+        match self {
+            Control::Create { reply, .. } | Control::CreateFrom { reply, .. } | Control::CreateSampler { reply, .. } => reply.withdraw(),
+            Control::Sample { asked, .. } => asked.reply.withdraw(),
+            Control::Unload { .. } | Control::DropSampler { .. } | Control::Cancel { .. } | Control::EndSession { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! What the engine asks of a model on a device. Everything that decides what runs next is written against this trait, so that a simulation can put
+//! a toy in the model's place.
+
+use std::ops::ControlFlow;
+use std::time::Duration;
+
+use crate::api::{AdamParams, Failure, LoraSpec, TopK};
+use crate::datum::PreparedDatum;
+use crate::sampler::{DrawSettings, Drawn};
+use crate::snapshot::WeightsId;
+
+/// Called between the layers of a long pass; `Break` ends it.
+pub(crate) type Between<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
+
+/// Why a pass did not end well.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum PassError {
+    /// It was told to end.
+    Interrupted,
+    /// It failed, for this reason.
+    Failed(String),
+}
+
+/// What a pass computes for one tenant.
+pub(crate) struct PassPart<'a, C: Compute> {
+    /// Its adapter. A backward pass adds to its gradient, example after example.
+    pub(crate) learner: &'a mut C::Learner,
+    /// Its examples, in order.
+    pub(crate) data: Vec<&'a mut PreparedDatum>,
+    /// Whether to add to the gradient.
+    pub(crate) backward: bool,
+}
+
+/// New tokens of a sequence that lives in the cache.
+pub(crate) struct StepSpan<'a, F> {
+    /// The weights to compute with.
+    pub(crate) weights: (WeightsId, &'a F),
+    /// The tokens.
+    pub(crate) tokens: Vec<u32>,
+    /// Tokens of the sequence that are in the cache already.
+    pub(crate) past: usize,
+    /// Pages of the sequence, enough for `past + tokens.len()` tokens.
+    pub(crate) pages: Vec<u32>,
+    /// What is wanted of the predictions after some of the tokens, in their order.
+    pub(crate) rows: Vec<(usize, RowTask)>,
+}
+
+/// What is wanted of the prediction after a token.
+#[derive(Clone, Debug)]
+pub(crate) enum RowTask {
+    /// The log-probability of a token, and the most probable ones.
+    Score { token: u32, topk: usize },
+    /// A draw for each of these samples, all at `position` of their sequences.
+    Draw { settings: DrawSettings, samples: Vec<usize>, position: usize },
+}
+
+/// What came of a [`RowTask`].
+#[derive(Clone, Debug)]
+pub(crate) enum RowResult {
+    Scored(f32, TopK),
+    Drawn(Vec<Drawn>),
+    /// The logits are not finite.
+    NotNumbers,
+}
+
+/// Bytes of an adapter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AdapterBytes {
+    /// In training: weights, gradient, moments and a frozen copy.
+    pub(crate) training: u64,
+    /// Frozen.
+    pub(crate) frozen: u64,
+    /// Of a checkpoint that is being written: weights and moments.
+    pub(crate) captured: u64,
+}
+
+/// A model on a device. One thread uses it.
+pub(crate) trait Compute {
+    /// An adapter in training: weights, gradient, optimizer.
+    type Learner;
+    /// An adapter frozen for sampling; cheap to clone.
+    type Frozen: Clone;
+    /// What a checkpoint holds of an adapter; shares memory with the learner until it changes.
+    type State;
+    /// Pages that hold what sequences left behind.
+    type Cache;
+
+    /// Time since some moment, by which shares are measured.
+    fn now(&self) -> Duration;
+
+    /// Bytes of an adapter.
+    ///
+    /// # Errors
+    /// If there is no such adapter on this model, with a message for the user.
+    fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String>;
+
+    /// A fresh adapter. `lora` has been checked by [`Compute::adapter_bytes`].
+    fn fresh(&self, lora: &LoraSpec) -> Result<Self::Learner, Failure>;
+
+    /// The adapter that a checkpoint holds.
+    fn restore(&self, state: Self::State) -> Self::Learner;
+
+    /// Its shape in the words of the API.
+    fn spec_of(&self, state: &Self::State) -> LoraSpec;
+
+    /// Bytes it would take.
+    fn state_bytes(&self, state: &Self::State) -> AdapterBytes;
+
+    /// Whether a checkpoint can take the place of what a learner holds.
+    ///
+    /// # Errors
+    /// A message for the user if it has another shape.
+    fn check_shape(&self, learner: &Self::Learner, state: &Self::State) -> Result<(), String>;
+
+    /// What a checkpoint is to hold.
+    fn capture(&self, learner: &mut Self::Learner, with_optimizer: bool) -> Self::State;
+
+    /// The adapter as it is now, frozen. The id is the same as long as the adapter is.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    fn freeze(&self, learner: &mut Self::Learner) -> Result<(WeightsId, Self::Frozen), Failure>;
+
+    /// The adapter that a checkpoint holds, frozen.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    fn freeze_state(&self, state: &Self::State) -> Result<Self::Frozen, Failure>;
+
+    /// The bare base model.
+    fn base(&self) -> Self::Frozen;
+
+    /// Applies and clears the gradient; answers its norm.
+    ///
+    /// # Errors
+    /// If a setting is out of range, or the gradient is lost or not finite.
+    fn optim_step(&self, learner: &mut Self::Learner, params: &AdamParams) -> Result<f64, Failure>;
+
+    /// Notes that a failed pass has left the gradient incomplete: the next step fails and begins anew.
+    fn lose_gradient(&self, learner: &mut Self::Learner, why: &str);
+
+    /// Log-probabilities of all targets, part after part; gradients are added to the learners.
+    ///
+    /// # Errors
+    /// If `between` breaks or the device fails; gradients are then incomplete.
+    fn pass(&self, parts: &mut [PassPart<'_, Self>], between: Between<'_>) -> Result<Vec<f32>, PassError>
+    where
+        Self: Sized;
+
+    /// A cache of `pages` pages.
+    fn new_cache(&self, pages: usize) -> Self::Cache;
+
+    /// Makes a page ready for a sequence that knows nothing of what lay there.
+    fn clear_page(&self, cache: &mut Self::Cache, page: u32);
+
+    /// Copies a page.
+    fn copy_page(&self, cache: &mut Self::Cache, from: u32, to: u32);
+
+    /// Gives the memory of pages that nobody needs, and all else that is only kept for speed, back to the system.
+    fn release_memory(&self, cache: &mut Self::Cache, free_pages: &[u32]);
+
+    /// Adds tokens to sequences of the cache. Spans with the same weights lie together. Answers the rows of all spans, in order.
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn step(&self, cache: &mut Self::Cache, spans: &[StepSpan<'_, Self::Frozen>]) -> Result<Vec<RowResult>, String>;
+}

@@ -1,0 +1,800 @@
+//! What the engine owns, and one turn of it.
+//!
+//! A turn takes what has arrived, begins the operations whose turn it is, and runs one piece of device work: a sampling step or a training
+//! pass. Between the layers of a pass the same happens again: whoever is due before the pass runs a step, or a small pass of
+//! their own, so that nobody waits for longer than a layer.
+//!
+//! Nothing here knows a clock but the device's, a thread, or a file: a simulation drives it turn by turn.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::api::{Client, Failure, ForwardBackwardOutput, LoraSpec, ModelId, Response, SamplerId};
+use crate::budget::Budget;
+use crate::compute::{Compute, PassError, PassPart};
+use crate::fair::{Fair, Standing, Work};
+use crate::files::{Done, Files, Load, LoadFor, Save, SaveFor, Storage};
+use crate::intake::{Control, Intake, Op, QueuedOp};
+use crate::reply::PendingReply;
+use crate::sampler::{Asked, Batcher, Plan};
+use crate::snapshot::WeightsId;
+use crate::tenant::{RunningForward, Tenant};
+
+/// Tokens whose arithmetic takes about as long as what every training pass costs whatever its length.
+const PASS_BASE_TOKENS: usize = 32;
+/// A pass that runs between the layers of another has at most this part of its tokens, so that passes within passes end soon.
+const INNER_PASS_FRACTION: usize = 4;
+
+/// Sampling weights by name.
+enum SamplerSlot<C: Compute> {
+    Ready { client: Client, weights: (WeightsId, C::Frozen) },
+    /// Being loaded.
+    Loading { ticket: u64, client: Client, reply: PendingReply, queued: Vec<(Plan, Asked)> },
+}
+
+/// A training pass that runs.
+struct PassInWork {
+    /// Who takes part, and with how many tokens; whose turn it was comes first.
+    clients: Vec<(Client, usize)>,
+    tokens: usize,
+    uids: Vec<u64>,
+    /// Up to when its time was charged.
+    charged_until: Duration,
+}
+
+/// What a pass takes from one tenant.
+struct Part<C: Compute> {
+    model_id: ModelId,
+    uid: u64,
+    client: Client,
+    learner: C::Learner,
+    /// The operations that have examples in the pass, the first perhaps computed in part.
+    ops: VecDeque<RunningForward>,
+    /// Examples of `ops` that are in the pass.
+    count: usize,
+    backward: bool,
+}
+
+/// Everything the engine owns.
+pub(crate) struct Core<C: Compute, S> {
+    compute: C,
+    state: State<C, S>,
+}
+
+struct State<C: Compute, S> {
+    intake: Arc<Intake>,
+    budget: Budget,
+    tenants: BTreeMap<ModelId, Tenant<C>>,
+    samplers: BTreeMap<SamplerId, SamplerSlot<C>>,
+    batcher: Batcher<C>,
+    fair: Fair,
+    storage: S,
+    files: Files<C::State>,
+    /// Passes that run, each between two layers of the one before.
+    passes: Vec<PassInWork>,
+    last_uid: u64,
+    /// Counts passes, so that the models of a session take turns.
+    served: u64,
+}
+
+impl<C: Compute, S: Storage<C::State>> Core<C, S> {
+    pub(crate) fn new(compute: C, intake: Arc<Intake>, storage: S, budget: Budget, page_tokens: usize) -> Self {
+        let state = State {
+            intake,
+            tenants: BTreeMap::new(),
+            samplers: BTreeMap::new(),
+            batcher: Batcher::new(&compute, budget.kv_pages, page_tokens),
+            fair: Fair::default(),
+            storage,
+            files: Files::new(budget.captured_bytes),
+            budget,
+            passes: Vec::new(),
+            last_uid: 0,
+            served: 0,
+        };
+        Core { compute, state }
+    }
+
+    /// Takes what has arrived and runs one piece of work. Answers whether there was any.
+    ///
+    /// Whatever panics on the way fails what it was working on, and the engine goes on.
+    pub(crate) fn turn(&mut self) -> bool {
+        let Core { compute, state } = self;
+        match catch_unwind(AssertUnwindSafe(|| state.turn(compute))) {
+            Ok(worked) => worked,
+            Err(_) => {
+                tracing::error!("the engine panicked outside of a pass; samples in work fail, models stay");
+                state.recover(compute);
+                true
+            }
+        }
+    }
+
+    /// Gives memory that is not needed now back to the system.
+    pub(crate) fn release_memory(&mut self) {
+        self.state.batcher.release_memory(&self.compute);
+    }
+
+    /// Saves that were accepted by the core and are not written yet.
+    pub(crate) fn unwritten_saves(&self) -> usize {
+        self.state.files.unwritten()
+    }
+
+    /// Collects what the storage has done, without beginning anything new.
+    pub(crate) fn settle(&mut self) {
+        let Core { compute, state } = self;
+        state.collect(compute);
+        state.files.dispatch(&mut state.storage);
+    }
+}
+
+impl<C: Compute, S: Storage<C::State>> State<C, S> {
+    fn turn(&mut self, c: &C) -> bool {
+        self.take_arrivals(c);
+        let Some((_, client, work)) = self.next_work(c, usize::MAX) else { return false };
+        self.run(c, &client, work, usize::MAX);
+        true
+    }
+
+    /// After a panic in a place that is no pass: the sampler's books may be wrong, so it begins anew; learners that a pass had are gone.
+    fn recover(&mut self, c: &C) {
+        self.passes.clear();
+        let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
+        let page_tokens = self.batcher.page_tokens();
+        // The old sampler answers everything it holds as it is dropped.
+        self.batcher = Batcher::new(c, self.budget.kv_pages, page_tokens);
+        let lost: Vec<ModelId> = self.tenants.iter().filter(|(_, t)| t.in_pass).map(|(id, _)| id.clone()).collect();
+        for model_id in lost {
+            self.intake.remove_model(&model_id, &failure);
+        }
+    }
+
+    /// Takes requests and files that have arrived, and begins the operations whose turn it is.
+    fn take_arrivals(&mut self, c: &C) {
+        while let Some(control) = self.intake.next_control() {
+            self.control(c, control);
+        }
+        self.collect(c);
+        for model_id in self.intake.ready_models() {
+            self.begin_ops(c, &model_id);
+        }
+        self.files.dispatch(&mut self.storage);
+    }
+
+    fn collect(&mut self, c: &C) {
+        while let Some(done) = self.storage.poll() {
+            match done {
+                Done::Saved { ticket, result } => self.saved(ticket, result),
+                Done::Loaded { ticket, result } => self.loaded(c, ticket, result),
+            }
+        }
+    }
+
+    // What runs next.
+
+    /// Who is next and with what, of those that have something to run; training only if its next example has at most `pass_tokens`.
+    fn next_work(&mut self, c: &C, pass_tokens: usize) -> Option<(Standing, Client, Work)> {
+        let sampling = self.batcher.runnable(c).into_iter().map(|client| (client, Work::Sampling));
+        let ready = self.tenants.values().filter(|t| t.next_example().is_some_and(|n| n <= pass_tokens));
+        let mut training: Vec<(Client, Work)> = ready.map(|t| (t.client.clone(), Work::Training)).collect();
+        training.dedup();
+        let all = sampling.chain(training).map(|(client, work)| (self.fair.standing(&client, work), client, work));
+        all.min()
+    }
+
+    fn run(&mut self, c: &C, client: &Client, work: Work, pass_tokens: usize) {
+        self.fair.serve(client, work);
+        match work {
+            Work::Training => self.run_pass(c, client, pass_tokens),
+            Work::Sampling => {
+                let mut order = self.batcher.runnable(c);
+                order.sort_by_key(|other| (other != client, self.fair.standing(other, Work::Sampling)));
+                let start = c.now();
+                let done = self.batcher.step(c, &order);
+                self.charge(&done.tokens, Work::Sampling, c.now().saturating_sub(start));
+            }
+        }
+    }
+
+    /// Charges those who took part for their share of the time.
+    fn charge(&mut self, clients: &[(Client, usize)], work: Work, time: Duration) {
+        let total: usize = clients.iter().map(|(_, tokens)| tokens).sum();
+        for (client, tokens) in clients.iter().filter(|(_, tokens)| *tokens > 0) {
+            self.fair.charge(client, work, time.mul_f64(*tokens as f64 / total as f64));
+        }
+    }
+
+    // Training passes.
+
+    /// Runs one pass for a session, and for others what goes with it.
+    fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize) {
+        let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
+        let room = self.budget.activation_tokens.saturating_sub(in_work);
+        let mut parts = self.choose_parts(primary, tokens_max, room);
+        if parts.is_empty() {
+            return;
+        }
+        let mut clients: Vec<(Client, usize)> = Vec::new();
+        for part in &parts {
+            let tokens: usize = part.lengths().sum();
+            match clients.iter_mut().find(|(client, _)| *client == part.client) {
+                Some((_, sum)) => *sum += tokens,
+                None => clients.push((part.client.clone(), tokens)),
+            }
+        }
+        let tokens = clients.iter().map(|(_, tokens)| tokens).sum();
+        let uids = parts.iter().map(|p| p.uid).collect();
+        self.passes.push(PassInWork { clients, tokens, uids, charged_until: c.now() });
+        let depth = self.passes.len();
+        let done = {
+            let mut work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
+            let mut between = || self.between(c);
+            catch_unwind(AssertUnwindSafe(|| c.pass(&mut work, &mut between)))
+        };
+        // An inner pass that panicked may have left itself behind.
+        self.passes.truncate(depth);
+        self.charge_pass(c);
+        self.passes.pop();
+        let error = match done {
+            Ok(Ok(logprobs)) if logprobs.len() == parts.iter().map(Part::num_targets).sum::<usize>() => {
+                let mut rest = &logprobs[..];
+                for part in &mut parts {
+                    rest = part.take(rest);
+                }
+                None
+            }
+            Ok(Ok(logprobs)) => Some(format!("{} log-probabilities came back", logprobs.len())),
+            Ok(Err(PassError::Interrupted)) => Some("it was interrupted".into()),
+            Ok(Err(PassError::Failed(error))) => Some(error),
+            Err(_) => Some("it panicked; the server log says where".into()),
+        };
+        if let Some(error) = &error {
+            tracing::error!(error, "a training pass failed");
+        }
+        for part in parts {
+            self.put_back(c, part, error.as_deref());
+        }
+    }
+
+    /// Takes examples for a pass: from the session whose turn it is at least one, from others what costs nobody more than taking turns would.
+    /// A sequence longer than a pass is the only one of its pass.
+    fn choose_parts(&mut self, primary: &Client, tokens_max: usize, room: usize) -> Vec<Part<C>> {
+        let (most, most_of_one) = (self.budget.pass_tokens.min(tokens_max), tokens_max);
+        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|n| n <= most_of_one));
+        let mut models: Vec<(bool, Standing, u64, ModelId)> = ready
+            .map(|(id, t)| (t.client != *primary, self.fair.standing(&t.client, Work::Training), t.served, id.clone()))
+            .collect();
+        models.sort();
+        let queues: Vec<Vec<usize>> = models.iter().map(|(.., id)| self.tenants[id].next_lengths(most)).collect();
+        let mut sessions: BTreeMap<&Client, usize> = BTreeMap::new();
+        for ((.., id), queue) in models.iter().zip(&queues) {
+            *sessions.entry(&self.tenants[id].client).or_default() += queue.iter().sum::<usize>();
+        }
+        let smallest = sessions.values().copied().min().unwrap_or(0);
+        let limit = match sessions.len() {
+            0 | 1 => most,
+            n => most.min((n * (PASS_BASE_TOKENS + smallest)).saturating_sub(PASS_BASE_TOKENS)),
+        };
+        let counts = share(&queues, limit, room);
+        self.served += 1;
+        let mut parts = Vec::new();
+        for ((.., model_id), count) in models.into_iter().zip(counts) {
+            if count > 0
+                && let Some(tenant) = self.tenants.get_mut(&model_id)
+            {
+                tenant.served = self.served;
+                parts.extend(Part::take_from(model_id, tenant, count));
+            }
+        }
+        parts
+    }
+
+    /// Puts a part back where it came from, or answers for it if its model is gone.
+    fn put_back(&mut self, c: &C, mut part: Part<C>, error: Option<&str>) {
+        let tenant = self.tenants.get_mut(&part.model_id).filter(|t| t.uid == part.uid);
+        let Some(tenant) = tenant else {
+            let failure = Failure::User(format!("model {} was unloaded before this operation was done", part.model_id));
+            part.ops.into_iter().for_each(|forward| forward.fail(failure.clone()));
+            return;
+        };
+        tenant.in_pass = false;
+        if let Some(error) = error {
+            // What was answered had a part in the gradient, so a step without it would not be what was asked for.
+            let why = format!("training pass: {error}");
+            if part.backward {
+                c.lose_gradient(&mut part.learner, &why);
+            }
+            let failed: Vec<RunningForward> = part.ops.drain(..).collect();
+            failed.into_iter().for_each(|forward| forward.fail(Failure::Server(why.clone())));
+        }
+        tenant.learner = Some(part.learner);
+        while let Some(forward) = part.ops.pop_back() {
+            tenant.running.push_front(forward);
+        }
+        tenant.answer_done();
+        let model_id = part.model_id;
+        self.begin_ops(c, &model_id);
+    }
+
+    /// Between two layers of a pass: what has arrived is taken, and who is due before the pass runs.
+    fn between(&mut self, c: &C) -> ControlFlow<()> {
+        self.charge_pass(c);
+        loop {
+            self.take_arrivals(c);
+            if self.intake.is_closed() || self.pass_is_for_nobody() {
+                return ControlFlow::Break(());
+            }
+            let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
+            let (tokens, first) = (pass.tokens, &pass.clients[0].0);
+            let due = self.fair.standing(first, Work::Training);
+            let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
+            let room = self.budget.activation_tokens.saturating_sub(in_work);
+            let inner = (tokens / INNER_PASS_FRACTION).min(room);
+            match self.next_work(c, inner) {
+                Some((standing, client, work)) if standing <= due => {
+                    self.run(c, &client, work, inner);
+                    if let Some(pass) = self.passes.last_mut() {
+                        pass.charged_until = c.now();
+                    }
+                }
+                _ => return ControlFlow::Continue(()),
+            }
+        }
+    }
+
+    fn pass_is_for_nobody(&self) -> bool {
+        let Some(pass) = self.passes.last() else { return false };
+        !pass.uids.iter().any(|uid| self.tenants.values().any(|t| t.uid == *uid))
+    }
+
+    /// Charges the innermost pass for the time since it was last charged.
+    fn charge_pass(&mut self, c: &C) {
+        let now = c.now();
+        let Some(pass) = self.passes.last_mut() else { return };
+        let time = now.saturating_sub(pass.charged_until);
+        pass.charged_until = now;
+        let clients = std::mem::take(&mut pass.clients);
+        self.charge(&clients, Work::Training, time);
+        if let Some(pass) = self.passes.last_mut() {
+            pass.clients = clients;
+        }
+    }
+
+    // Requests.
+
+    fn next_uid(&mut self) -> u64 {
+        self.last_uid += 1;
+        self.last_uid
+    }
+
+    fn control(&mut self, c: &C, control: Control) {
+        match control {
+            Control::Create { model_id, client, lora, reply } => {
+                // Its name may have been given up before the engine came to it.
+                if !self.intake.has_model(&model_id) {
+                    return reply.fail_user(format!("model {model_id} was unloaded before it was made"));
+                }
+                match c.fresh(&lora) {
+                    Ok(learner) => {
+                        let uid = self.next_uid();
+                        self.tenants.insert(model_id, Tenant::new(uid, client, Some(learner), lora.clone()));
+                        reply.send(Ok(Response::Created { lora }));
+                    }
+                    Err(failure) => {
+                        self.intake.remove_model(&model_id, &failure);
+                        reply.send(Err(failure));
+                    }
+                }
+            }
+            Control::CreateFrom { model_id, client, source, lora, with_optimizer, reply } => {
+                if !self.intake.has_model(&model_id) {
+                    return reply.fail_user(format!("model {model_id} was unloaded before it was made"));
+                }
+                let (uid, ticket) = (self.next_uid(), self.next_uid());
+                let mut tenant = Tenant::new(uid, client.clone(), None, lora);
+                tenant.loading = Some((ticket, reply));
+                self.tenants.insert(model_id, tenant);
+                self.files.load(&client, Load { ticket, source, with_optimizer }, LoadFor::Tenant { uid });
+            }
+            Control::Unload { model_id, failure } => self.unload(&model_id, &failure),
+            Control::CreateSampler { sampler_id, client, source, reply } => {
+                self.create_sampler(c, sampler_id, client, source, reply);
+            }
+            Control::DropSampler { sampler_id, failure } => self.drop_sampler(&sampler_id, &failure),
+            Control::Sample { plan, asked } => self.sample(plan, asked),
+            Control::Cancel { request_id } => {
+                let failure = Failure::User("the request was cancelled".into());
+                if !self.batcher.cancel(&request_id, &failure) {
+                    self.cancel_queued_sample(&request_id, &failure);
+                }
+            }
+            Control::EndSession { client } => {
+                let failure = Failure::User("the session is over".into());
+                self.batcher.cancel_where(|asked| asked.client == client, &failure);
+                self.fair.forget(&client);
+                self.files.forget(&client);
+            }
+        }
+    }
+
+    fn unload(&mut self, model_id: &str, failure: &Failure) {
+        let Some(tenant) = self.tenants.remove(model_id) else { return };
+        if let Some((ticket, _)) = &tenant.loading {
+            self.files.abandon_load(*ticket);
+        }
+        tenant.fail_all(failure);
+    }
+
+    fn create_sampler(
+        &mut self,
+        c: &C,
+        sampler_id: SamplerId,
+        client: Client,
+        source: Option<(crate::api::CheckpointSource, LoraSpec)>,
+        reply: PendingReply,
+    ) {
+        if !self.intake.wants_sampler(&sampler_id) {
+            return reply.fail_user(format!("sampling weights {sampler_id} were dropped before they were made"));
+        }
+        let Some((source, lora)) = source else {
+            self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights: (WeightsId::BASE, c.base()) });
+            return reply.send(Ok(Response::Sampler));
+        };
+        let ticket = self.next_uid();
+        let load_for = LoadFor::Sampler { sampler_id: sampler_id.clone(), lora };
+        self.files.load(&client, Load { ticket, source, with_optimizer: false }, load_for);
+        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, client, reply, queued: Vec::new() });
+    }
+
+    fn drop_sampler(&mut self, sampler_id: &str, failure: &Failure) {
+        match self.samplers.remove(sampler_id) {
+            Some(SamplerSlot::Ready { .. }) => {
+                self.batcher.cancel_where(|asked| asked.sampler_id == sampler_id, failure);
+            }
+            Some(SamplerSlot::Loading { ticket, reply, queued, .. }) => {
+                self.files.abandon_load(ticket);
+                queued.into_iter().for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
+                reply.send(Err(failure.clone()));
+            }
+            None => {}
+        }
+    }
+
+    fn sample(&mut self, plan: Plan, asked: Asked) {
+        match self.samplers.get_mut(&asked.sampler_id) {
+            Some(SamplerSlot::Ready { weights, .. }) => self.batcher.submit(plan, weights.clone(), asked),
+            Some(SamplerSlot::Loading { queued, .. }) => queued.push((plan, asked)),
+            None => {
+                let message = format!("there are no sampling weights {}", asked.sampler_id);
+                asked.reply.fail_user(message);
+            }
+        }
+    }
+
+    fn cancel_queued_sample(&mut self, request_id: &str, failure: &Failure) {
+        for slot in self.samplers.values_mut() {
+            let SamplerSlot::Loading { queued, .. } = slot else { continue };
+            if let Some(i) = queued.iter().position(|(_, asked)| *asked.id == *request_id) {
+                return queued.remove(i).1.reply.send(Err(failure.clone()));
+            }
+        }
+    }
+
+    // Operations of a model.
+
+    /// Begins the operations of a model whose turn it is.
+    fn begin_ops(&mut self, c: &C, model_id: &str) {
+        let ahead_max = self.budget.pass_tokens;
+        loop {
+            let Some(tenant) = self.tenants.get(model_id) else { return };
+            let Some(queued) = self.intake.begin_op(model_id, |op| tenant.may_begin(op, ahead_max)) else { return };
+            self.begin(c, model_id, queued);
+        }
+    }
+
+    fn begin(&mut self, c: &C, model_id: &str, queued: QueuedOp) {
+        let ticket = self.next_uid();
+        let QueuedOp { op, reply, .. } = queued;
+        let Some(tenant) = self.tenants.get_mut(model_id) else { return };
+        let Some(learner) = tenant.learner.as_mut() else {
+            // Passes alone begin while a pass has the learner.
+            match op {
+                Op::Forward { data, backward } => tenant.running.push_back(RunningForward::new(data, backward, reply)),
+                Op::Refused(failure) => reply.send(Err(failure)),
+                _ => reply.send(Err(Failure::Server("the operation began while a pass had the adapter".into()))),
+            }
+            return;
+        };
+        let start = c.now();
+        match op {
+            Op::Forward { data, backward } => tenant.running.push_back(RunningForward::new(data, backward, reply)),
+            Op::Refused(failure) => reply.send(Err(failure)),
+            Op::Optim(params) => {
+                let done = catch_unwind(AssertUnwindSafe(|| c.optim_step(learner, &params)));
+                let norm = done.unwrap_or_else(|_| {
+                    c.lose_gradient(learner, "the optimizer panicked");
+                    Err(Failure::Server("the optimizer step panicked; the server log says where".into()))
+                });
+                let client = tenant.client.clone();
+                self.fair.charge(&client, Work::Training, c.now().saturating_sub(start));
+                reply.send(norm.map(|norm| Response::OptimStep { metrics: vec![("optim/grad_norm".into(), norm)] }));
+            }
+            Op::Save { target, with_optimizer } => {
+                let state = c.capture(learner, with_optimizer);
+                let bytes = c.state_bytes(&state).captured;
+                let captured = self.files.try_capture(bytes);
+                if !captured {
+                    // No room for a copy: the model goes on once its state is written.
+                    tenant.saving = Some(ticket);
+                }
+                let save_for = SaveFor { dir: target.dir.clone(), reply, captured_bytes: if captured { bytes } else { 0 } };
+                let client = tenant.client.clone();
+                self.files.save(&client, Save { ticket, state, target, bytes }, save_for);
+                self.files.dispatch(&mut self.storage);
+            }
+            Op::Snapshot { sampler_id, replace } => {
+                let made = self.snapshot(c, model_id, sampler_id, replace);
+                reply.send(made.map(|()| Response::Sampler));
+            }
+            Op::Load { source, with_optimizer } => {
+                tenant.loading = Some((ticket, reply));
+                let (client, uid) = (tenant.client.clone(), tenant.uid);
+                self.files.load(&client, Load { ticket, source, with_optimizer }, LoadFor::Tenant { uid });
+                self.files.dispatch(&mut self.storage);
+            }
+        }
+    }
+
+    fn snapshot(&mut self, c: &C, model_id: &str, sampler_id: SamplerId, replace: bool) -> Result<(), Failure> {
+        if !self.intake.wants_sampler(&sampler_id) {
+            return Err(Failure::User(format!("sampling weights {sampler_id} were dropped before they were made")));
+        }
+        if !replace && self.samplers.contains_key(&sampler_id) {
+            return Err(Failure::User(format!("sampling weights {sampler_id} exist already")));
+        }
+        let tenant = self.tenants.get_mut(model_id);
+        let Some(tenant) = tenant else { return Err(Failure::User(format!("there is no model {model_id}"))) };
+        let client = tenant.client.clone();
+        let learner = tenant.learner.as_mut().ok_or_else(|| Failure::User(format!("model {model_id} is not there yet")))?;
+        match c.freeze(learner) {
+            // Samples that run keep the weights they began with.
+            Ok(weights) => {
+                self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights });
+                Ok(())
+            }
+            Err(failure) => {
+                if !self.samplers.contains_key(&sampler_id) {
+                    self.intake.remove_sampler(&sampler_id, &failure);
+                }
+                Err(failure)
+            }
+        }
+    }
+
+    // Files that have been written or read.
+
+    fn saved(&mut self, ticket: u64, result: Result<u64, Failure>) {
+        for tenant in self.tenants.values_mut() {
+            if tenant.saving == Some(ticket) {
+                tenant.saving = None;
+            }
+        }
+        let Some(SaveFor { dir, reply, .. }) = self.files.saved(ticket) else { return };
+        reply.send(result.map(|size_bytes| Response::Saved { dir, size_bytes }));
+    }
+
+    fn loaded(&mut self, c: &C, ticket: u64, result: Result<C::State, Failure>) {
+        match self.files.loaded(ticket) {
+            Some((_, LoadFor::Tenant { uid })) => self.tenant_loaded(c, uid, ticket, result),
+            Some((_, LoadFor::Sampler { sampler_id, lora })) => self.sampler_loaded(c, sampler_id, ticket, &lora, result),
+            // Given up meanwhile: its requests have been answered.
+            None => {}
+        }
+    }
+
+    fn tenant_loaded(&mut self, c: &C, uid: u64, ticket: u64, result: Result<C::State, Failure>) {
+        let Some((model_id, tenant)) = self.tenants.iter_mut().find(|(_, t)| t.uid == uid) else { return };
+        let Some((_, reply)) = tenant.loading.take_if(|(at, _)| *at == ticket) else { return };
+        let checked = result.and_then(|state| {
+            let fits = match &tenant.learner {
+                Some(learner) => c.check_shape(learner, &state),
+                None => fits(c, &state, &tenant.lora),
+            };
+            fits.map(|()| state).map_err(Failure::User)
+        });
+        match (checked, &mut tenant.learner) {
+            (Ok(state), learner) => {
+                let response = match learner {
+                    Some(_) => Response::Loaded,
+                    None => Response::Created { lora: c.spec_of(&state) },
+                };
+                *learner = Some(c.restore(state));
+                reply.send(Ok(response));
+            }
+            (Err(failure), Some(_)) => reply.send(Err(failure)),
+            (Err(failure), None) => {
+                reply.send(Err(failure.clone()));
+                let model_id = model_id.clone();
+                self.intake.remove_model(&model_id, &Failure::User(format!("model {model_id} was not made: {failure}")));
+            }
+        }
+    }
+
+    fn sampler_loaded(&mut self, c: &C, sampler_id: SamplerId, ticket: u64, lora: &LoraSpec, result: Result<C::State, Failure>) {
+        let is_it = matches!(self.samplers.get(&sampler_id), Some(SamplerSlot::Loading { ticket: at, .. }) if *at == ticket);
+        if !is_it {
+            return;
+        }
+        let Some(SamplerSlot::Loading { client, reply, queued, .. }) = self.samplers.remove(&sampler_id) else { return };
+        let weights = result.and_then(|state| {
+            fits(c, &state, lora).map_err(Failure::User)?;
+            c.freeze_state(&state)
+        });
+        match weights {
+            Ok(frozen) => {
+                let weights = (WeightsId::fresh(), frozen);
+                self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights: weights.clone() });
+                reply.send(Ok(Response::Sampler));
+                queued.into_iter().for_each(|(plan, asked)| self.batcher.submit(plan, weights.clone(), asked));
+            }
+            Err(failure) => {
+                queued.into_iter().for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
+                self.intake.remove_sampler(&sampler_id, &failure);
+                reply.send(Err(failure));
+            }
+        }
+    }
+}
+
+/// Whether a checkpoint fits the room that was set aside for it.
+fn fits<C: Compute>(c: &C, state: &C::State, lora: &LoraSpec) -> Result<(), String> {
+    let (set_aside, needed) = (c.adapter_bytes(lora)?, c.state_bytes(state));
+    if needed.training > set_aside.training {
+        return Err(format!(
+            "the checkpoint's adapter takes {} bytes, and its record says {}: they do not belong together",
+            needed.training, set_aside.training
+        ));
+    }
+    Ok(())
+}
+
+impl<C: Compute> Part<C> {
+    /// Takes the next `count` examples of a tenant, and its learner with them.
+    fn take_from(model_id: ModelId, tenant: &mut Tenant<C>, count: usize) -> Option<Self> {
+        let backward = tenant.running.front()?.backward;
+        let learner = tenant.learner.take()?;
+        let (mut ops, mut left) = (VecDeque::new(), count);
+        while left > 0 {
+            let Some(forward) = tenant.running.pop_front() else { break };
+            left = left.saturating_sub(forward.remaining());
+            ops.push_back(forward);
+        }
+        tenant.in_pass = true;
+        Some(Part { model_id, uid: tenant.uid, client: tenant.client.clone(), learner, ops, count, backward })
+    }
+
+    fn lengths(&self) -> impl Iterator<Item = usize> {
+        self.ops.iter().flat_map(|f| f.data[f.next_datum()..].iter().map(|d| d.tokens.len())).take(self.count)
+    }
+
+    fn num_targets(&self) -> usize {
+        self.ops.iter().flat_map(|f| f.data[f.next_datum()..].iter().map(|d| d.targets.len())).take(self.count).sum()
+    }
+
+    fn work(&mut self) -> PassPart<'_, C> {
+        let data = self.ops.iter_mut().flat_map(|f| {
+            let next = f.next_datum();
+            f.data[next..].iter_mut()
+        });
+        PassPart { learner: &mut self.learner, data: data.take(self.count).collect(), backward: self.backward }
+    }
+
+    /// Hands the log-probabilities to the operations they belong to; answers those of the parts that follow.
+    fn take<'l>(&mut self, logprobs: &'l [f32]) -> &'l [f32] {
+        let (mut rest, mut left) = (logprobs, self.count);
+        for forward in &mut self.ops {
+            while left > 0 && !forward.is_done() {
+                let (own, others) = rest.split_at(forward.data[forward.next_datum()].targets.len());
+                forward.push_logprobs(own);
+                rest = others;
+                left -= 1;
+            }
+        }
+        rest
+    }
+}
+
+/// How many examples a pass takes from each queue of lengths: one from each in turn, until the next of a queue would go beyond `limit`. The
+/// first is taken if it fits `room`.
+fn share(queues: &[Vec<usize>], limit: usize, room: usize) -> Vec<usize> {
+    let mut counts = vec![0; queues.len()];
+    let mut open: VecDeque<usize> = (0..queues.len()).collect();
+    let mut total = 0;
+    while let Some(queue) = open.pop_front() {
+        let Some(&length) = queues[queue].get(counts[queue]) else { continue };
+        let fits = if total == 0 { length <= room } else { total + length <= limit.min(room) };
+        if !fits {
+            continue;
+        }
+        total += length;
+        counts[queue] += 1;
+        open.push_back(queue);
+    }
+    counts
+}
+
+impl<C: Compute, S: Storage<C::State>> Core<C, S> {
+    /// Requests that are open anywhere in the engine.
+    pub(crate) fn open_requests(&self) -> usize {
+        let state = &self.state;
+        let tenants: usize = state.tenants.values().map(|t| t.running.len() + usize::from(t.loading.is_some())).sum();
+        let loading = state.samplers.values().map(|slot| match slot {
+            SamplerSlot::Loading { queued, .. } => 1 + queued.len(),
+            SamplerSlot::Ready { .. } => 0,
+        });
+        state.intake.open_requests() + state.batcher.open() + tenants + loading.sum::<usize>() + state.files.unwritten()
+    }
+
+    /// What is wrong with the books, if anything. The simulation asks after every step.
+    pub(crate) fn audit(&self) -> Result<(), String> {
+        let state = &self.state;
+        state.batcher.audit()?;
+        state.intake.audit()?;
+        state.files.audit()?;
+        let tokens: usize = state.passes.iter().map(|p| p.tokens).sum();
+        if tokens > state.budget.activation_tokens {
+            return Err(format!("passes of {tokens} tokens run, with room for {}", state.budget.activation_tokens));
+        }
+        let unwanted = state.samplers.keys().find(|id| !state.intake.wants_sampler(id));
+        match unwanted {
+            // A request to drop it may still be on its way.
+            Some(id) if state.intake.open_requests() == 0 => Err(format!("sampling weights {id} are kept for nobody")),
+            _ => Ok(()),
+        }
+    }
+
+    /// The batcher's count of samples that lost their pages.
+    pub(crate) fn evictions(&self) -> u64 {
+        self.state.batcher.evictions
+    }
+
+    pub(crate) fn compute(&self) -> &C {
+        &self.compute
+    }
+
+    pub(crate) fn storage_mut(&mut self) -> &mut S {
+        &mut self.state.storage
+    }
+}
+
+/// The answer of a `forward_backward`.
+pub(crate) fn forward_backward_response(data: Vec<crate::api::DatumOutput>, loss_sum: f64) -> Response {
+    Response::ForwardBackward(ForwardBackwardOutput { data, metrics: vec![("loss:sum".to_string(), loss_sum)] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_takes_from_every_queue_in_turn() {
+        let queues = [vec![10; 100], vec![10; 2], vec![10; 100]];
+        assert_eq!(share(&queues, 100, 1000), [4, 2, 4]);
+        assert_eq!(share(&queues, 110, 1000), [5, 2, 4], "the odd one goes to the first in line");
+        assert_eq!(share(&queues, 110, 50), [2, 2, 1], "there is no more room");
+    }
+
+    #[test]
+    fn a_sequence_longer_than_the_limit_runs_alone_if_it_fits_at_all() {
+        assert_eq!(share(&[vec![500, 1], vec![500]], 100, 1000), [1, 0]);
+        assert_eq!(share(&[vec![500, 1], vec![50]], 100, 400), [0, 1]);
+    }
+
+    #[test]
+    fn a_queue_whose_next_example_does_not_fit_waits_and_keeps_its_order() {
+        assert_eq!(share(&[vec![60, 60, 1], vec![10, 10, 10, 10, 10]], 100, 1000), [1, 4]);
+    }
+}

@@ -1,0 +1,255 @@
+//! A real model behind [`Compute`].
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use strata_model::lora::{Adapter, LoraParams};
+use strata_model::{KvCache, LogitsRow, Model, PackedBatch, Targets, TokenLoss};
+
+use crate::api::{AdamParams, Failure, LoraSpec};
+use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, StepSpan};
+use crate::datum::PreparedDatum;
+use crate::learner::{self, Learner, LearnerState};
+use crate::losses::DatumLoss;
+use crate::sampler::draw;
+use crate::snapshot::WeightsId;
+
+/// A model, its device and a clock.
+pub(crate) struct Device {
+    pub(crate) model: Arc<Model>,
+    start: Instant,
+}
+
+impl Device {
+    pub(crate) fn new(model: Arc<Model>) -> Self {
+        Device { model, start: Instant::now() }
+    }
+}
+
+impl Compute for Device {
+    type Learner = Learner;
+    type Frozen = Option<Arc<Adapter>>;
+    type State = LearnerState;
+    type Cache = KvCache;
+
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
+        Ok(learner::adapter_bytes(&self.model, &learner::config_of(lora, &self.model)?))
+    }
+
+    fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
+        let config = learner::config_of(lora, &self.model).map_err(Failure::User)?;
+        Ok(Learner::fresh(&self.model, config, lora.seed))
+    }
+
+    fn restore(&self, state: LearnerState) -> Learner {
+        Learner::from_state(state)
+    }
+
+    fn spec_of(&self, state: &LearnerState) -> LoraSpec {
+        learner::spec_of(&state.config)
+    }
+
+    fn state_bytes(&self, state: &LearnerState) -> AdapterBytes {
+        learner::adapter_bytes(&self.model, &state.config)
+    }
+
+    fn check_shape(&self, learner: &Learner, state: &LearnerState) -> Result<(), String> {
+        if state.config == learner.config {
+            return Ok(());
+        }
+        Err(format!(
+            "the checkpoint holds an adapter of another shape ({:?}) than the model's ({:?})",
+            state.config, learner.config
+        ))
+    }
+
+    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> LearnerState {
+        if with_optimizer { learner.full_state(&self.model) } else { learner.adapter_state() }
+    }
+
+    fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Self::Frozen), Failure> {
+        learner.packed(&self.model).map(|(id, adapter)| (id, Some(adapter)))
+    }
+
+    fn freeze_state(&self, state: &LearnerState) -> Result<Self::Frozen, Failure> {
+        learner::pack(&self.model, state.config, &state.weights).map(Some)
+    }
+
+    fn base(&self) -> Self::Frozen {
+        None
+    }
+
+    fn optim_step(&self, learner: &mut Learner, params: &AdamParams) -> Result<f64, Failure> {
+        learner.optim_step(&self.model, params)
+    }
+
+    fn lose_gradient(&self, learner: &mut Learner, why: &str) {
+        learner.lose_gradient(why);
+    }
+
+    fn pass(&self, parts: &mut [PassPart<'_, Self>], between: Between<'_>) -> Result<Vec<f32>, PassError> {
+        let mut adapters = Vec::with_capacity(parts.len());
+        for part in parts.iter_mut() {
+            let packed = part.learner.packed(&self.model);
+            adapters.push(packed.map_err(|failure| PassError::Failed(failure.to_string()))?.1);
+        }
+        fix_sequence_ratios(&self.model, parts, &adapters, between)?;
+        let mut batch = PackedBatch::new();
+        let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
+        let mut loss = PassLoss { starts: Vec::new(), losses: Vec::new() };
+        let mut gradients: Vec<Option<&mut LoraParams>> = Vec::with_capacity(parts.len());
+        for (part, adapter) in parts.iter_mut().zip(&adapters) {
+            batch.begin_group(Some(adapter));
+            for datum in &part.data {
+                loss.starts.push(targets.ids.len());
+                loss.losses.push(&datum.loss);
+                push_datum(datum, &mut batch, &mut targets);
+            }
+            gradients.push(part.backward.then(|| part.learner.gradient_mut(&self.model)));
+        }
+        let done = if gradients.iter().all(Option::is_none) {
+            self.model.forward_with(&batch, &targets, between)
+        } else {
+            self.model.forward_backward_with(&batch, &targets, &loss, &mut gradients, between)
+        };
+        done.map_err(pass_error)
+    }
+
+    fn new_cache(&self, pages: usize) -> KvCache {
+        self.model.new_kv_cache(pages)
+    }
+
+    fn clear_page(&self, cache: &mut KvCache, page: u32) {
+        cache.clear_page(page);
+    }
+
+    fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) {
+        cache.copy_page(from, to);
+    }
+
+    fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32]) {
+        let _ = (cache, free_pages);
+    }
+
+    fn step(&self, cache: &mut KvCache, spans: &[StepSpan<'_, Self::Frozen>]) -> Result<Vec<RowResult>, String> {
+        let mut batch = PackedBatch::new();
+        let (mut rows, mut tasks) = (Vec::new(), Vec::new());
+        for (i, span) in spans.iter().enumerate() {
+            if i == 0 || spans[i - 1].weights.0 != span.weights.0 {
+                batch.begin_group(span.weights.1.as_deref());
+            }
+            let start = batch.len();
+            batch.push_cached(&span.tokens, span.past, span.pages.clone());
+            for (row, task) in &span.rows {
+                rows.push(start + row);
+                tasks.push(task);
+            }
+        }
+        let results: Vec<OnceLock<RowResult>> = rows.iter().map(|_| OnceLock::new()).collect();
+        let visit = |i: usize, row: LogitsRow<'_>| {
+            // A row is visited once; a second visit would find the same numbers.
+            let _ = results[i].set(run_task(tasks[i], row));
+        };
+        self.model.step(&batch, cache, &rows, &visit).map_err(|error| error.to_string())?;
+        let results: Option<Vec<RowResult>> = results.into_iter().map(OnceLock::into_inner).collect();
+        results.ok_or_else(|| "the model passed over a row".into())
+    }
+}
+
+fn pass_error(error: strata_model::Error) -> PassError {
+    match error {
+        strata_model::Error::Interrupted => PassError::Interrupted,
+        other => PassError::Failed(other.to_string()),
+    }
+}
+
+fn run_task(task: &RowTask, row: LogitsRow<'_>) -> RowResult {
+    match task {
+        RowTask::Score { .. } if !row.log_normalizer.is_finite() => RowResult::NotNumbers,
+        RowTask::Score { token, topk } => RowResult::Scored(row.logprob(*token), draw::top_k(row, *topk)),
+        RowTask::Draw { settings, samples, position } => {
+            draw::draw(row, settings, samples, *position).map_or(RowResult::NotNumbers, RowResult::Drawn)
+        }
+    }
+}
+
+fn push_datum(datum: &PreparedDatum, batch: &mut PackedBatch<'_>, targets: &mut Targets) {
+    batch.push_sequence(&datum.tokens);
+    let start = targets.ids.len();
+    targets.ids.extend_from_slice(&datum.targets);
+    targets.offsets.extend((1..=datum.tokens.len()).map(|t| start + t * datum.targets_per_token));
+}
+
+/// Losses with a ratio per sequence need its log-probabilities before their derivative is known: one pass forward finds them. They are the
+/// same bits as those of the pass that follows.
+fn fix_sequence_ratios(
+    model: &Model,
+    parts: &mut [PassPart<'_, Device>],
+    adapters: &[Arc<Adapter>],
+    between: Between<'_>,
+) -> Result<(), PassError> {
+    let needs = |datum: &PreparedDatum| datum.loss.loss.needs_sequence_ratio();
+    let mut batch = PackedBatch::new();
+    let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
+    for (part, adapter) in parts.iter().zip(adapters) {
+        let mut data = part.data.iter().filter(|d| needs(d)).peekable();
+        if data.peek().is_some() {
+            batch.begin_group(Some(adapter));
+            data.for_each(|d| push_datum(d, &mut batch, &mut targets));
+        }
+    }
+    if batch.len() == 0 {
+        return Ok(());
+    }
+    let logprobs = model.forward_with(&batch, &targets, between).map_err(pass_error)?;
+    let mut start = 0;
+    for datum in parts.iter_mut().flat_map(|part| &mut part.data).filter(|d| needs(d)) {
+        datum.loss.set_sequence_ratio(&logprobs[start..start + datum.targets.len()]);
+        start += datum.targets.len();
+    }
+    Ok(())
+}
+
+/// The losses of all examples of a pass.
+struct PassLoss<'a> {
+    /// First target of each example.
+    starts: Vec<usize>,
+    losses: Vec<&'a DatumLoss>,
+}
+
+impl TokenLoss for PassLoss<'_> {
+    fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]) {
+        let mut datum = self.starts.partition_point(|&start| start <= first).saturating_sub(1);
+        for (i, (out, &logprob)) in gradient.iter_mut().zip(logprobs).enumerate() {
+            let target = first + i;
+            while self.starts.get(datum + 1).is_some_and(|&start| start <= target) {
+                datum += 1;
+            }
+            *out = self.losses[datum].term(target - self.starts[datum], logprob).derivative;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::losses::{Loss, LossInputs};
+
+    #[test]
+    fn derivatives_are_those_of_the_example_that_a_target_belongs_to() {
+        let datum = |weights: &[f32]| DatumLoss {
+            loss: Loss::CrossEntropy,
+            inputs: LossInputs::Weights(weights.to_vec()),
+            log_sequence_ratio: 0.0,
+        };
+        let (a, b) = (datum(&[1.0, 2.0]), datum(&[3.0]));
+        let loss = PassLoss { starts: vec![0, 2], losses: vec![&a, &b] };
+        let mut out = [0.0; 2];
+        loss.gradient(1, &[-1.0, -1.0], &mut out);
+        assert_eq!(out, [-2.0, -3.0]);
+    }
+}

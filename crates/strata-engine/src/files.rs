@@ -1,0 +1,193 @@
+//! Checkpoints that wait to be written or read: who goes next, and who is told.
+//!
+//! A save holds the state it captured until it is written. Sessions take turns by the bytes they have had; a slow or hanging file delays its own
+//! session, and others only by its share of the few places there are.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use crate::api::{CheckpointSource, Client, Failure, LoraSpec, SaveTarget};
+use crate::fair::{Fair, Work};
+use crate::reply::PendingReply;
+
+/// Saves that the storage has at a time: one being written, one to follow.
+const SAVES_MAX: usize = 2;
+/// Loads that the storage has at a time.
+const LOADS_MAX: usize = 4;
+/// Loads of one session that the storage has at a time.
+const LOADS_PER_SESSION_MAX: usize = 2;
+
+/// Where checkpoints are written and read, beside the engine thread. Jobs end in any order and are collected with [`Storage::poll`].
+pub(crate) trait Storage<S> {
+    fn save(&mut self, ticket: u64, state: S, target: SaveTarget);
+    fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool);
+    /// Something that has ended, if anything has.
+    fn poll(&mut self) -> Option<Done<S>>;
+}
+
+/// A job of a [`Storage`] that has ended.
+pub(crate) enum Done<S> {
+    Saved { ticket: u64, result: Result<u64, Failure> },
+    Loaded { ticket: u64, result: Result<S, Failure> },
+}
+
+/// A save that was captured.
+pub(crate) struct Save<S> {
+    pub(crate) ticket: u64,
+    pub(crate) state: S,
+    pub(crate) target: SaveTarget,
+    /// What it takes of memory.
+    pub(crate) bytes: u64,
+}
+
+/// Whom a save is for.
+pub(crate) struct SaveFor {
+    pub(crate) dir: std::path::PathBuf,
+    pub(crate) reply: PendingReply,
+    /// What is given back when it is written; 0 if its model waits for it instead.
+    pub(crate) captured_bytes: u64,
+}
+
+/// A load that was asked for.
+pub(crate) struct Load {
+    pub(crate) ticket: u64,
+    pub(crate) source: CheckpointSource,
+    pub(crate) with_optimizer: bool,
+}
+
+/// Whom a load is for.
+pub(crate) enum LoadFor {
+    /// The tenant of this uid, made by it or given new weights.
+    Tenant { uid: u64 },
+    /// Sampling weights, with room for an adapter of this shape.
+    Sampler { sampler_id: String, lora: LoraSpec },
+}
+
+/// The queues in front of a storage.
+pub(crate) struct Files<S> {
+    saves: BTreeMap<Client, VecDeque<Save<S>>>,
+    loads: BTreeMap<Client, VecDeque<Load>>,
+    turns: Fair,
+    saving: BTreeMap<u64, SaveFor>,
+    /// Tickets that the storage has.
+    writing: Vec<u64>,
+    loading: BTreeMap<u64, (Client, LoadFor)>,
+    reading: Vec<(u64, Client)>,
+    captured_bytes: u64,
+    captured_bytes_max: u64,
+}
+
+impl<S> Files<S> {
+    pub(crate) fn new(captured_bytes_max: u64) -> Self {
+        Files {
+            saves: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            turns: Fair::default(),
+            saving: BTreeMap::new(),
+            writing: Vec::new(),
+            loading: BTreeMap::new(),
+            reading: Vec::new(),
+            captured_bytes: 0,
+            captured_bytes_max,
+        }
+    }
+
+    /// Takes room for a state that is captured, if there is any.
+    pub(crate) fn try_capture(&mut self, bytes: u64) -> bool {
+        let fits = self.captured_bytes + bytes <= self.captured_bytes_max;
+        if fits {
+            self.captured_bytes += bytes;
+        }
+        fits
+    }
+
+    pub(crate) fn save(&mut self, client: &Client, save: Save<S>, save_for: SaveFor) {
+        self.saving.insert(save.ticket, save_for);
+        self.saves.entry(client.clone()).or_default().push_back(save);
+    }
+
+    pub(crate) fn load(&mut self, client: &Client, load: Load, load_for: LoadFor) {
+        self.loading.insert(load.ticket, (client.clone(), load_for));
+        self.loads.entry(client.clone()).or_default().push_back(load);
+    }
+
+    /// Gives the storage what it has room for.
+    pub(crate) fn dispatch(&mut self, storage: &mut impl Storage<S>) {
+        while self.writing.len() < SAVES_MAX {
+            let next = self.saves.keys().min_by_key(|c| self.turns.standing(c, Work::Training)).cloned();
+            let Some(client) = next else { break };
+            let Some(save) = pop(&mut self.saves, &client) else { break };
+            self.turns.serve(&client, Work::Training);
+            // Bytes stand for time: only their ratio matters.
+            self.turns.charge(&client, Work::Training, Duration::from_nanos(save.bytes.max(1)));
+            self.writing.push(save.ticket);
+            storage.save(save.ticket, save.state, save.target);
+        }
+        while self.reading.len() < LOADS_MAX {
+            let may = |c: &&Client| self.reading.iter().filter(|(_, other)| other == *c).count() < LOADS_PER_SESSION_MAX;
+            let next = self.loads.keys().filter(may).min_by_key(|c| self.turns.standing(c, Work::Sampling)).cloned();
+            let Some(client) = next else { break };
+            let Some(load) = pop(&mut self.loads, &client) else { break };
+            self.turns.serve(&client, Work::Sampling);
+            self.turns.charge(&client, Work::Sampling, Duration::from_millis(1));
+            self.reading.push((load.ticket, client));
+            storage.load(load.ticket, load.source, load.with_optimizer);
+        }
+    }
+
+    /// Whom a save that has ended was for.
+    pub(crate) fn saved(&mut self, ticket: u64) -> Option<SaveFor> {
+        self.writing.retain(|&other| other != ticket);
+        let save_for = self.saving.remove(&ticket)?;
+        self.captured_bytes -= save_for.captured_bytes;
+        Some(save_for)
+    }
+
+    /// Whom a load that has ended was for; `None` if nobody wants it any more.
+    pub(crate) fn loaded(&mut self, ticket: u64) -> Option<(Client, LoadFor)> {
+        self.reading.retain(|(other, _)| *other != ticket);
+        self.loading.remove(&ticket)
+    }
+
+    /// Forgets whom a load is for. What has not begun does not.
+    pub(crate) fn abandon_load(&mut self, ticket: u64) {
+        self.loading.remove(&ticket);
+        for queue in self.loads.values_mut() {
+            queue.retain(|load| load.ticket != ticket);
+        }
+        self.loads.retain(|_, queue| !queue.is_empty());
+    }
+
+    /// Forgets a session's shares.
+    pub(crate) fn forget(&mut self, client: &Client) {
+        self.turns.forget(client);
+    }
+
+    /// Saves that are not written yet.
+    pub(crate) fn unwritten(&self) -> usize {
+        self.saving.len()
+    }
+
+    /// Whether nothing waits or runs.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.saving.is_empty() && self.loading.is_empty()
+    }
+
+    /// What is wrong with the books, if anything.
+    pub(crate) fn audit(&self) -> Result<(), String> {
+        let captured: u64 = self.saving.values().map(|s| s.captured_bytes).sum();
+        if captured != self.captured_bytes || captured > self.captured_bytes_max {
+            return Err(format!("saves hold {captured} bytes, {} are counted", self.captured_bytes));
+        }
+        Ok(())
+    }
+}
+
+fn pop<T>(queues: &mut BTreeMap<Client, VecDeque<T>>, client: &Client) -> Option<T> {
+    let queue = queues.get_mut(client)?;
+    let item = queue.pop_front();
+    if queue.is_empty() {
+        queues.remove(client);
+    }
+    item
+}

@@ -1,0 +1,585 @@
+//! The one keeper of order: what the server has accepted and what the engine runs next.
+//!
+//! Server threads put requests in, the engine thread takes them out. Operations of a model wait under their ids; one notion of "next", the
+//! first id that has not begun, says both what the engine runs and what a full queue still takes. Everything that waits is paid for from the
+//! [`Ledger`]. A full account refuses all but one kind of request: the operation that is next while others behind it wait for it, because refusing it
+//! would block them for good; it is paid for from a reserve.
+//!
+//! Room for adapters is decided here too, when a request is accepted, in the order of acceptance: whether there is room does not depend on how
+//! far the engine has got.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+
+use crate::api::{AdamParams, CheckpointSource, Client, Failure, LoraSpec, ModelId, Refusal, RequestId, SamplerId, SaveTarget};
+use crate::compute::AdapterBytes;
+use crate::datum::PreparedDatum;
+use crate::ledger::{Charge, Ledger, Shortage};
+use crate::reply::PendingReply;
+use crate::sampler::{Asked, Plan};
+
+/// How far an operation of a model may run ahead of the first that has not begun.
+pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
+
+/// An operation that has been checked.
+pub(crate) enum Op {
+    Forward { data: Vec<PreparedDatum>, backward: bool },
+    Optim(AdamParams),
+    Save { target: SaveTarget, with_optimizer: bool },
+    Snapshot { sampler_id: SamplerId, replace: bool },
+    Load { source: CheckpointSource, with_optimizer: bool },
+    Refused(Failure),
+}
+
+impl Op {
+    /// Whether it may begin while passes of the model still run.
+    pub(crate) fn is_pass(&self) -> bool {
+        matches!(self, Op::Forward { .. } | Op::Refused(_))
+    }
+}
+
+/// An operation that waits for its turn.
+pub(crate) struct QueuedOp {
+    pub(crate) id: RequestId,
+    pub(crate) op: Op,
+    pub(crate) reply: PendingReply,
+}
+
+/// What is not an operation of a model; taken in the order of arrival.
+pub(crate) enum Control {
+    Create { model_id: ModelId, client: Client, lora: LoraSpec, reply: PendingReply },
+    CreateFrom { model_id: ModelId, client: Client, source: CheckpointSource, lora: LoraSpec, with_optimizer: bool, reply: PendingReply },
+    Unload { model_id: ModelId, failure: Failure },
+    CreateSampler { sampler_id: SamplerId, client: Client, source: Option<(CheckpointSource, LoraSpec)>, reply: PendingReply },
+    DropSampler { sampler_id: SamplerId, failure: Failure },
+    Sample { plan: Plan, asked: Asked },
+    Cancel { request_id: RequestId },
+    EndSession { client: Client },
+}
+
+/// What a model has in the keeper.
+struct ModelQueue {
+    client: Client,
+    bytes: AdapterBytes,
+    /// The first id that has not begun.
+    next: u64,
+    waiting: BTreeMap<u64, QueuedOp>,
+}
+
+#[derive(Default)]
+struct Inner {
+    closed: bool,
+    /// Something has happened since the engine last looked.
+    stirred: bool,
+    controls: VecDeque<Control>,
+    models: HashMap<ModelId, ModelQueue>,
+    /// Models whose next operation has arrived.
+    ready: BTreeSet<ModelId>,
+    /// Where an operation waits.
+    waiting: HashMap<RequestId, (ModelId, u64)>,
+    samplers: HashMap<SamplerId, (Client, u64)>,
+    adapter_bytes_used: u64,
+}
+
+/// The keeper.
+pub(crate) struct Intake {
+    inner: Mutex<Inner>,
+    wake: Condvar,
+    ledger: Ledger,
+    adapter_bytes_max: u64,
+}
+
+impl Intake {
+    pub(crate) fn new(ledger: Ledger, adapter_bytes_max: u64) -> Self {
+        Intake { inner: Mutex::default(), wake: Condvar::new(), ledger, adapter_bytes_max }
+    }
+
+    pub(crate) fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn open(&self) -> Result<MutexGuard<'_, Inner>, Refusal> {
+        let inner = self.lock();
+        if inner.closed { Err(Refusal::Stopped) } else { Ok(inner) }
+    }
+
+    fn stir(&self, mut inner: MutexGuard<'_, Inner>) {
+        inner.stirred = true;
+        drop(inner);
+        self.wake.notify_one();
+    }
+
+    // The server's side.
+
+    /// Pays for a request.
+    pub(crate) fn charge(&self, client: &Client, bytes: u64) -> Result<Charge, Refusal> {
+        self.ledger.charge(client, bytes).map_err(refusal)
+    }
+
+    /// Accepts something that is not an operation of a model.
+    pub(crate) fn accept(&self, control: Control) -> Result<(), (Refusal, Control)> {
+        let mut inner = match self.open() {
+            Ok(inner) => inner,
+            Err(refusal) => return Err((refusal, control)),
+        };
+        inner.controls.push_back(control);
+        self.stir(inner);
+        Ok(())
+    }
+
+    /// Accepts a model with room for its adapter.
+    ///
+    /// # Errors
+    /// A message for the user if it exists or there is no room.
+    pub(crate) fn add_model(&self, model_id: &ModelId, client: &Client, bytes: AdapterBytes) -> Result<(), String> {
+        let mut inner = self.lock();
+        if inner.models.contains_key(model_id) {
+            return Err(format!("model {model_id} exists already"));
+        }
+        self.take_adapter_room(&mut inner, bytes.training)?;
+        let queue = ModelQueue { client: client.clone(), bytes, next: 1, waiting: BTreeMap::new() };
+        inner.models.insert(model_id.clone(), queue);
+        Ok(())
+    }
+
+    /// Accepts sampling weights with room for `bytes`.
+    ///
+    /// # Errors
+    /// A message for the user if they exist or there is no room.
+    pub(crate) fn add_sampler(&self, sampler_id: &SamplerId, client: &Client, bytes: u64) -> Result<(), String> {
+        let mut inner = self.lock();
+        if inner.samplers.contains_key(sampler_id) {
+            return Err(format!("sampling weights {sampler_id} exist already"));
+        }
+        self.take_adapter_room(&mut inner, bytes)?;
+        inner.samplers.insert(sampler_id.clone(), (client.clone(), bytes));
+        Ok(())
+    }
+
+    fn take_adapter_room(&self, inner: &mut Inner, bytes: u64) -> Result<(), String> {
+        let used = inner.adapter_bytes_used;
+        if used.saturating_add(bytes) > self.adapter_bytes_max {
+            return Err(format!(
+                "the adapter needs {bytes} bytes, but models and samplers take {used} of the {} bytes set aside for adapters; \
+                 free some, or start the server with more memory",
+                self.adapter_bytes_max
+            ));
+        }
+        inner.adapter_bytes_used += bytes;
+        Ok(())
+    }
+
+    /// Whether an operation could be accepted in this place.
+    pub(crate) fn check_place(&self, model_id: &str, seq_id: u64) -> Result<Client, Refusal> {
+        let inner = self.open()?;
+        let Some(queue) = inner.models.get(model_id) else { return Err(Refusal::User(format!("there is no model {model_id}"))) };
+        queue.check_place(model_id, seq_id).map(|()| queue.client.clone())
+    }
+
+    /// Accepts an operation of a model in its place.
+    pub(crate) fn accept_op(&self, model_id: &str, seq_id: u64, bytes: u64, mut queued: QueuedOp) -> Result<(), Refusal> {
+        let client = match self.check_place(model_id, seq_id) {
+            Ok(client) => client,
+            Err(refusal) => {
+                queued.reply.withdraw();
+                return Err(refusal);
+            }
+        };
+        // The ledger may ask others to give something up: not with the lock held.
+        let ordinary = self.ledger.charge(&client, bytes);
+        let mut inner = match self.open() {
+            Ok(inner) => inner,
+            Err(refusal) => {
+                queued.reply.withdraw();
+                return Err(refusal);
+            }
+        };
+        let Inner { models, ready, waiting, samplers, adapter_bytes_used, .. } = &mut *inner;
+        let Some(queue) = models.get_mut(model_id) else {
+            queued.reply.withdraw();
+            return Err(Refusal::User(format!("there is no model {model_id}")));
+        };
+        let charge = queue.check_place(model_id, seq_id).and_then(|()| match ordinary {
+            Ok(charge) => Ok(charge),
+            Err(Shortage::Now { .. }) if seq_id == queue.next && !queue.waiting.is_empty() => {
+                self.ledger.charge_reserve(&client, bytes).map_err(refusal)
+            }
+            Err(shortage) => Err(refusal(shortage)),
+        });
+        let charge = match charge {
+            Ok(charge) => charge,
+            Err(refusal) => {
+                queued.reply.withdraw();
+                return Err(refusal);
+            }
+        };
+        if let Op::Snapshot { sampler_id, replace } = &queued.op
+            && !(*replace && samplers.contains_key(sampler_id))
+        {
+            let need = queue.bytes.frozen;
+            let refused = if samplers.contains_key(sampler_id) {
+                Some(format!("sampling weights {sampler_id} exist already"))
+            } else if *adapter_bytes_used + need > self.adapter_bytes_max {
+                Some(format!(
+                    "a snapshot needs {need} bytes, but models and samplers take {adapter_bytes_used} of the {} bytes set aside \
+                     for adapters; free some, or start the server with more memory",
+                    self.adapter_bytes_max
+                ))
+            } else {
+                *adapter_bytes_used += need;
+                samplers.insert(sampler_id.clone(), (queue.client.clone(), need));
+                None
+            };
+            if let Some(reason) = refused {
+                queued.op = Op::Refused(Failure::User(reason));
+            }
+        }
+        queued.reply = queued.reply.paid_by(charge);
+        waiting.insert(queued.id.clone(), (model_id.to_owned(), seq_id));
+        queue.waiting.insert(seq_id, queued);
+        if seq_id == queue.next {
+            ready.insert(model_id.to_owned());
+        }
+        self.stir(inner);
+        Ok(())
+    }
+
+    /// Forgets a model: what waits fails at once, what runs when the engine gets to it. Answers whether there was one.
+    pub(crate) fn remove_model(&self, model_id: &str, failure: &Failure) -> bool {
+        let mut inner = self.lock();
+        let Some(queue) = inner.remove_model(model_id) else { return false };
+        inner.controls.push_back(Control::Unload { model_id: model_id.to_owned(), failure: failure.clone() });
+        self.stir(inner);
+        queue.fail_all(failure);
+        true
+    }
+
+    /// Forgets sampling weights. Answers whether there were any.
+    pub(crate) fn remove_sampler(&self, sampler_id: &str, failure: &Failure) -> bool {
+        let mut inner = self.lock();
+        if !inner.remove_sampler(sampler_id) {
+            return false;
+        }
+        inner.controls.push_back(Control::DropSampler { sampler_id: sampler_id.to_owned(), failure: failure.clone() });
+        self.stir(inner);
+        true
+    }
+
+    /// Forgets everything of a session.
+    pub(crate) fn end_session(&self, client: &Client, failure: &Failure) {
+        let mut inner = self.lock();
+        let models: Vec<ModelId> = inner.models.iter().filter(|(_, q)| q.client == *client).map(|(id, _)| id.clone()).collect();
+        let queues: Vec<ModelQueue> = models.iter().filter_map(|id| inner.remove_model(id)).collect();
+        for model_id in models {
+            inner.controls.push_back(Control::Unload { model_id, failure: failure.clone() });
+        }
+        let samplers: Vec<SamplerId> = inner.samplers.iter().filter(|(_, s)| s.0 == *client).map(|(id, _)| id.clone()).collect();
+        for sampler_id in samplers {
+            inner.remove_sampler(&sampler_id);
+            inner.controls.push_back(Control::DropSampler { sampler_id, failure: failure.clone() });
+        }
+        inner.controls.push_back(Control::EndSession { client: client.clone() });
+        self.stir(inner);
+        queues.into_iter().for_each(|queue| queue.fail_all(failure));
+    }
+
+    /// Stops the work on a request. One that waits in the order of a model keeps its place and does nothing there.
+    pub(crate) fn cancel(&self, request_id: &RequestId, failure: &Failure) {
+        let mut inner = self.lock();
+        let place = inner.waiting.get(request_id).cloned();
+        let mut over = None;
+        if let Some((model_id, seq_id)) = place
+            && let Some(queued) = inner.models.get_mut(&model_id).and_then(|q| q.waiting.get_mut(&seq_id))
+        {
+            let snapshot = match &queued.op {
+                Op::Snapshot { sampler_id, replace: false } => Some(sampler_id.clone()),
+                _ => None,
+            };
+            over = Some(std::mem::replace(&mut queued.op, Op::Refused(failure.clone())));
+            snapshot.map(|sampler_id| inner.remove_sampler(&sampler_id));
+        } else {
+            inner.controls.push_back(Control::Cancel { request_id: request_id.clone() });
+        }
+        self.stir(inner);
+        drop(over);
+    }
+
+    /// Takes no more requests, and wakes the engine to end.
+    pub(crate) fn close(&self) {
+        let mut inner = self.lock();
+        inner.closed = true;
+        self.stir(inner);
+    }
+
+    /// Fails all that waits: the engine is gone.
+    pub(crate) fn fail_all(&self) {
+        let mut inner = self.lock();
+        inner.closed = true;
+        let (controls, models) = (std::mem::take(&mut inner.controls), std::mem::take(&mut inner.models));
+        drop(inner);
+        // Dropped here, with no lock held, each is answered.
+        drop((controls, models));
+    }
+
+    // The engine's side.
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
+    /// Wakes the engine, for something that reaches it on another way.
+    pub(crate) fn nudge(&self) {
+        self.stir(self.lock());
+    }
+
+    /// Waits until something happens, or for `timeout`. Answers whether something has.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
+        let mut inner = self.lock();
+        while !inner.stirred && !inner.closed {
+            match timeout {
+                Some(timeout) => {
+                    let waited = self.wake.wait_timeout(inner, timeout).unwrap_or_else(|poisoned| poisoned.into_inner());
+                    inner = waited.0;
+                    if waited.1.timed_out() {
+                        break;
+                    }
+                }
+                None => inner = self.wake.wait(inner).unwrap_or_else(|poisoned| poisoned.into_inner()),
+            }
+        }
+        std::mem::take(&mut inner.stirred)
+    }
+
+    /// The next request that is not an operation of a model.
+    pub(crate) fn next_control(&self) -> Option<Control> {
+        self.lock().controls.pop_front()
+    }
+
+    /// Models whose next operation has arrived.
+    pub(crate) fn ready_models(&self) -> Vec<ModelId> {
+        self.lock().ready.iter().cloned().collect()
+    }
+
+    /// Begins the next operation of a model, if it has arrived and `may_begin` lets it.
+    pub(crate) fn begin_op(&self, model_id: &str, may_begin: impl FnOnce(&Op) -> bool) -> Option<QueuedOp> {
+        let mut inner = self.lock();
+        let Inner { models, ready, waiting, .. } = &mut *inner;
+        let queue = models.get_mut(model_id)?;
+        if !may_begin(&queue.waiting.get(&queue.next)?.op) {
+            return None;
+        }
+        let queued = queue.waiting.remove(&queue.next)?;
+        queue.next += 1;
+        if !queue.waiting.contains_key(&queue.next) {
+            ready.remove(model_id);
+        }
+        waiting.remove(&queued.id);
+        Some(queued)
+    }
+
+    /// Whether a model is still wanted.
+    pub(crate) fn has_model(&self, model_id: &str) -> bool {
+        self.lock().models.contains_key(model_id)
+    }
+
+    /// Whether sampling weights are still wanted.
+    pub(crate) fn wants_sampler(&self, sampler_id: &str) -> bool {
+        self.lock().samplers.contains_key(sampler_id)
+    }
+
+    /// Requests that wait here.
+    pub(crate) fn open_requests(&self) -> usize {
+        let inner = self.lock();
+        inner.controls.len() + inner.models.values().map(|q| q.waiting.len()).sum::<usize>()
+    }
+
+    /// What is wrong with the books, if anything. The simulation asks after every step.
+    pub(crate) fn audit(&self) -> Result<(), String> {
+        let inner = self.lock();
+        let models: u64 = inner.models.values().map(|q| q.bytes.training).sum();
+        let samplers: u64 = inner.samplers.values().map(|s| s.1).sum();
+        if models + samplers != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
+            return Err(format!("adapters take {models} + {samplers} bytes, {} are counted", inner.adapter_bytes_used));
+        }
+        let waiting: HashSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
+        if waiting.len() != inner.waiting.len() {
+            return Err(format!("{} operations wait, {} are indexed", waiting.len(), inner.waiting.len()));
+        }
+        let ready: BTreeSet<&ModelId> =
+            inner.models.iter().filter(|(_, q)| q.waiting.contains_key(&q.next)).map(|(id, _)| id).collect();
+        if ready != inner.ready.iter().collect() {
+            return Err(format!("{ready:?} are ready, {:?} are noted", inner.ready));
+        }
+        if self.ledger.used() > self.ledger.total() {
+            return Err(format!("{} of {} bytes are charged", self.ledger.used(), self.ledger.total()));
+        }
+        Ok(())
+    }
+}
+
+impl Inner {
+    fn remove_model(&mut self, model_id: &str) -> Option<ModelQueue> {
+        let queue = self.models.remove(model_id)?;
+        self.ready.remove(model_id);
+        self.adapter_bytes_used -= queue.bytes.training;
+        for queued in queue.waiting.values() {
+            self.waiting.remove(&queued.id);
+            if let Op::Snapshot { sampler_id, replace: false } = &queued.op {
+                let bytes = self.samplers.remove(sampler_id).map_or(0, |s| s.1);
+                self.adapter_bytes_used -= bytes;
+            }
+        }
+        Some(queue)
+    }
+
+    fn remove_sampler(&mut self, sampler_id: &str) -> bool {
+        let Some((_, bytes)) = self.samplers.remove(sampler_id) else { return false };
+        self.adapter_bytes_used -= bytes;
+        true
+    }
+}
+
+impl ModelQueue {
+    fn check_place(&self, model_id: &str, seq_id: u64) -> Result<(), Refusal> {
+        if seq_id == 0 {
+            return Err(Refusal::User("seq_id 0 is the creation of the model; operations count from 1".into()));
+        }
+        if seq_id < self.next || self.waiting.contains_key(&seq_id) {
+            return Err(Refusal::Seen);
+        }
+        if seq_id - self.next > SEQUENCE_AHEAD_MAX {
+            return Err(Refusal::User(format!(
+                "seq_id {seq_id} of model {model_id} is more than {SEQUENCE_AHEAD_MAX} ahead of {}, the first that has not begun",
+                self.next
+            )));
+        }
+        Ok(())
+    }
+
+    fn fail_all(self, failure: &Failure) {
+        self.waiting.into_values().for_each(|queued| queued.reply.send(Err(failure.clone())));
+    }
+}
+
+fn refusal(shortage: Shortage) -> Refusal {
+    match shortage {
+        Shortage::Now { bytes } => Refusal::Busy(format!(
+            "requests and results of this session and others take the memory set aside for them, and this one needs {bytes} bytes; \
+             send it again in a moment"
+        )),
+        Shortage::Ever { bytes, bytes_max } => Refusal::User(format!(
+            "the request and its result take {bytes} bytes of memory, above the limit of {bytes_max}; send less in one request, or start \
+             the server with more memory"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+    use crate::api::Outcome;
+
+    fn client() -> Client {
+        Client { owner: "o".into(), session: "s".into() }
+    }
+
+    const BYTES: AdapterBytes = AdapterBytes { training: 10, frozen: 3, captured: 5 };
+
+    fn intake(total: u64) -> Intake {
+        let intake = Intake::new(Ledger::new(total), 100);
+        intake.add_model(&"m".into(), &client(), BYTES).unwrap();
+        intake
+    }
+
+    fn queued(seq_id: u64, op: Op) -> (QueuedOp, Receiver<Outcome>) {
+        let (tx, rx) = channel();
+        let reply = PendingReply::new(Box::new(move |outcome, _| drop(tx.send(outcome))));
+        (QueuedOp { id: format!("m:{seq_id}").into(), op, reply }, rx)
+    }
+
+    fn put(intake: &Intake, seq_id: u64, bytes: u64) -> Result<(), Refusal> {
+        intake.accept_op("m", seq_id, bytes, queued(seq_id, Op::Optim(AdamParams::default())).0)
+    }
+
+    fn begin(intake: &Intake) -> Option<RequestId> {
+        intake.begin_op("m", |_| true).map(|queued| queued.id.clone())
+    }
+
+    #[test]
+    fn operations_begin_in_order_whatever_order_they_arrive_in_and_once() {
+        let intake = intake(1 << 20);
+        put(&intake, 3, 1).unwrap();
+        assert_eq!((begin(&intake), intake.ready_models().len()), (None, 0));
+        put(&intake, 1, 1).unwrap();
+        assert_eq!(put(&intake, 1, 1), Err(Refusal::Seen));
+        assert_eq!((begin(&intake).as_deref(), begin(&intake)), (Some("m:1"), None));
+        put(&intake, 2, 1).unwrap();
+        assert_eq!((begin(&intake).as_deref(), begin(&intake).as_deref()), (Some("m:2"), Some("m:3")));
+        assert_eq!(put(&intake, 2, 1), Err(Refusal::Seen));
+        assert!(matches!(put(&intake, 5 + SEQUENCE_AHEAD_MAX, 1), Err(Refusal::User(_))));
+        assert!(matches!(put(&intake, 0, 1), Err(Refusal::User(_))));
+        intake.audit().unwrap();
+    }
+
+    #[test]
+    fn a_full_account_takes_only_what_others_wait_for() {
+        let intake = intake(1000);
+        // In order, everything counts: the next to arrive is not what others wait for.
+        let accepted = (1..).take_while(|&seq| put(&intake, seq, 50).is_ok()).count() as u64;
+        assert_eq!(accepted, 7, "half of three quarters of 1000");
+        while begin(&intake).is_some() {}
+        // Behind a gap, too; what fills the gap is taken all the same.
+        let gap = accepted + 1;
+        let behind = (gap + 1..).take_while(|&seq| put(&intake, seq, 50).is_ok()).count();
+        assert_eq!(behind, 7);
+        assert!(matches!(put(&intake, gap + 20, 50), Err(Refusal::Busy(_))));
+        put(&intake, gap, 200).unwrap();
+        assert_eq!(begin(&intake).as_deref(), Some(format!("m:{gap}").as_str()));
+    }
+
+    #[test]
+    fn room_for_adapters_follows_what_was_accepted() {
+        let intake = intake(1 << 20);
+        for n in 0..9 {
+            intake.add_model(&format!("m{n}"), &client(), BYTES).unwrap();
+        }
+        assert!(intake.add_model(&"one more".into(), &client(), BYTES).unwrap_err().contains("100 bytes"));
+        let gone = Failure::User("gone".into());
+        assert!(intake.remove_model("m3", &gone));
+        let snapshot = |name: &str| Op::Snapshot { sampler_id: name.into(), replace: false };
+        for seq in 1..=4 {
+            intake.accept_op("m", seq, 1, queued(seq, snapshot(&seq.to_string())).0).unwrap();
+        }
+        let refused = (0..4).filter(|_| matches!(intake.begin_op("m", |_| true).unwrap().op, Op::Refused(_))).count();
+        assert_eq!(refused, 1, "three snapshots fit in the place of a model");
+        assert!(intake.remove_sampler("2", &gone) && !intake.wants_sampler("2"));
+        assert!(!intake.remove_sampler("2", &gone));
+        intake.audit().unwrap();
+        intake.end_session(&client(), &gone);
+        assert_eq!(intake.lock().adapter_bytes_used, 0);
+        intake.audit().unwrap();
+    }
+
+    #[test]
+    fn what_is_cancelled_keeps_its_place_and_what_ends_is_answered() {
+        let intake = intake(1 << 20);
+        let (first, _) = queued(1, Op::Snapshot { sampler_id: "x".into(), replace: false });
+        let (second, rx) = queued(2, Op::Optim(AdamParams::default()));
+        intake.accept_op("m", 1, 1, first).unwrap();
+        intake.accept_op("m", 2, 1, second).unwrap();
+        intake.cancel(&"m:1".into(), &Failure::User("cancelled".into()));
+        assert!(!intake.wants_sampler("x"));
+        assert!(matches!(intake.begin_op("m", |_| true).unwrap().op, Op::Refused(_)));
+        assert!(rx.try_recv().is_err());
+        intake.end_session(&client(), &Failure::User("over".into()));
+        assert_eq!(rx.try_recv().unwrap().unwrap_err(), Failure::User("over".into()));
+        assert_eq!(intake.ledger().used(), 0);
+    }
+}

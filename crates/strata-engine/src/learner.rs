@@ -1,0 +1,142 @@
+//! An adapter in training on a real model.
+
+use std::sync::Arc;
+
+use strata_model::Model;
+use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet};
+
+use crate::api::{AdamParams, Failure, LoraSpec};
+use crate::compute::AdapterBytes;
+use crate::optimizer::{self, Moments};
+use crate::snapshot::WeightsId;
+
+/// Numerator of the LoRA scale of every adapter made here: the API has no such setting and its clients take it for 32.
+pub(crate) const LORA_ALPHA: f32 = 32.0;
+
+/// An adapter in training.
+pub(crate) struct Learner {
+    pub(crate) config: LoraConfig,
+    weights: Arc<LoraParams>,
+    /// Allocated by the first backward pass; zero after every step.
+    gradient: Option<LoraParams>,
+    moments: Option<Moments>,
+    /// The adapter as matmuls read it, since the last change of weights.
+    packed: Option<(WeightsId, Arc<Adapter>)>,
+    /// Why the gradient is not what the answered requests add up to, if so.
+    gradient_lost: Option<String>,
+}
+
+/// What a checkpoint holds of an adapter.
+#[derive(Clone)]
+pub(crate) struct LearnerState {
+    pub(crate) config: LoraConfig,
+    pub(crate) weights: Arc<LoraParams>,
+    pub(crate) moments: Option<Moments>,
+}
+
+impl Learner {
+    /// A fresh adapter.
+    pub(crate) fn fresh(model: &Model, config: LoraConfig, seed: u64) -> Self {
+        let weights = Arc::new(LoraParams::init(model.lora_modules(), &config, seed));
+        Self::from_state(LearnerState { config, weights, moments: None })
+    }
+
+    pub(crate) fn from_state(state: LearnerState) -> Self {
+        let LearnerState { config, weights, moments } = state;
+        Learner { config, weights, gradient: None, moments, packed: None, gradient_lost: None }
+    }
+
+    /// The adapter as it is now. It shares memory with the learner until the next step.
+    pub(crate) fn adapter_state(&self) -> LearnerState {
+        LearnerState { config: self.config, weights: self.weights.clone(), moments: None }
+    }
+
+    /// Adapter and optimizer as they are now. They share memory with the learner until the next step.
+    pub(crate) fn full_state(&mut self, model: &Model) -> LearnerState {
+        let moments = self.moments.get_or_insert_with(|| Moments::zero(model, &self.config)).clone();
+        LearnerState { moments: Some(moments), ..self.adapter_state() }
+    }
+
+    /// The adapter ready to compute with, packed again if the weights have changed.
+    pub(crate) fn packed(&mut self, model: &Model) -> Result<(WeightsId, Arc<Adapter>), Failure> {
+        if let Some(packed) = &self.packed {
+            return Ok(packed.clone());
+        }
+        let packed = (WeightsId::fresh(), pack(model, self.config, &self.weights)?);
+        self.packed = Some(packed.clone());
+        Ok(packed)
+    }
+
+    /// The gradient to add to.
+    pub(crate) fn gradient_mut(&mut self, model: &Model) -> &mut LoraParams {
+        self.gradient.get_or_insert_with(|| LoraParams::zeros(model.lora_modules(), &self.config))
+    }
+
+    /// Clears a gradient that a failed pass may have left incomplete; the next step fails, because requests that were answered
+    /// had a part in it.
+    pub(crate) fn lose_gradient(&mut self, why: &str) {
+        if let Some(gradient) = &mut self.gradient {
+            gradient.tensors_mut().for_each(|t| t.as_mut().fill_zero());
+        }
+        self.gradient_lost = Some(why.to_string());
+    }
+
+    /// Applies and clears the gradient. Returns its norm before clipping.
+    pub(crate) fn optim_step(&mut self, model: &Model, params: &AdamParams) -> Result<f64, Failure> {
+        if let Some(why) = self.gradient_lost.take() {
+            return Err(Failure::Server(format!("the gradient was lost to an earlier failure ({why}); no step was taken")));
+        }
+        optimizer::check(params).map_err(Failure::User)?;
+        let Learner { config, weights, gradient, moments, packed, .. } = self;
+        let gradient = gradient.get_or_insert_with(|| LoraParams::zeros(model.lora_modules(), config));
+        let moments = moments.get_or_insert_with(|| Moments::zero(model, config));
+        *packed = None;
+        optimizer::step(model.backend(), params, Arc::make_mut(weights), gradient, moments)
+    }
+}
+
+/// Packs adapter parameters for computing.
+pub(crate) fn pack(model: &Model, config: LoraConfig, weights: &LoraParams) -> Result<Arc<Adapter>, Failure> {
+    model.pack_adapter(config, weights).map_err(|e| Failure::Server(format!("packing the adapter: {e}")))
+}
+
+/// Bytes of an adapter of this shape.
+pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes {
+    let parameters: u64 = model
+        .lora_modules()
+        .iter()
+        .enumerate()
+        .filter(|(i, m)| config.carries(*i, m))
+        .map(|(_, m)| m.num_layers as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64)
+        .sum();
+    // Packed matrices round their narrow side up to the width of a panel.
+    let padded = parameters / config.rank.max(1) as u64 * config.rank.next_multiple_of(64) as u64;
+    let frozen = padded * model.dtype().size_bytes() as u64;
+    // In training: weights, gradient and two moments in f32, and the packed copy.
+    AdapterBytes { training: parameters * 16 + frozen, frozen, captured: parameters * 12 }
+}
+
+/// The shape of a loaded adapter in the words of the API. A checkpoint does not know its seed: 0 stands for it.
+pub(crate) fn spec_of(config: &LoraConfig) -> LoraSpec {
+    LoraSpec { rank: config.rank, seed: 0, train_attn: config.attention, train_mlp: config.mlp, train_unembed: config.unembed }
+}
+
+/// The shape of an adapter that the API asks for.
+///
+/// # Errors
+/// A message for the user if there is no such adapter on this model.
+pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, String> {
+    let config = LoraConfig {
+        rank: spec.rank,
+        alpha: LORA_ALPHA,
+        attention: spec.train_attn,
+        mlp: spec.train_mlp,
+        unembed: spec.train_unembed,
+        left_out: ModuleSet::NONE,
+    };
+    config.validate().map_err(|e| e.to_string())?;
+    if !model.lora_modules().iter().any(|m| config.trains(m.part)) {
+        return Err("this model has no module of the parts that the adapter trains".into());
+    }
+    Ok(config)
+}
