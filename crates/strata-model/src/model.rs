@@ -1,10 +1,11 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use strata_tensor::{
-    Backend, DType, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss, Tensor, TensorMut, TensorRef, random,
-    target_logprobs, visit_logits,
+    Backend, Between, DType, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss,
+    Tensor, TensorMut, TensorRef, random, target_logprobs, visit_logits,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -52,6 +53,7 @@ pub struct Model {
     config: ModelConfig,
     dtype: DType,
     architecture: Box<dyn Architecture>,
+    logits_chunk_bytes: usize,
 }
 
 impl Model {
@@ -74,7 +76,7 @@ impl Model {
         }
         let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
         weights.reader.finish()?;
-        Ok(Model { backend, config, dtype, architecture })
+        Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
     }
 
     /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.
@@ -84,7 +86,12 @@ impl Model {
     pub fn random(backend: Arc<dyn Backend>, config: ModelConfig, seed: u64, dtype: DType) -> Result<Self> {
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
         let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
-        Ok(Model { backend, config, dtype, architecture })
+        Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+    }
+
+    /// Sets about how many bytes of f32 logits a pass has in memory at once. No bit of a result depends on it.
+    pub fn set_logits_chunk_bytes(&mut self, bytes: usize) {
+        self.logits_chunk_bytes = bytes;
     }
 
     /// Its configuration.
@@ -142,12 +149,23 @@ impl Model {
     /// # Errors
     /// If a token or target is not in the vocabulary, or the batch is malformed.
     pub fn forward(&self, batch: &PackedBatch<'_>, targets: &Targets) -> Result<Vec<f32>> {
+        self.forward_with(batch, targets, &mut || ControlFlow::Continue(()))
+    }
+
+    /// As [`Model::forward`]; calls `between` after each decoder layer and after each chunk of logits. Nothing is locked meanwhile: it may run
+    /// other passes on this model. No bit of a result depends on it.
+    ///
+    /// # Errors
+    /// As [`Model::forward`], and [`Error::Interrupted`] if `between` breaks.
+    pub fn forward_with(
+        &self,
+        batch: &PackedBatch<'_>,
+        targets: &Targets,
+        between: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, None, None)?;
-        let (w, module) = self.architecture.unembedding();
-        let lora = inputs.lora(0, &[(module, 0)]);
-        let sequences = sequences(batch);
-        Ok(target_logprobs(self.backend(), hidden.value(), w, &lora, &sequences, view(targets), None)?.0)
+        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, None, None, between)?;
+        Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
     }
 
     /// Log-probabilities of all targets; adds the gradient of `loss` to `gradients[g]` for the adapter of `batch.groups[g]`
@@ -163,21 +181,55 @@ impl Model {
         loss: &dyn TokenLoss,
         gradients: &mut [Option<&mut LoraParams>],
     ) -> Result<Vec<f32>> {
+        self.forward_backward_with(batch, targets, loss, gradients, &mut || ControlFlow::Continue(()))
+    }
+
+    /// As [`Model::forward_backward`]; calls `between` after each decoder layer in both directions and after each chunk of logits. Nothing is
+    /// locked meanwhile: it may run other passes on this model. No bit of a result depends on it.
+    ///
+    /// # Errors
+    /// As [`Model::forward_backward`], and [`Error::Interrupted`] if `between` breaks. Some of the gradients have then been added and others not,
+    /// with no record of which: throw `gradients` away.
+    pub fn forward_backward_with(
+        &self,
+        batch: &PackedBatch<'_>,
+        targets: &Targets,
+        loss: &dyn TokenLoss,
+        gradients: &mut [Option<&mut LoraParams>],
+        between: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Vec<f32>> {
         if gradients.len() != batch.groups.len() {
             return Err(Error::Batch(format!("{} gradients for {} groups", gradients.len(), batch.groups.len())));
         }
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::recording(self.backend());
-        let hidden = self.architecture.hidden(&mut tape, &inputs, None, None)?;
-        let (w, module) = self.architecture.unembedding();
-        let lora = inputs.lora(0, &[(module, 0)]);
+        let hidden = self.architecture.hidden(&mut tape, &inputs, None, None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
-        let (logprobs, dhidden) =
-            target_logprobs(self.backend(), hidden.value(), w, &lora, &sequences(batch), view(targets), Some(loss))?;
+        let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
         let dhidden = dhidden.expect("a loss was given");
-        tape.backward(&hidden, dhidden, &mut gradients)?;
+        tape.backward_with(hidden, dhidden, &mut gradients, between)?;
         Ok(logprobs)
+    }
+
+    /// The unembedding of a training or scoring pass.
+    fn target_logprobs<'p>(
+        &self,
+        inputs: &'p BatchInputs<'_>,
+        hidden: &Tensor,
+        targets: &'p Targets,
+        loss: Option<(&'p dyn TargetLoss, &'p mut dyn LoraGradients)>,
+        between: &'p mut Between<'p>,
+    ) -> Result<(Vec<f32>, Option<Tensor>)> {
+        let (w, module) = self.architecture.unembedding();
+        let pass = LogprobPass {
+            sequences: &inputs.sequences,
+            targets: LogprobTargets { ids: &targets.ids, offsets: &targets.offsets },
+            loss,
+            chunk_bytes: self.logits_chunk_bytes,
+            between,
+        };
+        Ok(target_logprobs(self.backend(), hidden, w, &inputs.lora(0, &[(module, 0)]), pass)?)
     }
 
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Calls `visit(i, row)` with the prediction
@@ -193,10 +245,11 @@ impl Model {
         visit: &(dyn Fn(usize, LogitsRow<'_>) + Sync),
     ) -> Result<()> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None)?;
+        let undisturbed = &mut || ControlFlow::Continue(());
+        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None, undisturbed)?;
         let (w, module) = self.architecture.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
-        visit_logits(self.backend(), hidden.value(), w, &lora, rows, &|i, logits, log_normalizer| {
+        visit_logits(self.backend(), hidden.value(), w, &lora, rows, self.logits_chunk_bytes, &|i, logits, log_normalizer| {
             visit(i, LogitsRow { logits, log_normalizer });
         })?;
         Ok(())
@@ -210,20 +263,12 @@ impl Model {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
-        let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer)?;
+        let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.architecture.unembedding();
         let logits = tape.linear(&hidden, w, None, inputs.lora(0, &[(module, 0)]))?;
         observe(Observed::Logits, logits.value());
         Ok(())
     }
-}
-
-fn view(targets: &Targets) -> LogprobTargets<'_> {
-    LogprobTargets { ids: &targets.ids, offsets: &targets.offsets }
-}
-
-fn sequences(batch: &PackedBatch<'_>) -> Vec<std::ops::Range<usize>> {
-    batch.spans.iter().map(|s| s.tokens.clone()).collect()
 }
 
 /// Carries a loss across the crates.
@@ -314,3 +359,6 @@ pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], 
         _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,8 @@ mod qwen3;
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionSpan, Backend, DType, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, TensorRef, Var,
+    AttentionSpan, Backend, Between, DType, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, TensorRef,
+    Var,
 };
 
 use crate::lora::LoraModule;
@@ -14,13 +15,14 @@ use crate::{Error, KvCache, ModelConfig, PackedBatch, Result};
 /// What an architecture computes, and what the passes over it need to know.
 pub(crate) trait Architecture: Send + Sync {
     /// Hidden states after the final norm, `[tokens, hidden_size]` in the compute dtype. With a cache, keys and values of the batch
-    /// are added to it; without, every decoder layer is a checkpoint of the tape.
+    /// are added to it; without, every decoder layer is a checkpoint of the tape, and `between` is called after each.
     fn hidden<'a>(
         &'a self,
         tape: &mut Tape<'a>,
         inputs: &BatchInputs<'a>,
         cache: Option<&mut KvCache>,
         observe: Observer<'_>,
+        between: &mut Between<'_>,
     ) -> Result<Var>;
 
     /// The unembedding, and its place among [`Architecture::lora_modules`].
@@ -107,6 +109,8 @@ pub(crate) struct BatchInputs<'a> {
     pub batch: &'a PackedBatch<'a>,
     pub spans: Rc<[AttentionSpan<'a>]>,
     pub rotary: Rc<Rotary>,
+    /// The sequences, as tokens of the batch.
+    pub sequences: Vec<std::ops::Range<usize>>,
     /// For each group of the batch, its sequences as tokens of the batch.
     group_sequences: Vec<Rc<[std::ops::Range<usize>]>>,
 }
@@ -131,7 +135,8 @@ impl<'a> BatchInputs<'a> {
             })
             .collect();
         let rotary = Rc::new(backend.rotary(&batch.positions, config.head_dim, config.rope_theta));
-        Ok(BatchInputs { batch, spans, rotary, group_sequences })
+        let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
+        Ok(BatchInputs { batch, spans, rotary, sequences, group_sequences })
     }
 
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.

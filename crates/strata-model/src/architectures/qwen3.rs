@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, DType, EmbeddingTable, KvAccess, PackedRef, PackedStack, Tape, Tensor,
-    TensorRef, Var,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KvAccess, PackedRef, PackedStack, Tape, Tensor,
+    TensorRef, Var, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -267,6 +267,7 @@ impl Architecture for Qwen3 {
         inputs: &BatchInputs<'a>,
         mut cache: Option<&mut KvCache>,
         mut observe: Observer<'_>,
+        between: &mut Between<'_>,
     ) -> Result<Var> {
         let table = match &self.embed_tokens {
             Some(table) => EmbeddingTable::Rows(table.as_ref()),
@@ -286,6 +287,9 @@ impl Architecture for Qwen3 {
                 None => tape.checkpoint(&x, move |tape, x| self.layer(tape, l, x, &layer_inputs, KvAccess::None))?,
             };
             see(Observed::LayerOutput(l), &x);
+            if cache.is_none() {
+                go_on(between)?;
+            }
         }
         let x = tape.rms_norm(&x, self.norm.row(0), self.geometry.eps, self.dtype)?;
         see(Observed::FinalNorm, &x);

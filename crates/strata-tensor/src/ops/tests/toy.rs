@@ -1,6 +1,6 @@
 //! A two-layer decoder made of all ops, with adapters on every module, small enough for finite differences.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend};
@@ -275,8 +275,16 @@ impl Toy {
         let groups = self.groups(&batch, UNEMBED, 0);
         let chunks = chunks(&tokens, ids.len(), chunk_rows);
         let w = self.linears[UNEMBED].layer(0);
-        let (logprobs, dh) = in_chunks(b, h.value(), w, &groups, chunks, targets, Some((loss, gradients))).unwrap();
-        tape.backward(&h, dh.unwrap(), gradients).unwrap();
+        let between = &mut || ControlFlow::Continue(());
+        let pass = LogprobPass {
+            sequences: &tokens,
+            targets,
+            loss: Some((loss, gradients)),
+            chunk_bytes: LOGITS_CHUNK_BYTES,
+            between,
+        };
+        let (logprobs, dh) = in_chunks(b, h.value(), w, &groups, chunks, pass).unwrap();
+        tape.backward(h, dh.unwrap(), gradients).unwrap();
         logprobs
     }
 
