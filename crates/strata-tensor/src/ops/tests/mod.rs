@@ -432,8 +432,13 @@ fn logprobs(
     targets: LogprobTargets<'_>,
     loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
 ) -> crate::Result<(Vec<f32>, Option<Tensor>)> {
-    let between = &mut || ControlFlow::Continue(());
-    let pass = LogprobPass { sequences, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, between };
+    let mut between = || ControlFlow::Continue(());
+    // The parts of a pass live as long as each other.
+    let loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)> = match loss {
+        Some((loss, gradients)) => Some((loss, gradients)),
+        None => None,
+    };
+    let pass = LogprobPass { sequences, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, between: &mut between };
     target_logprobs(b, x, w, lora, pass)
 }
 
