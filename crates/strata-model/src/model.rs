@@ -9,7 +9,7 @@ use strata_tensor::{
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
-use crate::checkpoint::CheckpointReader;
+use crate::checkpoint::{Checkpoint, CheckpointReader, first_not_finite};
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
@@ -58,10 +58,12 @@ pub struct Model {
 
 impl Model {
     /// Loads a checkpoint, to compute in `dtype` (`None`: in the checkpoint's own, f16 as f32). Every tensor of it must be used and every
-    /// parameter filled.
+    /// parameter filled, which is checked before memory is taken: what a configuration announces must lie in the files. While it loads, a
+    /// model takes [`Model::weight_bytes`] and, for what is being converted, some [`SLICE_ELEMENTS`] elements.
     ///
     /// # Errors
-    /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named.
+    /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named. If a
+    /// weight is infinite or not a number, or what two tokens make of the weights is.
     pub fn load(backend: Arc<dyn Backend>, source: &ModelSource, dtype: Option<DType>) -> Result<Self> {
         let config = source.config()?;
         let checkpoint = source.checkpoint()?;
@@ -70,13 +72,12 @@ impl Model {
             Some(checkpoint.tensor(name).ok()??.dtype.compute_dtype())
         };
         let dtype = dtype.or_else(own).or(config.dtype).unwrap_or(DType::F32);
-        let mut weights = CheckpointWeights { reader: CheckpointReader::new(&checkpoint) };
-        if config.tie_word_embeddings {
-            weights.reader.ignore("lm_head.weight");
-        }
-        let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
-        weights.reader.finish()?;
-        Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+        architectures::check(&*backend, &config)?;
+        account_for(&checkpoint, &config)?;
+        let architecture = architectures::build(&*backend, &config, dtype, &mut CheckpointWeights { checkpoint: &checkpoint })?;
+        let model = Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
+        model.probe().map_err(|message| checkpoint.error(message))?;
+        Ok(model)
     }
 
     /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.
@@ -87,6 +88,26 @@ impl Model {
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
         let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
         Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+    }
+
+    /// Computes two tokens, and says where the numbers stop being finite if they do.
+    fn probe(&self) -> Result<(), String> {
+        let mut batch = PackedBatch::new();
+        let last = self.config.vocab_size - 1;
+        // A context of one token has room for no more.
+        let tokens = [last as u32 / 2, last as u32];
+        batch.push_sequence(&tokens[..self.config.max_position_embeddings.min(2)]);
+        let mut first = None;
+        let mut observe = |what, value: &Tensor| {
+            if first.is_none() && first_not_finite(value.as_ref()).is_some() {
+                first = Some(what);
+            }
+        };
+        self.forward_observed(&batch, &mut observe).map_err(|e| format!("two tokens cannot be computed: {e}"))?;
+        match first {
+            None => Ok(()),
+            Some(what) => Err(format!("the weights are finite, but what two tokens make of them is not, from {what} on")),
+        }
     }
 
     /// Sets about how many bytes of f32 logits a pass has in memory at once. No bit of a result depends on it.
@@ -292,9 +313,21 @@ impl LoraGradients for GroupGradients<'_, '_> {
     }
 }
 
-/// Weights from a checkpoint.
+/// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.
+fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
+    let mut reader = CheckpointReader::new(checkpoint);
+    if config.tie_word_embeddings {
+        reader.ignore("lm_head.weight");
+    }
+    for (name, shape) in architectures::parameter_shapes(config)? {
+        reader.require(&name, &shape);
+    }
+    reader.finish()
+}
+
+/// Weights from a checkpoint that was accounted for.
 struct CheckpointWeights<'c> {
-    reader: CheckpointReader<'c>,
+    checkpoint: &'c Checkpoint,
 }
 
 impl WeightSource for CheckpointWeights<'_> {
@@ -305,10 +338,17 @@ impl WeightSource for CheckpointWeights<'_> {
         dtype: DType,
         store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
     ) -> Result<()> {
-        // What is missing or misshapen is named, all of it at once, when the reader ends.
-        let Some(tensor) = self.reader.require(name, shape) else { return Ok(()) };
+        let Some(tensor) = self.checkpoint.tensor(name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {name}")));
+        };
         for rows in slices(shape) {
-            store(rows.start, tensor.read_rows(rows, dtype)?.as_ref())?;
+            let first = rows.start;
+            let values = tensor.read_rows(rows, dtype)?;
+            if let Some((place, value)) = first_not_finite(values.as_ref()) {
+                let at = first * shape[1..].iter().product::<usize>() + place;
+                return Err(self.checkpoint.error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
+            }
+            store(first, values.as_ref())?;
         }
         Ok(())
     }

@@ -38,6 +38,17 @@ pub(crate) trait Architecture: Send + Sync {
     fn train_bytes_per_token(&self) -> usize;
 }
 
+impl std::fmt::Display for Observed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Observed::Embeddings => write!(f, "the embeddings"),
+            Observed::LayerOutput(layer) => write!(f, "the output of layer {layer}"),
+            Observed::FinalNorm => write!(f, "the final norm"),
+            Observed::Logits => write!(f, "the logits"),
+        }
+    }
+}
+
 /// Something on the way through a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Observed {
@@ -87,6 +98,18 @@ pub fn parameter_shapes(config: &ModelConfig) -> Result<Vec<(String, Vec<usize>)
     }
 }
 
+/// Refuses a configuration that no kernel of `backend` computes.
+pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
+    config.validate()?;
+    match config.model_type.as_str() {
+        "qwen3" => {
+            let refused = |e| Error::Config(format!("head_dim {}: {e}", config.head_dim));
+            backend.check_attention(&qwen3::geometry(config)).map_err(refused)
+        }
+        other => Err(unknown(other)),
+    }
+}
+
 /// Builds the architecture that `config` names.
 pub(crate) fn build(
     backend: &dyn Backend,
@@ -94,6 +117,7 @@ pub(crate) fn build(
     dtype: DType,
     weights: &mut dyn WeightSource,
 ) -> Result<Box<dyn Architecture>> {
+    check(backend, config)?;
     match config.model_type.as_str() {
         "qwen3" => Ok(Box::new(qwen3::Qwen3::build(backend, config, dtype, weights)?)),
         other => Err(unknown(other)),

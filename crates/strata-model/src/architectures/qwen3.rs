@@ -117,6 +117,17 @@ pub(super) fn parameters(c: &ModelConfig) -> Vec<Parameter<Slot>> {
     all
 }
 
+/// Shapes of attention in every layer.
+pub(super) fn geometry(c: &ModelConfig) -> AttentionGeometry {
+    AttentionGeometry {
+        heads: c.num_heads,
+        kv_heads: c.num_kv_heads,
+        head_dim: c.head_dim,
+        scale: (1.0 / (c.head_dim as f64).sqrt()) as f32,
+        eps: c.rms_norm_eps,
+    }
+}
+
 fn lora_modules(c: &ModelConfig) -> Vec<LoraModule> {
     let (hidden, mlp) = (c.hidden_size, c.intermediate_size);
     let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
@@ -138,13 +149,7 @@ impl Qwen3 {
     /// Fills a model from `weights`.
     pub(super) fn build(backend: &dyn Backend, c: &ModelConfig, dtype: DType, weights: &mut dyn WeightSource) -> Result<Self> {
         let (n, hidden, mlp, d) = (c.num_layers, c.hidden_size, c.intermediate_size, c.head_dim);
-        let geometry = AttentionGeometry {
-            heads: c.num_heads,
-            kv_heads: c.num_kv_heads,
-            head_dim: d,
-            scale: (1.0 / (d as f64).sqrt()) as f32,
-            eps: c.rms_norm_eps,
-        };
+        let geometry = geometry(c);
         let qkv = geometry.qkv_width();
         let vectors = |width: usize| Tensor::zeros(&[n, width], DType::F32);
         let mut model = Qwen3 {
