@@ -19,6 +19,8 @@ use crate::{Error, ModelSource, Result};
 
 /// Instructions that one rendering may take: thousands of messages' worth.
 const FUEL: u64 = 20_000_000;
+/// The longest template.
+const TEMPLATE_BYTES_MAX: usize = 1 << 20;
 /// How deep macros and includes may nest.
 const RECURSION_MAX: usize = 64;
 /// The longest rendered text.
@@ -65,8 +67,8 @@ impl ChatTemplate {
         };
         let template = match source.chat_template_jinja()? {
             Some(template) => template.into_owned(),
-            None => match config.get("chat_template").and_then(default_template) {
-                Some(template) => template.to_string(),
+            None => match config.get("chat_template").filter(|v| !v.is_null()) {
+                Some(value) => default_template(value)?.to_string(),
                 None => return Ok(None),
             },
         };
@@ -76,8 +78,12 @@ impl ChatTemplate {
     /// Compiles a template that sees these special tokens by name.
     ///
     /// # Errors
-    /// If it does not compile.
+    /// If it is too long, or does not compile.
     pub fn new(template: String, special_tokens: BTreeMap<String, String>) -> Result<Self> {
+        if template.len() > TEMPLATE_BYTES_MAX {
+            let length = template.len();
+            return Err(Error::Tokenizer(format!("chat template: {length} bytes are more than {TEMPLATE_BYTES_MAX}")));
+        }
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|e| Error::Tokenizer(format!("chat template: {e}")))?);
@@ -125,13 +131,16 @@ fn describe(error: &minijinja::Error) -> String {
 }
 
 /// A template is a string, or one of several under names.
-fn default_template(value: &serde_json::Value) -> Option<&str> {
-    match value {
+fn default_template(value: &serde_json::Value) -> Result<&str> {
+    let template = match value {
         serde_json::Value::Array(templates) => {
             templates.iter().find(|t| t["name"] == DEFAULT_TEMPLATE).and_then(|t| t["template"].as_str())
         }
         other => other.as_str(),
-    }
+    };
+    let malformed =
+        || Error::Tokenizer("chat_template of tokenizer_config.json is neither a text nor a list with a text named \"default\"".into());
+    template.ok_or_else(malformed)
 }
 
 /// Entries such as `eos_token`: a string, or an object with the string as `content`.
@@ -312,5 +321,16 @@ mod tests {
         assert_eq!(rendered(), "two");
         std::fs::write(dir.path().join("chat_template.jinja"), "three").unwrap();
         assert_eq!(rendered(), "three");
+        std::fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
+        for (config_text, complaint) in [
+            (r#"{"chat_template": 5}"#.to_string(), "neither a text nor a list"),
+            (r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#.into(), "neither a text nor a list"),
+            (json!({"chat_template": "x".repeat(TEMPLATE_BYTES_MAX + 1)}).to_string(), "are more than 1048576"),
+            (r#"{"chat_template": "{% if %}"}"#.into(), "chat template: "),
+        ] {
+            std::fs::write(&config, config_text).unwrap();
+            let error = ChatTemplate::load(&source).err().unwrap().to_string();
+            assert!(error.contains(complaint), "{error}");
+        }
     }
 }

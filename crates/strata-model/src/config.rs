@@ -98,6 +98,10 @@ impl ModelConfig {
             _ => fields.size("num_key_value_heads", 32, NUM_HEADS_MAX)?,
         };
         let vocab_size = fields.size("vocab_size", 151_936, VOCAB_SIZE_MAX)?;
+        // Also those that nothing here reads: a model that names tokens which it does not have is not the model it says it is.
+        for (key, value) in map.iter().filter(|(key, value)| is_token_id(key) && !value.is_null()) {
+            token_ids(key, value, vocab_size)?;
+        }
         let config = ModelConfig {
             model_type: "qwen3".into(),
             vocab_size,
@@ -329,15 +333,30 @@ fn refuse_sliding_window(fields: &Fields<'_>, num_layers: usize) -> Result<()> {
 
 fn eos_token_ids(fields: &Fields<'_>, generation_config_json: Option<&str>, vocab_size: usize) -> Result<Vec<u32>> {
     let generation = generation_config_json.map(|json| parse_object("generation_config.json", json)).transpose()?;
+    for (key, value) in generation.iter().flatten().filter(|(key, value)| is_token_id(key) && !value.is_null()) {
+        token_ids(key, value, vocab_size)?;
+    }
     let key = "eos_token_id";
     let from_generation = generation.as_ref().and_then(|map| Fields { map }.get(key));
     match from_generation.or_else(|| fields.get(key)) {
         None => Ok(Vec::new()),
-        Some(Value::Array(ids)) if ids.len() > EOS_TOKENS_MAX => {
+        Some(ids) => token_ids(key, ids, vocab_size),
+    }
+}
+
+/// Whether a key names tokens: `eos_token_id`, `pad_token_id`, `forced_eos_token_id`.
+fn is_token_id(key: &str) -> bool {
+    key.ends_with("_token_id")
+}
+
+/// A token id, or several.
+fn token_ids(key: &str, value: &Value, vocab_size: usize) -> Result<Vec<u32>> {
+    match value {
+        Value::Array(ids) if ids.len() > EOS_TOKENS_MAX => {
             Err(Error::Config(format!("{key} lists {} tokens, more than {EOS_TOKENS_MAX}", ids.len())))
         }
-        Some(Value::Array(ids)) => ids.iter().map(|id| token_id(key, id, vocab_size)).collect(),
-        Some(id) => Ok(vec![token_id(key, id, vocab_size)?]),
+        Value::Array(ids) => ids.iter().map(|id| token_id(key, id, vocab_size)).collect(),
+        id => Ok(vec![token_id(key, id, vocab_size)?]),
     }
 }
 

@@ -36,9 +36,21 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// Whoever was asked between two parts of a pass said to stop.
+    #[error("the pass was interrupted")]
+    Interrupted,
     /// A tensor operation refused its inputs.
     #[error(transparent)]
-    Tensor(#[from] strata_tensor::Error),
+    Tensor(strata_tensor::Error),
+}
+
+impl From<strata_tensor::Error> for Error {
+    fn from(error: strata_tensor::Error) -> Self {
+        match error {
+            strata_tensor::Error::Interrupted => Error::Interrupted,
+            other => Error::Tensor(other),
+        }
+    }
 }
 
 /// The result of every fallible function of this crate.

@@ -1,14 +1,15 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use strata_tensor::{
-    Backend, DType, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss, Tensor, TensorMut, TensorRef, random,
-    target_logprobs, visit_logits,
+    Backend, Between, DType, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss,
+    Tensor, TensorMut, TensorRef, random, target_logprobs, visit_logits,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
-use crate::checkpoint::CheckpointReader;
+use crate::checkpoint::{Checkpoint, CheckpointReader, first_not_finite};
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
@@ -52,14 +53,17 @@ pub struct Model {
     config: ModelConfig,
     dtype: DType,
     architecture: Box<dyn Architecture>,
+    logits_chunk_bytes: usize,
 }
 
 impl Model {
     /// Loads a checkpoint, to compute in `dtype` (`None`: in the checkpoint's own, f16 as f32). Every tensor of it must be used and every
-    /// parameter filled.
+    /// parameter filled, which is checked before memory is taken: what a configuration announces must lie in the files. While it loads, a
+    /// model takes [`Model::weight_bytes`] and, for what is being converted, some [`SLICE_ELEMENTS`] elements.
     ///
     /// # Errors
-    /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named.
+    /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named. If a
+    /// weight is infinite or not a number, or what two tokens make of the weights is.
     pub fn load(backend: Arc<dyn Backend>, source: &ModelSource, dtype: Option<DType>) -> Result<Self> {
         let config = source.config()?;
         let checkpoint = source.checkpoint()?;
@@ -68,13 +72,12 @@ impl Model {
             Some(checkpoint.tensor(name).ok()??.dtype.compute_dtype())
         };
         let dtype = dtype.or_else(own).or(config.dtype).unwrap_or(DType::F32);
-        let mut weights = CheckpointWeights { reader: CheckpointReader::new(&checkpoint) };
-        if config.tie_word_embeddings {
-            weights.reader.ignore("lm_head.weight");
-        }
-        let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
-        weights.reader.finish()?;
-        Ok(Model { backend, config, dtype, architecture })
+        architectures::check(&*backend, &config)?;
+        account_for(&checkpoint, &config)?;
+        let architecture = architectures::build(&*backend, &config, dtype, &mut CheckpointWeights { checkpoint: &checkpoint })?;
+        let model = Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
+        model.probe().map_err(|message| checkpoint.error(message))?;
+        Ok(model)
     }
 
     /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.
@@ -84,7 +87,32 @@ impl Model {
     pub fn random(backend: Arc<dyn Backend>, config: ModelConfig, seed: u64, dtype: DType) -> Result<Self> {
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
         let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
-        Ok(Model { backend, config, dtype, architecture })
+        Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+    }
+
+    /// Computes two tokens, and says where the numbers stop being finite if they do.
+    fn probe(&self) -> Result<(), String> {
+        let mut batch = PackedBatch::new();
+        let last = self.config.vocab_size - 1;
+        // A context of one token has room for no more.
+        let tokens = [last as u32 / 2, last as u32];
+        batch.push_sequence(&tokens[..self.config.max_position_embeddings.min(2)]);
+        let mut first = None;
+        let mut observe = |what, value: &Tensor| {
+            if first.is_none() && first_not_finite(value.as_ref()).is_some() {
+                first = Some(what);
+            }
+        };
+        self.forward_observed(&batch, &mut observe).map_err(|e| format!("two tokens cannot be computed: {e}"))?;
+        match first {
+            None => Ok(()),
+            Some(what) => Err(format!("the weights are finite, but what two tokens make of them is not, from {what} on")),
+        }
+    }
+
+    /// Sets about how many bytes of f32 logits a pass has in memory at once. No bit of a result depends on it.
+    pub fn set_logits_chunk_bytes(&mut self, bytes: usize) {
+        self.logits_chunk_bytes = bytes;
     }
 
     /// Its configuration.
@@ -142,12 +170,23 @@ impl Model {
     /// # Errors
     /// If a token or target is not in the vocabulary, or the batch is malformed.
     pub fn forward(&self, batch: &PackedBatch<'_>, targets: &Targets) -> Result<Vec<f32>> {
+        self.forward_with(batch, targets, &mut || ControlFlow::Continue(()))
+    }
+
+    /// As [`Model::forward`]; calls `between` after each decoder layer and after each chunk of logits. Nothing is locked meanwhile: it may run
+    /// other passes on this model. No bit of a result depends on it.
+    ///
+    /// # Errors
+    /// As [`Model::forward`], and [`Error::Interrupted`] if `between` breaks.
+    pub fn forward_with(
+        &self,
+        batch: &PackedBatch<'_>,
+        targets: &Targets,
+        between: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, None, None)?;
-        let (w, module) = self.architecture.unembedding();
-        let lora = inputs.lora(0, &[(module, 0)]);
-        let sequences = sequences(batch);
-        Ok(target_logprobs(self.backend(), hidden.value(), w, &lora, &sequences, view(targets), None)?.0)
+        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, None, None, between)?;
+        Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
     }
 
     /// Log-probabilities of all targets; adds the gradient of `loss` to `gradients[g]` for the adapter of `batch.groups[g]`
@@ -163,21 +202,55 @@ impl Model {
         loss: &dyn TokenLoss,
         gradients: &mut [Option<&mut LoraParams>],
     ) -> Result<Vec<f32>> {
+        self.forward_backward_with(batch, targets, loss, gradients, &mut || ControlFlow::Continue(()))
+    }
+
+    /// As [`Model::forward_backward`]; calls `between` after each decoder layer in both directions and after each chunk of logits. Nothing is
+    /// locked meanwhile: it may run other passes on this model. No bit of a result depends on it.
+    ///
+    /// # Errors
+    /// As [`Model::forward_backward`], and [`Error::Interrupted`] if `between` breaks. Some of the gradients have then been added and others not,
+    /// with no record of which: throw `gradients` away.
+    pub fn forward_backward_with(
+        &self,
+        batch: &PackedBatch<'_>,
+        targets: &Targets,
+        loss: &dyn TokenLoss,
+        gradients: &mut [Option<&mut LoraParams>],
+        between: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Vec<f32>> {
         if gradients.len() != batch.groups.len() {
             return Err(Error::Batch(format!("{} gradients for {} groups", gradients.len(), batch.groups.len())));
         }
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::recording(self.backend());
-        let hidden = self.architecture.hidden(&mut tape, &inputs, None, None)?;
-        let (w, module) = self.architecture.unembedding();
-        let lora = inputs.lora(0, &[(module, 0)]);
+        let hidden = self.architecture.hidden(&mut tape, &inputs, None, None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
-        let (logprobs, dhidden) =
-            target_logprobs(self.backend(), hidden.value(), w, &lora, &sequences(batch), view(targets), Some(loss))?;
+        let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
         let dhidden = dhidden.expect("a loss was given");
-        tape.backward(&hidden, dhidden, &mut gradients)?;
+        tape.backward_with(hidden, dhidden, &mut gradients, between)?;
         Ok(logprobs)
+    }
+
+    /// The unembedding of a training or scoring pass.
+    fn target_logprobs<'p>(
+        &self,
+        inputs: &'p BatchInputs<'_>,
+        hidden: &Tensor,
+        targets: &'p Targets,
+        loss: Option<(&'p dyn TargetLoss, &'p mut dyn LoraGradients)>,
+        between: &'p mut Between<'p>,
+    ) -> Result<(Vec<f32>, Option<Tensor>)> {
+        let (w, module) = self.architecture.unembedding();
+        let pass = LogprobPass {
+            sequences: &inputs.sequences,
+            targets: LogprobTargets { ids: &targets.ids, offsets: &targets.offsets },
+            loss,
+            chunk_bytes: self.logits_chunk_bytes,
+            between,
+        };
+        Ok(target_logprobs(self.backend(), hidden, w, &inputs.lora(0, &[(module, 0)]), pass)?)
     }
 
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Calls `visit(i, row)` with the prediction
@@ -193,10 +266,11 @@ impl Model {
         visit: &(dyn Fn(usize, LogitsRow<'_>) + Sync),
     ) -> Result<()> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None)?;
+        let undisturbed = &mut || ControlFlow::Continue(());
+        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None, undisturbed)?;
         let (w, module) = self.architecture.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
-        visit_logits(self.backend(), hidden.value(), w, &lora, rows, &|i, logits, log_normalizer| {
+        visit_logits(self.backend(), hidden.value(), w, &lora, rows, self.logits_chunk_bytes, &|i, logits, log_normalizer| {
             visit(i, LogitsRow { logits, log_normalizer });
         })?;
         Ok(())
@@ -210,20 +284,12 @@ impl Model {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
-        let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer)?;
+        let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.architecture.unembedding();
         let logits = tape.linear(&hidden, w, None, inputs.lora(0, &[(module, 0)]))?;
         observe(Observed::Logits, logits.value());
         Ok(())
     }
-}
-
-fn view(targets: &Targets) -> LogprobTargets<'_> {
-    LogprobTargets { ids: &targets.ids, offsets: &targets.offsets }
-}
-
-fn sequences(batch: &PackedBatch<'_>) -> Vec<std::ops::Range<usize>> {
-    batch.spans.iter().map(|s| s.tokens.clone()).collect()
 }
 
 /// Carries a loss across the crates.
@@ -247,9 +313,21 @@ impl LoraGradients for GroupGradients<'_, '_> {
     }
 }
 
-/// Weights from a checkpoint.
+/// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.
+fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
+    let mut reader = CheckpointReader::new(checkpoint);
+    if config.tie_word_embeddings {
+        reader.ignore("lm_head.weight");
+    }
+    for (name, shape) in architectures::parameter_shapes(config)? {
+        reader.require(&name, &shape);
+    }
+    reader.finish()
+}
+
+/// Weights from a checkpoint that was accounted for.
 struct CheckpointWeights<'c> {
-    reader: CheckpointReader<'c>,
+    checkpoint: &'c Checkpoint,
 }
 
 impl WeightSource for CheckpointWeights<'_> {
@@ -260,10 +338,17 @@ impl WeightSource for CheckpointWeights<'_> {
         dtype: DType,
         store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
     ) -> Result<()> {
-        // What is missing or misshapen is named, all of it at once, when the reader ends.
-        let Some(tensor) = self.reader.require(name, shape) else { return Ok(()) };
+        let Some(tensor) = self.checkpoint.tensor(name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {name}")));
+        };
         for rows in slices(shape) {
-            store(rows.start, tensor.read_rows(rows, dtype)?.as_ref())?;
+            let first = rows.start;
+            let values = tensor.read_rows(rows, dtype)?;
+            if let Some((place, value)) = first_not_finite(values.as_ref()) {
+                let at = first * shape[1..].iter().product::<usize>() + place;
+                return Err(self.checkpoint.error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
+            }
+            store(first, values.as_ref())?;
         }
         Ok(())
     }
@@ -314,3 +399,6 @@ pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], 
         _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
     }
 }
+
+#[cfg(test)]
+mod tests;

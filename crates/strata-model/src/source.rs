@@ -12,7 +12,7 @@ use crate::{Error, ModelConfig, Result};
 /// The largest `config.json` or `generation_config.json` that is read.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// The largest `tokenizer.json` that is read; large multilingual vocabularies take some 35 MB.
-const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
+const TOKENIZER_BYTES_MAX: u64 = 64 << 20;
 /// The largest `tokenizer_config.json` that is read; it lists added tokens.
 const TOKENIZER_CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// The largest chat template that is read.

@@ -1,6 +1,6 @@
 //! Text to tokens and back: `tokenizer.json` through the `tokenizers` crate, and decoding of a growing sequence.
 
-use crate::{Error, ModelSource, Result};
+use crate::{Error, ModelConfig, ModelSource, Result};
 
 /// The longest text that is encoded at once; far above any context.
 const TEXT_BYTES_MAX: usize = 64 << 20;
@@ -28,16 +28,55 @@ impl Tokenizer {
         Self::from_json(&source.tokenizer_json()?)
     }
 
+    /// Reads the tokenizer of a model; `None` if it has no `tokenizer.json`.
+    ///
+    /// # Errors
+    /// If `tokenizer.json` cannot be read, or is not one.
+    pub fn load_if_exists(source: &ModelSource) -> Result<Option<Self>> {
+        match source.tokenizer_json() {
+            Ok(json) => Ok(Some(Self::from_json(&json)?)),
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(other) => Err(other),
+        }
+    }
+
     /// Reads the text of a `tokenizer.json`.
     ///
     /// # Errors
     /// If it is not one.
     pub fn from_json(json: &str) -> Result<Self> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| error("tokenizer.json", e))?;
+        // The library answers some malformed files with a panic.
+        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
+        let parsed = parsed.map_err(|_| Error::Tokenizer("tokenizer.json: the file contradicts itself".into()))?;
+        let mut inner = parsed.map_err(|e| error("tokenizer.json", e))?;
         // Files can carry the truncation and padding of their training; transformers leaves both off unless a call asks for them.
         inner.with_truncation(None).map_err(|e| error("tokenizer.json", e))?;
         inner.with_padding(None);
         Ok(Tokenizer { inner })
+    }
+
+    /// Refuses a tokenizer that gives out tokens which a model of this configuration does not have. The model may have more: vocabularies are
+    /// often padded.
+    ///
+    /// # Errors
+    /// Names the token, its id and the size of the vocabulary.
+    pub fn check_against(&self, config: &ModelConfig) -> Result<()> {
+        let outside = |id: u32| id as usize >= config.vocab_size;
+        let refuse = |token: &str, id: u32| {
+            let token: String = token.chars().take(100).collect();
+            Err(Error::Tokenizer(format!(
+                "token {token:?} has id {id}, which is not below the vocab_size {} of config.json: the tokenizer is not this model's",
+                config.vocab_size
+            )))
+        };
+        if let Some((token, id)) = self.inner.get_vocab(true).into_iter().filter(|&(_, id)| outside(id)).min_by_key(|&(_, id)| id) {
+            return refuse(&token, id);
+        }
+        // Tokens that are added around a text have ids of their own in the file.
+        match self.encode_with_special_tokens("")?.into_iter().find(|&id| outside(id)) {
+            Some(id) => refuse("(added around every text)", id),
+            None => Ok(()),
+        }
     }
 
     /// Tokens of a text as it stands: special tokens written out in it are recognised, none are added. For rendered chat templates.
@@ -258,6 +297,37 @@ mod tests {
     fn a_file_that_is_no_tokenizer_is_refused() {
         for json in ["", "{}", "[]", "{\"model\": 5}"] {
             assert!(Tokenizer::from_json(json).err().unwrap().to_string().contains("tokenizer.json"));
+        }
+    }
+
+    #[test]
+    fn a_tokenizer_with_more_tokens_than_the_model_is_refused() {
+        let config = ModelSource::Embedded.config().unwrap();
+        tiny().check_against(&config).unwrap();
+        let fits = ModelConfig { vocab_size: 259, ..config.clone() };
+        tiny().check_against(&fits).unwrap();
+        let error = tiny().check_against(&ModelConfig { vocab_size: 258, ..config.clone() }).unwrap_err().to_string();
+        assert!(error.contains("has id 258") && error.contains("vocab_size 258"), "{error}");
+        // A template that puts an id of its own around every text.
+        let mut json: serde_json::Value = serde_json::from_str(&ModelSource::Embedded.tokenizer_json().unwrap()).unwrap();
+        json["post_processor"] = serde_json::json!({
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<x>": {"id": "<x>", "ids": [4_000_000_000u32], "tokens": ["<x>"]}}
+        });
+        let error = Tokenizer::from_json(&json.to_string()).unwrap().check_against(&config).unwrap_err().to_string();
+        assert!(error.contains("4000000000"), "{error}");
+    }
+
+    #[test]
+    fn a_malformed_tokenizer_is_an_error_and_an_absent_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = ModelSource::Directory(dir.path().into());
+        assert!(Tokenizer::load_if_exists(&source).unwrap().is_none());
+        for text in [&b"{\"model\": {}}"[..], b"", b"\xff\xfe"] {
+            std::fs::write(dir.path().join("tokenizer.json"), text).unwrap();
+            let error = Tokenizer::load_if_exists(&source).err().unwrap().to_string();
+            assert!(error.contains("tokenizer.json"), "{error}");
         }
     }
 

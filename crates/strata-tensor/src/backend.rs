@@ -126,6 +126,12 @@ pub trait Backend: Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
 
+    /// Refuses numbers of heads, and widths of them, that [`Backend::attention`] and what goes with it cannot compute.
+    ///
+    /// # Errors
+    /// Names the geometry and the limit.
+    fn check_attention(&self, g: &AttentionGeometry) -> Result<()>;
+
     /// Writes `rows: [n, in_features]` as outputs `first_output..first_output + n` of a layer of packed weights.
     fn pack_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: TensorRef<'_>) -> Result<()>;
 

@@ -40,6 +40,9 @@ pub enum Error {
     /// A size or combination that this build does not support.
     #[error("{0}")]
     Unsupported(String),
+    /// Whoever was asked between two parts of a pass said to stop.
+    #[error("the pass was interrupted")]
+    Interrupted,
 }
 
 /// The result of every fallible tensor operation.

@@ -30,7 +30,10 @@ pub use cpu::{CpuBackend, Isa};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
-pub use ops::{AttentionInput, EmbeddingTable, KvAccess, LogprobTargets, TargetLoss, target_logprobs, visit_logits};
+pub use ops::{
+    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows,
+    target_logprobs, visit_logits,
+};
 pub use packed::{PackedRef, PackedStack};
-pub use tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
+pub use tape::{Between, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};

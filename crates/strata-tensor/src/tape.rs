@@ -4,7 +4,7 @@
 //! own, it also leaves a closure with what its backward needs. Inference runs the same ops on a tape that records nothing,
 //! and intermediate values are freed as soon as the last [`Var`] on them is dropped.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use crate::{Backend, DType, Error, PackedRef, Result, Tensor, TensorMut};
@@ -79,17 +79,31 @@ pub struct LoraGroup<'a> {
     pub projections: Vec<LoraProjection<'a>>,
 }
 
+/// Called between two parts of a pass, with nothing locked and no more held than the pass needs to go on: it may run other passes on the same
+/// backend. [`ControlFlow::Break`] ends the pass with [`Error::Interrupted`].
+pub type Between<'b> = dyn FnMut() -> ControlFlow<()> + 'b;
+
+/// Asks whether to go on.
+pub fn go_on(between: &mut Between<'_>) -> Result<()> {
+    match between() {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(Error::Interrupted),
+    }
+}
+
 /// The gradients on their way back. They are f32, except where an op has rounded its input's for the matmul that reads it next.
 pub(crate) struct Backward<'b> {
     pub backend: &'b dyn Backend,
     pub lora: &'b mut dyn LoraGradients,
     gradients: Vec<Option<Rc<Tensor>>>,
+    /// Called after each checkpoint; `None` inside of one.
+    between: Option<&'b mut Between<'b>>,
 }
 
 impl<'b> Backward<'b> {
     /// A pass over no recording, for an op that goes back at once.
     pub(crate) fn new(backend: &'b dyn Backend, lora: &'b mut dyn LoraGradients) -> Self {
-        Backward { backend, lora, gradients: Vec::new() }
+        Backward { backend, lora, gradients: Vec::new(), between: None }
     }
 
     /// Adds a gradient to a value's.
@@ -209,10 +223,10 @@ impl<'a> Tape<'a> {
             };
             let y = layer(&mut inner, &input)?;
             drop(input);
-            if let Some(dx) = inner.backward_to_first(&y, dy, pass.lora)? {
+            if let Some(dx) = inner.backward_to_first(y, dy, pass.lora, None)? {
                 pass.accumulate(x_node, dx);
             }
-            Ok(())
+            pass.between.as_mut().map_or(Ok(()), |between| go_on(between))
         }))
     }
 
@@ -220,20 +234,38 @@ impl<'a> Tape<'a> {
     ///
     /// # Errors
     /// If the gradient does not have the shape of the value, or an op refuses.
-    pub fn backward(self, y: &Var, dy: Tensor, lora: &mut dyn LoraGradients) -> Result<()> {
+    pub fn backward(self, y: Var, dy: Tensor, lora: &mut dyn LoraGradients) -> Result<()> {
+        self.backward_with(y, dy, lora, &mut || ControlFlow::Continue(()))
+    }
+
+    /// As [`Tape::backward`]; calls `between` after each checkpoint that it has gone back through.
+    ///
+    /// # Errors
+    /// As [`Tape::backward`], and [`Error::Interrupted`].
+    pub fn backward_with(self, y: Var, dy: Tensor, lora: &mut dyn LoraGradients, between: &mut Between<'_>) -> Result<()> {
         if dy.shape() != y.value().shape() {
             let (expected, actual) = (y.value().shape().to_string(), dy.shape().to_string());
             return Err(Error::Shape { op: "backward", expected, actual });
         }
-        self.backward_to_first(y, Rc::new(dy), lora).map(|_| ())
+        self.backward_to_first(y, Rc::new(dy), lora, Some(between)).map(|_| ())
     }
 
     /// As [`Tape::backward`]; answers the gradient of the first value on the tape.
-    fn backward_to_first(self, y: &Var, dy: Rc<Tensor>, lora: &mut dyn LoraGradients) -> Result<Option<Rc<Tensor>>> {
+    fn backward_to_first<'b>(
+        self,
+        y: Var,
+        dy: Rc<Tensor>,
+        lora: &'b mut dyn LoraGradients,
+        between: Option<&'b mut Between<'b>>,
+    ) -> Result<Option<Rc<Tensor>>>
+    where
+        'a: 'b,
+    {
         let Some(last) = y.node else { return Ok(None) };
+        drop(y);
         let mut gradients = vec![None; self.nodes.len()];
         gradients[last] = Some(dy);
-        let mut pass = Backward { backend: self.backend, lora, gradients };
+        let mut pass = Backward { backend: self.backend, lora, gradients, between };
         let mut first = None;
         for (node, backward) in self.nodes.into_iter().enumerate().rev() {
             if let Some(gradient) = pass.gradients[node].take() {

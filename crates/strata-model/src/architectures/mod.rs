@@ -5,7 +5,8 @@ mod qwen3;
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionSpan, Backend, DType, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, TensorRef, Var,
+    AttentionSpan, Backend, Between, DType, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, TensorRef,
+    Var,
 };
 
 use crate::lora::LoraModule;
@@ -14,13 +15,14 @@ use crate::{Error, KvCache, ModelConfig, PackedBatch, Result};
 /// What an architecture computes, and what the passes over it need to know.
 pub(crate) trait Architecture: Send + Sync {
     /// Hidden states after the final norm, `[tokens, hidden_size]` in the compute dtype. With a cache, keys and values of the batch
-    /// are added to it; without, every decoder layer is a checkpoint of the tape.
+    /// are added to it; without, every decoder layer is a checkpoint of the tape, and `between` is called after each.
     fn hidden<'a>(
         &'a self,
         tape: &mut Tape<'a>,
         inputs: &BatchInputs<'a>,
         cache: Option<&mut KvCache>,
         observe: Observer<'_>,
+        between: &mut Between<'_>,
     ) -> Result<Var>;
 
     /// The unembedding, and its place among [`Architecture::lora_modules`].
@@ -34,6 +36,17 @@ pub(crate) trait Architecture: Send + Sync {
 
     /// Bytes that a training pass holds for each token at its peak, logits and adapters aside.
     fn train_bytes_per_token(&self) -> usize;
+}
+
+impl std::fmt::Display for Observed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Observed::Embeddings => write!(f, "the embeddings"),
+            Observed::LayerOutput(layer) => write!(f, "the output of layer {layer}"),
+            Observed::FinalNorm => write!(f, "the final norm"),
+            Observed::Logits => write!(f, "the logits"),
+        }
+    }
 }
 
 /// Something on the way through a model.
@@ -85,6 +98,18 @@ pub fn parameter_shapes(config: &ModelConfig) -> Result<Vec<(String, Vec<usize>)
     }
 }
 
+/// Refuses a configuration that no kernel of `backend` computes.
+pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
+    config.validate()?;
+    match config.model_type.as_str() {
+        "qwen3" => {
+            let refused = |e| Error::Config(format!("head_dim {}: {e}", config.head_dim));
+            backend.check_attention(&qwen3::geometry(config)).map_err(refused)
+        }
+        other => Err(unknown(other)),
+    }
+}
+
 /// Builds the architecture that `config` names.
 pub(crate) fn build(
     backend: &dyn Backend,
@@ -92,6 +117,7 @@ pub(crate) fn build(
     dtype: DType,
     weights: &mut dyn WeightSource,
 ) -> Result<Box<dyn Architecture>> {
+    check(backend, config)?;
     match config.model_type.as_str() {
         "qwen3" => Ok(Box::new(qwen3::Qwen3::build(backend, config, dtype, weights)?)),
         other => Err(unknown(other)),
@@ -107,6 +133,8 @@ pub(crate) struct BatchInputs<'a> {
     pub batch: &'a PackedBatch<'a>,
     pub spans: Rc<[AttentionSpan<'a>]>,
     pub rotary: Rc<Rotary>,
+    /// The sequences, as tokens of the batch.
+    pub sequences: Vec<std::ops::Range<usize>>,
     /// For each group of the batch, its sequences as tokens of the batch.
     group_sequences: Vec<Rc<[std::ops::Range<usize>]>>,
 }
@@ -131,7 +159,8 @@ impl<'a> BatchInputs<'a> {
             })
             .collect();
         let rotary = Rc::new(backend.rotary(&batch.positions, config.head_dim, config.rope_theta));
-        Ok(BatchInputs { batch, spans, rotary, group_sequences })
+        let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
+        Ok(BatchInputs { batch, spans, rotary, sequences, group_sequences })
     }
 
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.

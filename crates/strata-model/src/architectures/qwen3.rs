@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, DType, EmbeddingTable, KvAccess, PackedRef, PackedStack, Tape, Tensor,
-    TensorRef, Var,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KvAccess, PackedRef, PackedStack, Tape, Tensor,
+    TensorRef, Var, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -117,6 +117,17 @@ pub(super) fn parameters(c: &ModelConfig) -> Vec<Parameter<Slot>> {
     all
 }
 
+/// Shapes of attention in every layer.
+pub(super) fn geometry(c: &ModelConfig) -> AttentionGeometry {
+    AttentionGeometry {
+        heads: c.num_heads,
+        kv_heads: c.num_kv_heads,
+        head_dim: c.head_dim,
+        scale: (1.0 / (c.head_dim as f64).sqrt()) as f32,
+        eps: c.rms_norm_eps,
+    }
+}
+
 fn lora_modules(c: &ModelConfig) -> Vec<LoraModule> {
     let (hidden, mlp) = (c.hidden_size, c.intermediate_size);
     let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
@@ -138,13 +149,7 @@ impl Qwen3 {
     /// Fills a model from `weights`.
     pub(super) fn build(backend: &dyn Backend, c: &ModelConfig, dtype: DType, weights: &mut dyn WeightSource) -> Result<Self> {
         let (n, hidden, mlp, d) = (c.num_layers, c.hidden_size, c.intermediate_size, c.head_dim);
-        let geometry = AttentionGeometry {
-            heads: c.num_heads,
-            kv_heads: c.num_kv_heads,
-            head_dim: d,
-            scale: (1.0 / (d as f64).sqrt()) as f32,
-            eps: c.rms_norm_eps,
-        };
+        let geometry = geometry(c);
         let qkv = geometry.qkv_width();
         let vectors = |width: usize| Tensor::zeros(&[n, width], DType::F32);
         let mut model = Qwen3 {
@@ -267,6 +272,7 @@ impl Architecture for Qwen3 {
         inputs: &BatchInputs<'a>,
         mut cache: Option<&mut KvCache>,
         mut observe: Observer<'_>,
+        between: &mut Between<'_>,
     ) -> Result<Var> {
         let table = match &self.embed_tokens {
             Some(table) => EmbeddingTable::Rows(table.as_ref()),
@@ -286,6 +292,9 @@ impl Architecture for Qwen3 {
                 None => tape.checkpoint(&x, move |tape, x| self.layer(tape, l, x, &layer_inputs, KvAccess::None))?,
             };
             see(Observed::LayerOutput(l), &x);
+            if cache.is_none() {
+                go_on(between)?;
+            }
         }
         let x = tape.rms_norm(&x, self.norm.row(0), self.geometry.eps, self.dtype)?;
         see(Observed::FinalNorm, &x);

@@ -15,9 +15,11 @@ mod source_tensor;
 
 pub use atomic::{Existing, recover_directories, write_atomically};
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
+pub use limits::read_own_file;
 pub use peft::{OptimizerState, PeftAdapter, adapter_tensors, read_adapter, read_optimizer, write_adapter, write_optimizer};
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
+pub(crate) use source_tensor::first_not_finite;
 pub(crate) use limits::{read_text, read_text_if_exists};

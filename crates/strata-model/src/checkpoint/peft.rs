@@ -15,7 +15,7 @@ use std::path::Path;
 use safetensors::tensor::{Dtype, View, serialize_to_file};
 use strata_tensor::{DType, Tensor, TensorRef};
 
-use super::{Checkpoint, CheckpointReader, SourceTensor, read_text};
+use super::{Checkpoint, CheckpointReader, SourceTensor, first_not_finite, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, ModuleSet, Part};
 use crate::{Error, Result};
 use config::AdapterSettings;
@@ -38,7 +38,7 @@ pub struct PeftAdapter {
     pub config: LoraConfig,
     /// Its weights.
     pub params: LoraParams,
-    /// The base model it says it was trained on.
+    /// The base model it says it was trained on; see [`PeftAdapter::check_base_model`].
     pub base_model: Option<String>,
 }
 
@@ -96,15 +96,9 @@ pub fn read_adapter(dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
             Part::Unembed => config.unembed = true,
         }
     }
+    settings.check_modules(modules, &carried).map_err(|message| Error::Checkpoint { path, message })?;
     for (index, module) in modules.iter().enumerate() {
-        if carried[index] {
-            continue;
-        }
-        if settings.targets(module.path) {
-            let message = format!("target_modules names {}, but {WEIGHTS_FILE} holds nothing for it", module.path);
-            return Err(Error::Checkpoint { path, message });
-        }
-        if config.trains(module.part) {
+        if !carried[index] && config.trains(module.part) {
             config.left_out.insert(index);
         }
     }
@@ -112,7 +106,41 @@ pub fn read_adapter(dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
     let params = read_params(&mut reader, "", modules, &config);
     reader.finish()?;
     config.validate()?;
+    refuse_not_finite(&checkpoint)?;
     Ok(PeftAdapter { config, params: params?, base_model: settings.base_model })
+}
+
+/// Refuses an adapter that would make every number it touches infinite or not a number.
+fn refuse_not_finite(checkpoint: &Checkpoint) -> Result<()> {
+    for name in checkpoint.names() {
+        let Some(tensor) = checkpoint.tensor(name)? else { continue };
+        if let Some((place, value)) = first_not_finite(tensor.read(DType::F32)?.as_ref()) {
+            return Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, not a finite number")));
+        }
+    }
+    Ok(())
+}
+
+impl PeftAdapter {
+    /// Refuses an adapter that was trained on another base model than the one that is served as `served`. One that does not name its base
+    /// passes. Where one of the two names is a path or a bare name, as for models in directories, only the last parts are compared.
+    ///
+    /// # Errors
+    /// Names both models.
+    pub fn check_base_model(&self, served: &str) -> Result<()> {
+        let Some(trained_on) = &self.base_model else { return Ok(()) };
+        let last = |name: &str| name.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_string();
+        let on_hub = |name: &str| name.matches('/').count() == 1 && !name.starts_with(['/', '.']);
+        let same = match on_hub(trained_on) && on_hub(served) {
+            true => trained_on == served,
+            false => last(trained_on) == last(served),
+        };
+        if same {
+            return Ok(());
+        }
+        let shown: String = trained_on.chars().take(200).collect();
+        Err(Error::Lora(format!("the adapter was trained on base model {shown:?}, and this server has {served:?}")))
+    }
 }
 
 /// Writes the state of an optimizer, bit for bit, into a directory that exists.

@@ -4,18 +4,21 @@
 //! `safetensors` crate checks headers against the length of the file, and the index is checked here against the shards.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
+use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
-/// The largest `model.safetensors.index.json` that is read.
-const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// The most tensors of a checkpoint: two and a half times as many as the deepest model has that [`crate::config`] accepts. A tensor costs
+/// about a kilobyte while headers are read, so that a hostile one takes some 40 MB.
+const TENSORS_MAX: usize = 32_768;
+/// The largest header of a safetensors file, and the largest `model.safetensors.index.json`: 256 bytes for each of [`TENSORS_MAX`].
+const HEADER_BYTES_MAX: usize = 8 << 20;
 /// The most shards of a checkpoint.
 const SHARDS_MAX: usize = 4096;
 pub(super) const SINGLE_FILE: &str = "model.safetensors";
@@ -49,11 +52,12 @@ impl Checkpoint {
     /// # Errors
     /// If there are no weights, a file is missing, truncated or malformed, or index and shards disagree.
     pub fn open(dir: &Path) -> Result<Self> {
+        // What is there under these names and is no file is refused by its name when it is opened.
         let single = dir.join(SINGLE_FILE);
-        if single.is_file() {
+        if single.symlink_metadata().is_ok() {
             return Self::open_file(&single);
         }
-        if dir.join(INDEX_FILE).is_file() {
+        if dir.join(INDEX_FILE).symlink_metadata().is_ok() {
             return Self::open_sharded(dir);
         }
         let message = format!("the directory holds neither {SINGLE_FILE} nor {INDEX_FILE}");
@@ -152,6 +156,7 @@ impl Checkpoint {
     fn add_shard(&mut self, bytes: ShardBytes, path: &Path) -> Result<BTreeSet<String>> {
         let error = |message: String| Error::Checkpoint { path: path.into(), message };
         let data = bytes.bytes();
+        check_header(data).map_err(error)?;
         let file = SafeTensors::deserialize(data).map_err(|e| error(format!("not a whole safetensors file: {e}")))?;
         let mut names = BTreeSet::new();
         for (name, view) in file.iter() {
@@ -166,6 +171,9 @@ impl Checkpoint {
                 return Err(error(format!("tensor {name} is also in another shard")));
             }
             names.insert(name.to_string());
+        }
+        if self.tensors.len() > TENSORS_MAX {
+            return Err(error(format!("with this file there are {} tensors, more than {TENSORS_MAX}", self.tensors.len())));
         }
         self.shards.push(bytes);
         Ok(names)
@@ -183,11 +191,35 @@ impl ShardBytes {
 
 fn map(path: &Path) -> Result<ShardBytes> {
     let io_error = |source| Error::Io { path: path.into(), source };
-    let file = File::open(path).map_err(io_error)?;
+    let file = open_regular(path)?;
     // SAFETY: the mapping is read-only and private to this object. Should another process truncate or rewrite the file meanwhile,
     // reads could fault or give other numbers; that files of a model in use are left alone is a condition of `open`.
     let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
     Ok(ShardBytes::Mapped(map))
+}
+
+/// Refuses a header that would take much memory to parse, before it is.
+fn check_header(data: &[u8]) -> Result<(), String> {
+    let Some((length, rest)) = data.split_first_chunk() else {
+        return Err(format!("not a whole safetensors file: {} bytes", data.len()));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > HEADER_BYTES_MAX as u64 {
+        return Err(format!("not a safetensors file of a model: its header of {length} bytes is longer than {HEADER_BYTES_MAX}"));
+    }
+    // A tensor's entry has four keys: its name, dtype, shape and offsets.
+    check_entries(&rest[..rest.len().min(length as usize)], 4)
+}
+
+/// Refuses JSON with more than [`TENSORS_MAX`] entries of `keys_each` keys. Every key is followed by a colon, so no more can be parsed.
+fn check_entries(json: &[u8], keys_each: usize) -> Result<(), String> {
+    /// Keys beside those of the entries: the metadata, and colons in names.
+    const OTHER_KEYS_MAX: usize = 4096;
+    let keys = json.iter().filter(|&&byte| byte == b':').count();
+    if keys > TENSORS_MAX * keys_each + OTHER_KEYS_MAX {
+        return Err(format!("lists about {} tensors, more than {TENSORS_MAX}", keys / keys_each));
+    }
+    Ok(())
 }
 
 /// The `weight_map` of an index, turned around: for each shard file the names of its tensors.
@@ -197,7 +229,9 @@ pub(super) fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String
         weight_map: BTreeMap<String, String>,
     }
     let error = |message: String| Error::Checkpoint { path: path.into(), message };
-    let index: Index = serde_json::from_str(&read_text(path, INDEX_BYTES_MAX)?).map_err(|e| error(e.to_string()))?;
+    let text = read_text(path, HEADER_BYTES_MAX as u64)?;
+    check_entries(text.as_bytes(), 1).map_err(error)?;
+    let index: Index = serde_json::from_str(&text).map_err(|e| error(e.to_string()))?;
     let mut shards: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (name, file) in index.weight_map {
         if !is_plain_file_name(&file) {

@@ -7,7 +7,7 @@ use half::bf16;
 use super::attention::{self, AttentionGradient};
 use super::isa::Isa;
 use super::matmul::{self, Matmul, Out, Rows};
-use super::rows::rope::{QkvNormRope, RopeTable};
+use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
 use super::rows::{adamw, convert, norm, softmax, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
@@ -106,6 +106,17 @@ fn check_pack(op: &'static str, stack: &PackedStack, layer: usize, source: Tenso
 impl Backend for CpuBackend {
     fn description(&self) -> String {
         format!("cpu {}, {} threads", self.isa, self.pool.num_threads())
+    }
+
+    fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {
+        let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
+        if grouped && g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim) {
+            return Ok(());
+        }
+        Err(Error::Unsupported(format!(
+            "attention with {} heads, {} kv heads of width {}: heads must be a multiple of kv heads, and their width even and at most {MAX_HEAD_DIM}",
+            g.heads, g.kv_heads, g.head_dim
+        )))
     }
 
     fn pack_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: TensorRef<'_>) -> Result<()> {

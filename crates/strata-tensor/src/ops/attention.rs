@@ -8,8 +8,6 @@ use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, Result, Tensor, TensorRef};
 
 const OP: &str = "attention";
-/// The widest head that the kernels have stack for.
-const HEAD_DIM_MAX: usize = 512;
 
 /// Where keys and values of a batch live.
 pub enum KvAccess<'k> {
@@ -39,7 +37,7 @@ impl<'a> Tape<'a> {
     /// If shapes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
         let g = input.geometry;
-        check_geometry(&g)?;
+        self.backend().check_attention(&g)?;
         check_f32(OP, qkv.value(), g.qkv_width())?;
         let (tokens, backend) = (qkv.value().rows(), self.backend());
         for angles in [&input.rotary.cos, &input.rotary.sin] {
@@ -110,18 +108,6 @@ impl<'a> Tape<'a> {
             Ok(())
         }))
     }
-}
-
-/// Refuses numbers of heads, and widths of them, that the kernels cannot compute.
-fn check_geometry(g: &AttentionGeometry) -> Result<()> {
-    let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
-    if grouped && g.head_dim.is_multiple_of(2) && (2..=HEAD_DIM_MAX).contains(&g.head_dim) {
-        return Ok(());
-    }
-    Err(Error::Unsupported(format!(
-        "attention with {} heads, {} kv heads of {}: heads must be a multiple of kv heads, and their width even and at most {HEAD_DIM_MAX}",
-        g.heads, g.kv_heads, g.head_dim
-    )))
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.

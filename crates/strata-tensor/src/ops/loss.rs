@@ -9,12 +9,13 @@ use std::rc::Rc;
 
 use super::{check, linear};
 use crate::backend::Backend;
-use crate::tape::{Backward, LoraGradients, LoraGroup};
+use crate::tape::{Backward, Between, LoraGradients, LoraGroup, go_on};
 use crate::{DType, Error, PackedRef, Result, Tensor};
 
 const OP: &str = "target_logprobs";
-/// Bytes of f32 logits in a chunk, about: enough rows that the product is bound by arithmetic, and far from the memory of a batch.
-const CHUNK_BYTES: usize = 160 << 20;
+/// Bytes of f32 logits in a chunk, about, unless someone says otherwise: enough rows that the product is bound by arithmetic, and far from
+/// the memory of a batch.
+pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = 16..512;
 
@@ -33,8 +34,23 @@ pub trait TargetLoss {
     fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]);
 }
 
-fn chunk_rows(vocab: usize) -> usize {
-    (CHUNK_BYTES / (4 * vocab.max(1))).clamp(CHUNK_ROWS.start, CHUNK_ROWS.end)
+/// Rows of logits that are in memory at once, for chunks of about `chunk_bytes` and a vocabulary of `vocab`.
+pub fn logits_chunk_rows(vocab: usize, chunk_bytes: usize) -> usize {
+    (chunk_bytes / (DType::F32.size_bytes() * vocab.max(1))).clamp(CHUNK_ROWS.start, CHUNK_ROWS.end)
+}
+
+/// What [`target_logprobs`] computes, and how.
+pub struct LogprobPass<'p> {
+    /// The sequences of the batch; they decide where chunks may end.
+    pub sequences: &'p [Range<usize>],
+    /// What is wanted.
+    pub targets: LogprobTargets<'p>,
+    /// A loss, and somewhere for the gradients of low-rank pairs.
+    pub loss: Option<(&'p dyn TargetLoss, &'p mut dyn LoraGradients)>,
+    /// Bytes of f32 logits in a chunk, about. No bit of a result depends on it.
+    pub chunk_bytes: usize,
+    /// Called after each chunk.
+    pub between: &'p mut Between<'p>,
 }
 
 /// Runs of at most `max` rows that split a sequence only at even places.
@@ -71,24 +87,21 @@ fn groups_in<'a>(lora: &[LoraGroup<'a>], rows: &Range<usize>) -> Vec<LoraGroup<'
 /// Log-probabilities of `targets` under the unembedding `w` of normed hidden states `x: [tokens, hidden]` (in the weight's dtype). With a
 /// loss and somewhere for the gradients of low-rank pairs, also the gradient of the loss by `x`, f32.
 ///
-/// `sequences` are the sequences of the batch; they decide where chunks may end.
-///
 /// # Errors
-/// If a target is not in the vocabulary, or shapes do not fit.
+/// If a target is not in the vocabulary, or shapes do not fit; [`Error::Interrupted`].
 pub fn target_logprobs(
     backend: &dyn Backend,
     x: &Tensor,
     w: PackedRef<'_>,
     lora: &[LoraGroup<'_>],
-    sequences: &[Range<usize>],
-    targets: LogprobTargets<'_>,
-    loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
+    pass: LogprobPass<'_>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     // A cut through a sequence that ended past the batch would never find an even place.
-    if let Some(s) = sequences.iter().find(|s| s.end > x.rows()) {
+    if let Some(s) = pass.sequences.iter().find(|s| s.end > x.rows()) {
         return Err(Error::Index { op: OP, what: "tokens", index: s.end, size: x.rows() });
     }
-    in_chunks(backend, x, w, lora, chunks(sequences, x.rows(), chunk_rows(w.out_features())), targets, loss)
+    let chunks = chunks(pass.sequences, x.rows(), logits_chunk_rows(w.out_features(), pass.chunk_bytes));
+    in_chunks(backend, x, w, lora, chunks, pass)
 }
 
 /// [`target_logprobs`] with these runs of rows as chunks.
@@ -98,9 +111,9 @@ pub(super) fn in_chunks(
     w: PackedRef<'_>,
     lora: &[LoraGroup<'_>],
     chunks: Vec<Range<usize>>,
-    targets: LogprobTargets<'_>,
-    mut loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
+    pass: LogprobPass<'_>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
+    let LogprobPass { targets, mut loss, between, .. } = pass;
     check(OP, x, w.dtype(), w.in_features())?;
     let vocab = w.out_features();
     if let Some(&id) = targets.ids.iter().find(|&&id| id as usize >= vocab) {
@@ -119,40 +132,58 @@ pub(super) fn in_chunks(
     let mut logprobs = vec![0.0f32; targets.ids.len()];
     let mut dx = loss.is_some().then(|| Tensor::scratch(&[x.rows(), w.in_features()], DType::F32));
     for rows in chunks {
-        let chunk = x.as_ref().rows(rows.clone()).to_tensor();
-        let groups = groups_in(lora, &rows);
-        let (logits, low) = linear::forward(backend, &chunk, w, None, &groups)?;
-        let normalizers = backend.log_normalizers(&logits);
-        let logits_view = logits.as_ref();
-        for (r, row) in rows.clone().enumerate() {
-            let (range, logits) = (targets.offsets[row]..targets.offsets[row + 1], logits_view.row(r));
-            for (logprob, &id) in logprobs[range.clone()].iter_mut().zip(&targets.ids[range]) {
-                *logprob = logits.f32_at(id as usize) - normalizers[r];
-            }
+        let of_chunk = &mut logprobs[targets.offsets[rows.start]..targets.offsets[rows.end]];
+        let loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)> = match &mut loss {
+            Some((loss, gradients)) => Some((*loss, &mut **gradients)),
+            None => None,
+        };
+        let chunk_dx = chunk(backend, x, (w, lora), rows.clone(), targets, of_chunk, loss)?;
+        if let (Some(dx), Some(chunk_dx)) = (dx.as_mut(), chunk_dx) {
+            dx.rows_mut(rows).copy_from(&chunk_dx);
         }
-        let (Some((loss, gradients)), Some(dx)) = (loss.as_mut(), dx.as_mut()) else { continue };
-        let range = targets.offsets[rows.start]..targets.offsets[rows.end];
-        let mut by_logprob = vec![0.0f32; range.len()];
-        loss.gradient(range.start, &logprobs[range.clone()], &mut by_logprob);
-        let terms: Vec<Vec<(u32, f32)>> = rows
-            .clone()
-            .map(|row| {
-                let row = targets.offsets[row]..targets.offsets[row + 1];
-                row.map(|t| (targets.ids[t], by_logprob[t - range.start])).collect()
-            })
-            .collect();
-        let mut dlogits = Tensor::scratch(logits.shape().dims(), w.dtype());
-        backend.logits_gradient(&logits, &normalizers, &terms, &mut dlogits);
-        drop(logits);
-        let mut pass = Backward::new(backend, *gradients);
-        let chunk_dx = linear::backward(&mut pass, &chunk, &dlogits, w, &groups, &low, true)?;
-        let chunk_dx = chunk_dx.expect("the gradient of the input was asked for");
-        dx.rows_mut(rows).copy_from(&chunk_dx);
+        go_on(between)?;
     }
     Ok((logprobs, dx))
 }
 
-/// Calls `visit(i, logits, log_normalizer)` with the prediction after each row `rows[i]` of `x`, from several threads.
+/// The log-probabilities of the targets of `rows`, and the gradient of their loss by those rows of `x`.
+fn chunk(
+    backend: &dyn Backend,
+    x: &Tensor,
+    unembedding: (PackedRef<'_>, &[LoraGroup<'_>]),
+    rows: Range<usize>,
+    targets: LogprobTargets<'_>,
+    logprobs: &mut [f32],
+    loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
+) -> Result<Option<Tensor>> {
+    let (w, lora) = unembedding;
+    let first = targets.offsets[rows.start];
+    let targets_of = |row: usize| targets.offsets[row]..targets.offsets[row + 1];
+    let chunk = x.as_ref().rows(rows.clone()).to_tensor();
+    let groups = groups_in(lora, &rows);
+    let (logits, low) = linear::forward(backend, &chunk, w, None, &groups)?;
+    let normalizers = backend.log_normalizers(&logits);
+    let logits_view = logits.as_ref();
+    for (r, row) in rows.clone().enumerate() {
+        let logits = logits_view.row(r);
+        for t in targets_of(row) {
+            logprobs[t - first] = logits.f32_at(targets.ids[t] as usize) - normalizers[r];
+        }
+    }
+    let Some((loss, gradients)) = loss else { return Ok(None) };
+    let mut by_logprob = vec![0.0f32; logprobs.len()];
+    loss.gradient(first, logprobs, &mut by_logprob);
+    let terms: Vec<Vec<(u32, f32)>> =
+        rows.map(|row| targets_of(row).map(|t| (targets.ids[t], by_logprob[t - first])).collect()).collect();
+    let mut dlogits = Tensor::scratch(logits.shape().dims(), w.dtype());
+    backend.logits_gradient(&logits, &normalizers, &terms, &mut dlogits);
+    drop(logits);
+    let mut pass = Backward::new(backend, gradients);
+    linear::backward(&mut pass, &chunk, &dlogits, w, &groups, &low, true)
+}
+
+/// Calls `visit(i, logits, log_normalizer)` with the prediction after each row `rows[i]` of `x`, from several threads. About `chunk_bytes` of
+/// logits are in memory at once.
 ///
 /// # Errors
 /// If a row is not there, or shapes do not fit.
@@ -162,6 +193,7 @@ pub fn visit_logits(
     w: PackedRef<'_>,
     lora: &[LoraGroup<'_>],
     rows: &[usize],
+    chunk_bytes: usize,
     visit: &(dyn Fn(usize, &[f32], f32) + Sync),
 ) -> Result<()> {
     const OP: &str = "visit_logits";
@@ -173,7 +205,8 @@ pub fn visit_logits(
     if !rows.is_sorted() {
         return Err(Error::Unsupported(format!("rows {rows:?} of a batch in an order that is not theirs")));
     }
-    for (chunk, first) in rows.chunks(chunk_rows(w.out_features())).zip((0..).step_by(chunk_rows(w.out_features()))) {
+    let max = logits_chunk_rows(w.out_features(), chunk_bytes);
+    for (chunk, first) in rows.chunks(max).zip((0..).step_by(max)) {
         let gathered = Tensor::gather(x, chunk)?;
         let groups: Vec<LoraGroup<'_>> = lora
             .iter()

@@ -11,7 +11,7 @@ mod tests;
 
 pub use attention::{AttentionInput, KvAccess};
 pub use embedding::EmbeddingTable;
-pub use loss::{LogprobTargets, TargetLoss, target_logprobs, visit_logits};
+pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows, target_logprobs, visit_logits};
 
 use crate::{DType, Error, Result, Tensor, TensorRef};
 

@@ -1,5 +1,6 @@
 //! `adapter_config.json`: PEFT's `LoraConfig`.
 
+use fancy_regex::{Regex, RegexBuilder};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -7,12 +8,11 @@ use crate::lora::{LoraConfig, LoraModule, Part, RANK_MAX};
 
 /// Settings that do not change what a finished adapter computes: provenance, how it was initialised or trained, and sizes of features that
 /// other keys turn on.
-const IGNORED: [&str; 19] = [
+const IGNORED: [&str; 18] = [
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
     "eva_config",
-    "exclude_modules",
     "inference_mode",
     "init_lora_weights",
     "layers_pattern",
@@ -29,7 +29,22 @@ const IGNORED: [&str; 19] = [
     "task_type",
 ];
 /// Settings that are read below.
-const READ: [&str; 6] = ["bias", "lora_alpha", "peft_type", "r", "target_modules", "use_rslora"];
+const READ: [&str; 7] = ["bias", "exclude_modules", "lora_alpha", "peft_type", "r", "target_modules", "use_rslora"];
+/// Features that change what an adapter computes, whatever kind of value turns them on.
+const SWITCHES: [&str; 12] = [
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "layer_replication",
+    "layers_to_transform",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+];
 /// Initialisations that change the base model's weights too, so that the adapter alone is not enough.
 const INITS_OF_THE_BASE: [&str; 4] = ["pissa", "olora", "corda", "lora_ga"];
 
@@ -40,8 +55,21 @@ pub(super) struct AdapterSettings {
     /// Numerator of the scale `alpha / rank`.
     pub(super) alpha: f32,
     pub(super) base_model: Option<String>,
-    /// Names that `target_modules` lists; empty if it is a pattern.
-    target_modules: Vec<String>,
+    /// Modules that carry LoRA; `None` if it does not say.
+    target_modules: Option<Modules>,
+    /// Those of them that do not.
+    exclude_modules: Option<Modules>,
+}
+
+/// Modules of a model as PEFT's `target_modules` and `exclude_modules` name them.
+#[derive(Debug)]
+enum Modules {
+    /// `"all-linear"`: those that there are tensors for.
+    AllLinear,
+    /// Paths, or ends of paths from a dot on.
+    Names(Vec<String>),
+    /// A regular expression that matches whole paths.
+    Pattern { text: String, regex: Box<Regex> },
 }
 
 impl AdapterSettings {
@@ -69,21 +97,109 @@ impl AdapterSettings {
             other => return Err(format!("use_rslora is {}, not true or false", show(other))),
         };
         let alpha = if stabilised { alpha * (rank as f64).sqrt() } else { alpha };
-        let target_modules = match map.get("target_modules") {
-            Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).map(String::from).collect(),
-            _ => Vec::new(),
-        };
-        let base_model = map.get("base_model_name_or_path").and_then(Value::as_str).map(String::from);
-        Ok(AdapterSettings { rank, alpha: alpha as f32, base_model, target_modules })
+        let [target_modules, exclude_modules] = ["target_modules", "exclude_modules"].map(|key| Modules::from_json(key, map.get(key)));
+        let base_model = map.get("base_model_name_or_path").and_then(Value::as_str).filter(|name| !name.is_empty());
+        Ok(AdapterSettings { rank, alpha: alpha as f32, base_model: base_model.map(String::from), target_modules: target_modules?, exclude_modules: exclude_modules? })
     }
 
-    /// Whether `target_modules` lists the module at a Hugging Face path such as `self_attn.q_proj`. PEFT takes a listed name for the end
-    /// of a path, from a dot on.
-    pub(super) fn targets(&self, path: &str) -> bool {
-        let ends_with =
-            |long: &str, short: &str| long.strip_suffix(short).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'));
-        self.target_modules.iter().any(|name| ends_with(path, name))
+    /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
+    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`.
+    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool]) -> Result<(), String> {
+        let Some(targets) = &self.target_modules else { return Ok(()) };
+        targets.check_known("target_modules", modules)?;
+        if matches!(targets, Modules::AllLinear) && self.exclude_modules.is_none() {
+            return Ok(());
+        }
+        for (module, &carried) in modules.iter().zip(carried) {
+            let (mut targeted, mut excluded) = (0, 0);
+            for path in paths(module) {
+                let is_excluded = self.exclude_modules.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))?;
+                excluded += usize::from(is_excluded);
+                targeted += usize::from(!is_excluded && targets.names("target_modules", &path)?);
+            }
+            // The paths of the unembedding are all its own.
+            let targeted = targeted > 0 && !(module.part == Part::Unembed && excluded > 0);
+            let path = module.path;
+            match (targets, targeted, carried) {
+                (Modules::Names(_) | Modules::Pattern { .. }, true, false) => {
+                    return Err(format!("target_modules names {path}, but the adapter holds nothing for it"));
+                }
+                (_, false, true) => {
+                    return Err(format!("the adapter holds tensors for {path}, which target_modules does not name"));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
+}
+
+/// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it.
+fn paths(module: &LoraModule) -> Vec<String> {
+    match module.part {
+        Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
+        Part::Attention | Part::Mlp => {
+            (0..module.num_layers).map(|layer| format!("model.layers.{layer}.{}", module.path)).collect()
+        }
+    }
+}
+
+impl Modules {
+    /// The most names of a list, and bytes of a pattern.
+    const ENTRIES_MAX: usize = 4096;
+
+    fn from_json(key: &str, value: Option<&Value>) -> Result<Option<Self>, String> {
+        let refused = || format!("{key} is {}, not a list of names, a pattern or \"all-linear\"", show(value));
+        match value {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) if text == "all-linear" && key == "target_modules" => Ok(Some(Modules::AllLinear)),
+            Some(Value::String(text)) if text.len() <= Self::ENTRIES_MAX => {
+                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(100_000).build();
+                let regex = regex.map_err(|e| format!("{key} is {}, which is no regular expression: {e}", show(value)))?;
+                Ok(Some(Modules::Pattern { text: text.clone(), regex: Box::new(regex) }))
+            }
+            Some(Value::Array(names)) if names.len() <= Self::ENTRIES_MAX => {
+                let names: Option<Vec<String>> = names.iter().map(|name| name.as_str().map(String::from)).collect();
+                Ok(Some(Modules::Names(names.ok_or_else(refused)?)))
+            }
+            Some(_) => Err(refused()),
+        }
+    }
+
+    /// Refuses names that no module of the model answers to.
+    fn check_known(&self, key: &str, modules: &[LoraModule]) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(paths).collect();
+        let unknown = match self {
+            Modules::AllLinear => None,
+            Modules::Names(names) => names.iter().find(|name| !all.iter().any(|path| ends_with(path, name))),
+            Modules::Pattern { text, .. } => {
+                let mut any = false;
+                for path in &all {
+                    any |= self.names(key, path)?;
+                }
+                (!any).then_some(text)
+            }
+        };
+        let Some(name) = unknown else { return Ok(()) };
+        let known: Vec<&str> = modules.iter().map(|m| m.path).collect();
+        Err(format!("{key} names {}, which the model does not have; it has {}", show(Some(&name.as_str().into())), known.join(", ")))
+    }
+
+    /// Whether the module at this path is among them.
+    fn names(&self, key: &str, path: &str) -> Result<bool, String> {
+        match self {
+            Modules::AllLinear => Ok(true),
+            Modules::Names(names) => Ok(names.iter().any(|name| ends_with(path, name))),
+            Modules::Pattern { text, regex } => {
+                regex.is_match(path).map_err(|e| format!("{key} is {}: {e}", show(Some(&text.as_str().into()))))
+            }
+        }
+    }
+}
+
+/// Whether a name is the end of a path, from a dot on.
+fn ends_with(path: &str, name: &str) -> bool {
+    path.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// Refuses every feature that is on and unknown here: it would change the numbers.
@@ -102,6 +218,7 @@ fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
     }
     for (key, value) in map {
         let is_on = match value {
+            Value::Number(_) | Value::String(_) if SWITCHES.contains(&key.as_str()) => true,
             Value::Bool(on) => *on,
             Value::Array(list) => !list.is_empty(),
             Value::Object(map) => !map.is_empty(),

@@ -34,7 +34,7 @@ fn distinct_params(config: &LoraConfig) -> LoraParams {
         next += 1_000_003;
     }
     let first = params.tensors_mut().next().unwrap();
-    let odd = [f32::from_bits(0x7fa0_1234), -0.0, f32::from_bits(1), f32::INFINITY];
+    let odd = [f32::MIN, -0.0, f32::from_bits(1), f32::MAX];
     let rest = first.as_ref().as_bytes()[16..].to_vec();
     let bytes: Vec<u8> = odd.iter().flat_map(|v| v.to_bits().to_le_bytes()).chain(rest).collect();
     first.as_mut().copy_from_bytes(&bytes).unwrap();
@@ -172,12 +172,102 @@ fn features_beyond_plain_lora_are_refused_by_name() {
         json!({"lora_alpha": "much"}),
         json!({"lora_alpha": 1e300}),
         json!({"some_feature_of_next_year": true}),
+        json!({"use_dora": 1}),
+        json!({"modules_to_save": "embed_tokens"}),
+        json!({"target_modules": ["q_proj", "v_proj", "down_proj", "lm_head", "banana"]}),
+        json!({"target_modules": ["q_proj", "v_proj", "down_proj", "lm_head", "roj"]}),
+        json!({"target_modules": ["q_proj", 7]}),
+        json!({"target_modules": 5}),
+        json!({"target_modules": "q_proj"}),
+        json!({"target_modules": "(("}),
+        json!({"target_modules": "(.*)*(.*)*(.*)*x(?=y)"}),
+        json!({"exclude_modules": {"q_proj": true}}),
     ] {
         let (dir, _) = written(&all_parts());
         let key = changes.as_object().unwrap().keys().next().unwrap().clone();
         change_config(dir.path(), changes);
         let error = read_error(dir.path());
         assert!(error.contains(&key) && error.contains(CONFIG_FILE), "{key}: {error}");
+    }
+}
+
+#[test]
+fn what_target_modules_names_and_what_there_is_must_agree() {
+    let accepted = |changes: Value, keep: &dyn Fn(&str) -> bool| {
+        let (dir, _) = written(&all_parts());
+        change_config(dir.path(), changes);
+        change_tensors(dir.path(), |name| keep(name).then(|| name.into()));
+        read_adapter(dir.path(), &modules()).map(|_| ()).map_err(|e| e.to_string())
+    };
+    let all = |_: &str| true;
+    let without_q = |name: &str| !name.contains("q_proj");
+    for targets in [
+        json!(["q_proj", "v_proj", "down_proj", "lm_head"]),
+        json!(["self_attn.q_proj", "v_proj", "mlp.down_proj", "unembed_tokens"]),
+        json!(["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "v_proj", "down_proj", "lm_head"]),
+        json!("all-linear"),
+        json!(r".*\.(q_proj|v_proj|down_proj)|lm_head"),
+        json!(r"(?!visual).*"),
+        Value::Null,
+    ] {
+        assert_eq!(accepted(json!({"target_modules": targets}), &all), Ok(()), "{targets}");
+    }
+    for (changes, complaint) in [
+        (json!({"target_modules": ["q_proj", "v_proj", "down_proj"]}), "holds tensors for lm_head"),
+        (json!({"target_modules": []}), "holds tensors for self_attn.q_proj"),
+        (json!({"target_modules": r".*\.(q_proj|v_proj)"}), "holds tensors for mlp.down_proj"),
+        (json!({"exclude_modules": ["q_proj"]}), "holds tensors for self_attn.q_proj"),
+        (json!({"target_modules": "all-linear", "exclude_modules": "lm_head"}), "holds tensors for lm_head"),
+    ] {
+        let error = accepted(changes.clone(), &all).unwrap_err();
+        assert!(error.contains(complaint), "{changes}: {error}");
+    }
+    assert_eq!(accepted(json!({"exclude_modules": ["q_proj"]}), &without_q), Ok(()));
+    assert_eq!(accepted(json!({"target_modules": "all-linear"}), &without_q), Ok(()));
+    for targets in [json!(["q_proj", "v_proj", "down_proj", "lm_head"]), json!(".*")] {
+        let error = accepted(json!({"target_modules": targets}), &without_q).unwrap_err();
+        assert!(error.contains("target_modules names self_attn.q_proj, but"), "{error}");
+    }
+}
+
+#[test]
+fn an_adapter_with_values_that_are_not_finite_is_refused() {
+    for bad in [f32::NAN, f32::NEG_INFINITY] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut params = distinct_params(&all_parts());
+        let stack = params.stacks[2].as_mut().unwrap();
+        let mut values = stack.b.to_f32_vec();
+        values[13] = bad;
+        stack.b.as_mut().copy_from_f32(&values).unwrap();
+        write_adapter(dir.path(), &modules(), &all_parts(), &params, "org/base").unwrap();
+        let error = read_error(dir.path());
+        assert!(error.contains("layers.1.mlp.down_proj.lora_B.weight is") && error.contains("not a finite"), "{error}");
+    }
+}
+
+#[test]
+fn an_adapter_of_another_base_model_is_refused() {
+    let (dir, _) = written(&all_parts());
+    let check = |trained_on: Value, served: &str| {
+        change_config(dir.path(), json!({"base_model_name_or_path": trained_on}));
+        read_adapter(dir.path(), &modules()).unwrap().check_base_model(served).map_err(|e| e.to_string())
+    };
+    for (trained_on, served) in [
+        (json!("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B"),
+        (json!("Qwen/Qwen3-0.6B"), "Qwen3-0.6B"),
+        (json!("/models/Qwen3-0.6B/"), "Qwen/Qwen3-0.6B"),
+        (json!(null), "Qwen/Qwen3-0.6B"),
+        (json!(""), "Qwen/Qwen3-0.6B"),
+    ] {
+        assert_eq!(check(trained_on.clone(), served), Ok(()), "{trained_on} {served}");
+    }
+    for (trained_on, served) in [
+        (json!("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-4B"),
+        (json!("evil/Qwen3-0.6B"), "Qwen/Qwen3-0.6B"),
+        (json!("/models/Qwen3-4B"), "Qwen3-0.6B"),
+    ] {
+        let error = check(trained_on, served).unwrap_err();
+        assert!(error.contains("trained on base model") && error.contains(served), "{error}");
     }
 }
 

@@ -7,6 +7,7 @@ mod composite;
 mod toy;
 
 use std::cell::RefCell;
+use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use super::*;
@@ -46,7 +47,7 @@ fn go_back<'a>(
     let y = op(&mut tape, &x).unwrap();
     let dy = tensor(y.value().shape().dims(), DType::F32, 99);
     let out = y.value().clone();
-    tape.backward(&y, dy, lora).unwrap();
+    tape.backward(y, dy, lora).unwrap();
     let dx = gradient.borrow_mut().take().unwrap();
     (out, dx)
 }
@@ -225,7 +226,7 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
     let mut tape = Tape::recording(&b);
     let constant = tape.constant(x.clone());
     let y = tape.linear(&constant, w, Some(bias), layer.groups()).unwrap();
-    tape.backward(&y, tensor(&[9, 11], DType::F32, 99), &mut leaf).unwrap();
+    tape.backward(y, tensor(&[9, 11], DType::F32, 99), &mut leaf).unwrap();
     assert_eq!(dx, dx_of_fewer);
     for site in [0, 2].map(|module| LoraSite { group: 0, module, layer: 0 }) {
         assert_eq!(gradients.of(site), fewer.of(site));
@@ -395,10 +396,10 @@ fn what_does_not_fit_is_an_error() {
     let leaf = recording.push(Rc::new(qkv()), |_, _| Ok(()));
     let input = attention_input(&b, GEOMETRY, &norms, &[cached(0..8, 0, &[1])]);
     assert!(recording.attention(&leaf, &input, KvAccess::Cache(&mut cache().unwrap()), DType::F32).is_err());
-    assert!(recording.backward(&leaf, f32s(&[8, 1]), &mut Nowhere).is_err());
+    assert!(recording.backward(leaf, f32s(&[8, 1]), &mut Nowhere).is_err());
 
     let unembed = |x: Tensor, ids: &[u32], offsets: &[usize], lora: &[LoraGroup<'_>]| {
-        target_logprobs(&b, &x, layer.w.layer(0), lora, &[0..9], LogprobTargets { ids, offsets }, None).is_err()
+        logprobs(&b, &x, (layer.w.layer(0), lora), &[0..9], LogprobTargets { ids, offsets }, None).is_err()
     };
     let groups = layer.groups();
     let offsets = [0, 1, 1, 1, 1, 1, 1, 1, 1, 2];
@@ -407,7 +408,8 @@ fn what_does_not_fit_is_an_error() {
     assert!(unembed(f32s(&[8, 7]), &[3, 10], &offsets[1..], &groups[..2]) && unembed(x(), &[3], &offsets, &groups));
     assert!(unembed(x(), &[3, 10], &offsets[..9], &groups) && unembed(x(), &[3, 10], &[0, 3, 1, 1, 1, 1, 1, 1, 1, 2], &groups));
     assert!(unembed(f32s(&[3, 7]), &[], &[0; 4], &groups));
-    let visit = |rows: &[usize]| visit_logits(&b, &x(), layer.w.layer(0), &groups, rows, &|_, _, _| ()).is_err();
+    let visit =
+        |rows: &[usize]| visit_logits(&b, &x(), layer.w.layer(0), &groups, rows, LOGITS_CHUNK_BYTES, &|_, _, _| ()).is_err();
     assert!(visit(&[2, 1]) && visit(&[9]) && !visit(&[0, 8]) && !visit(&[]));
 
     let step =
@@ -419,6 +421,25 @@ fn what_does_not_fit_is_an_error() {
     };
     assert!(adamw(DType::BF16, 5) && adamw(DType::F32, 4) && !adamw(DType::F32, 5));
     assert!(b.sum_squares(&bf16s(&[3])).is_err());
+}
+
+/// [`target_logprobs`] in one chunk, undisturbed.
+fn logprobs(
+    b: &CpuBackend,
+    x: &Tensor,
+    (w, lora): (crate::PackedRef<'_>, &[LoraGroup<'_>]),
+    sequences: &[Range<usize>],
+    targets: LogprobTargets<'_>,
+    loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
+) -> crate::Result<(Vec<f32>, Option<Tensor>)> {
+    let mut between = || ControlFlow::Continue(());
+    // The parts of a pass live as long as each other.
+    let loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)> = match loss {
+        Some((loss, gradients)) => Some((loss, gradients)),
+        None => None,
+    };
+    let pass = LogprobPass { sequences, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, between: &mut between };
+    target_logprobs(b, x, w, lora, pass)
 }
 
 /// A layer of weights that outlives every test.
@@ -439,12 +460,12 @@ fn log_probabilities_and_their_gradient_are_those_of_a_plain_softmax() {
         factors: vec![1.0, 0.5, 0.25, -2.0, 0.0, 1.5, 0.0, 0.0, 0.3, -0.1, 0.2, 0.0, 0.7, -0.5, 0.1, 0.0, 0.4, 2.0],
     };
     let forward = |layer: &Layer, x: &Tensor| {
-        target_logprobs(&b, x, layer.w.layer(0), &layer.groups(), &[0..4, 4..9], targets, None).unwrap().0
+        logprobs(&b, x, (layer.w.layer(0), &layer.groups()), &[0..4, 4..9], targets, None).unwrap().0
     };
     let mut gradients = layer_gradients(None);
     let w = layer.w.layer(0);
     let lora = Some((&loss as &dyn TargetLoss, &mut gradients as &mut dyn LoraGradients));
-    let (logprobs, dx) = target_logprobs(&b, &x, w, &layer.groups(), &[0..4, 4..9], targets, lora).unwrap();
+    let (logprobs, dx) = logprobs(&b, &x, (w, &layer.groups()), &[0..4, 4..9], targets, lora).unwrap();
     assert_eq!(logprobs, forward(&layer, &x));
 
     let mut tape = Tape::inference(&b);

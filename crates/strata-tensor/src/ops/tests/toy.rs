@@ -1,6 +1,6 @@
 //! A two-layer decoder made of all ops, with adapters on every module, small enough for finite differences.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend};
@@ -275,8 +275,16 @@ impl Toy {
         let groups = self.groups(&batch, UNEMBED, 0);
         let chunks = chunks(&tokens, ids.len(), chunk_rows);
         let w = self.linears[UNEMBED].layer(0);
-        let (logprobs, dh) = in_chunks(b, h.value(), w, &groups, chunks, targets, Some((loss, gradients))).unwrap();
-        tape.backward(&h, dh.unwrap(), gradients).unwrap();
+        let between = &mut || ControlFlow::Continue(());
+        let pass = LogprobPass {
+            sequences: &tokens,
+            targets,
+            loss: Some((loss, gradients)),
+            chunk_bytes: LOGITS_CHUNK_BYTES,
+            between,
+        };
+        let (logprobs, dh) = in_chunks(b, h.value(), w, &groups, chunks, pass).unwrap();
+        tape.backward(h, dh.unwrap(), gradients).unwrap();
         logprobs
     }
 
@@ -301,7 +309,7 @@ impl Toy {
                 let mut out = out.lock().unwrap();
                 out[i * VOCAB..][..VOCAB].iter_mut().zip(logits).for_each(|(o, l)| *o = l - normalizer);
             };
-            visit_logits(b, h.value(), self.linears[UNEMBED].layer(0), &self.groups(&batch, UNEMBED, 0), &rows, &visit)
+            visit_logits(b, h.value(), self.linears[UNEMBED].layer(0), &self.groups(&batch, UNEMBED, 0), &rows, LOGITS_CHUNK_BYTES, &visit)
                 .unwrap();
             logprobs.extend(out.into_inner().unwrap());
         }
