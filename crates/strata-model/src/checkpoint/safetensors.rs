@@ -4,13 +4,13 @@
 //! `safetensors` crate checks headers against the length of the file, and the index is checked here against the shards.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
+use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
@@ -183,7 +183,7 @@ impl ShardBytes {
 
 fn map(path: &Path) -> Result<ShardBytes> {
     let io_error = |source| Error::Io { path: path.into(), source };
-    let file = File::open(path).map_err(io_error)?;
+    let file = open_regular(path)?;
     // SAFETY: the mapping is read-only and private to this object. Should another process truncate or rewrite the file meanwhile,
     // reads could fault or give other numbers; that files of a model in use are left alone is a condition of `open`.
     let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
