@@ -54,8 +54,8 @@ pub enum Request {
     CreateModelFromCheckpoint {
         /// Its name.
         model_id: ModelId,
-        /// Directory of the checkpoint.
-        dir: PathBuf,
+        /// The checkpoint.
+        source: CheckpointSource,
         /// Whether to restore Adam's moments and step count too.
         with_optimizer: bool,
     },
@@ -77,8 +77,8 @@ pub enum Request {
     CreateSampler {
         /// Its name.
         sampler_id: SamplerId,
-        /// Directory of the checkpoint, or `None` for the base model.
-        dir: Option<PathBuf>,
+        /// The checkpoint, or `None` for the base model.
+        source: Option<CheckpointSource>,
     },
     /// Frees sampling weights once the samples that use them are done.
     DropSampler {
@@ -121,8 +121,8 @@ pub enum TrainOp {
     },
     /// Replaces adapter (and optimizer state) by a checkpoint's. Answer: [`Response::Loaded`].
     LoadState {
-        /// Directory of the checkpoint.
-        dir: PathBuf,
+        /// The checkpoint.
+        source: CheckpointSource,
         /// Whether to restore Adam's moments and step count too.
         with_optimizer: bool,
     },
@@ -135,11 +135,29 @@ pub enum TrainOp {
 pub struct SaveTarget {
     /// Directory to create; its parents are made as needed. It appears whole or not at all.
     pub dir: PathBuf,
+    /// What clients call it, for messages; such as `tinker://RUN/weights/NAME`.
+    pub name: String,
     /// Whether a directory of this name may be replaced.
     pub overwrite: bool,
-    /// Written into the same directory as `strata.json`, for the caller's own use.
+    /// Written into the same directory as [`METADATA_FILE`], for the caller's own use. A string `save_id` in it is the identity of this save.
     pub metadata: serde_json::Value,
 }
+
+/// Which checkpoint to load: one save, and never another that has taken its directory since.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointSource {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// What clients call it, for messages; such as `tinker://RUN/weights/NAME`.
+    pub name: String,
+    /// The `save_id` in the metadata it was saved with; `None` if they had none.
+    pub save_id: Option<String>,
+}
+
+/// The file in a checkpoint's directory that holds the metadata of its [`SaveTarget`].
+pub const METADATA_FILE: &str = "strata.json";
+/// The most bytes of a [`METADATA_FILE`].
+pub const METADATA_BYTES_MAX: u64 = 1 << 20;
 
 /// One training example. Nothing in it has been checked against the model; the engine does that.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

@@ -10,13 +10,13 @@ use std::sync::{Arc, Weak};
 
 use strata_model::{Model, Tokenizer};
 
-use crate::api::{Failure, Request};
+use crate::api::Request;
 use crate::budget::{Budget, Needs, StartError};
 use crate::checkpoint::BaseModel;
-use crate::disk::{Disk, Ticket};
+use crate::disk::{Disk, Done};
 use crate::reply::{PendingReply, Reply};
 use crate::state::State;
-use crate::tenant::LearnerState;
+use crate::unfinished::UnfinishedSaves;
 
 /// Limits of the engine, decided at start.
 #[derive(Clone, Debug)]
@@ -42,8 +42,8 @@ pub struct EngineInfo {
 pub(crate) enum Message {
     /// A request and whom to answer.
     Request(Request, PendingReply),
-    /// A checkpoint was read.
-    Loaded(Ticket, Result<LearnerState, Failure>),
+    /// A checkpoint was read or written.
+    Disk(Done),
 }
 
 /// A cheap handle on the engine thread. When the last one is dropped the thread ends, after the saves in work are written; what has not
@@ -57,6 +57,7 @@ struct Shared {
     messages: Sender<Message>,
     alive: Arc<AtomicBool>,
     info: EngineInfo,
+    unfinished_saves: UnfinishedSaves,
 }
 
 impl EngineHandle {
@@ -82,7 +83,7 @@ impl EngineHandle {
         tracing::info!(?budget, backend = %info.backend, "engine starts");
         let (messages, queue) = channel();
         let alive = Arc::new(AtomicBool::new(true));
-        let shared = Arc::new(Shared { messages, alive: alive.clone(), info });
+        let shared = Arc::new(Shared { messages, alive: alive.clone(), info, unfinished_saves: UnfinishedSaves::default() });
         let base = BaseModel { name: config.base_model, modules: model.lora_modules().to_vec() };
         let disk = start_disk(base, Arc::downgrade(&shared))?;
         spawn(alive, queue, move |queue| run(State::new(model, budget, tokenizer, disk), queue))?;
@@ -96,8 +97,14 @@ impl EngineHandle {
 
     /// Queues a request. `reply` is called exactly once, also when the engine is dead or dies.
     pub fn submit(&self, request: Request, reply: Reply) {
+        let reply = self.shared.unfinished_saves.counted(&request, reply);
         // A message that cannot be sent is dropped here, which answers it.
         let _ = self.shared.messages.send(Message::Request(request, PendingReply::new(reply)));
+    }
+
+    /// How many saves were submitted and are not answered yet. Whoever ends the process waits until there are none, if they are to be kept.
+    pub fn saves_in_work(&self) -> usize {
+        self.shared.unfinished_saves.count()
     }
 
     /// Whether the engine thread is running.
@@ -106,14 +113,14 @@ impl EngineHandle {
     }
 }
 
-/// The disk thread holds the channel weakly: what it loads for an engine that nobody holds any more has no one to go to.
+/// The disk's threads hold the channel weakly: what they do for an engine that nobody holds any more has no one to go to.
 fn start_disk(base: BaseModel, shared: Weak<Shared>) -> Result<Disk, StartError> {
-    let deliver = move |ticket, result| {
+    let deliver = move |done| {
         if let Some(shared) = shared.upgrade() {
-            let _ = shared.messages.send(Message::Loaded(ticket, result));
+            let _ = shared.messages.send(Message::Disk(done));
         }
     };
-    Disk::start(base, Box::new(deliver)).map_err(|e| StartError::Thread(e.to_string()))
+    Disk::start(base, Arc::new(deliver)).map_err(|e| StartError::Thread(e.to_string()))
 }
 
 /// Runs `body` on the engine thread.
@@ -168,7 +175,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::api::Outcome;
+    use crate::api::{Failure, Outcome};
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -177,7 +184,9 @@ mod tests {
         let (messages, queue) = channel();
         let alive = Arc::new(AtomicBool::new(true));
         let info = EngineInfo { max_context_tokens: 1, vocab_size: 1, backend: "none".into() };
-        let handle = EngineHandle { shared: Arc::new(Shared { messages, alive: alive.clone(), info }) };
+        let handle = EngineHandle {
+            shared: Arc::new(Shared { messages, alive: alive.clone(), info, unfinished_saves: UnfinishedSaves::default() }),
+        };
         let submit = || -> Receiver<Outcome> {
             let (tx, rx) = channel();
             let reply = Box::new(move |outcome| drop(tx.send(outcome)));

@@ -5,7 +5,7 @@
 //! - [`engine`](EngineHandle): the thread and its loop; `state`: what it owns and what each request does; `reply`: answers, exactly once.
 //! - `reorder`, `datum`, `losses`, `tenant`, `scheduler`, `optimizer`: training, from arrival to step.
 //! - `sampler`: continuous batching on the paged KV cache; `snapshot`: the weights it samples from.
-//! - `disk`, `checkpoint`: saving and loading beside the engine thread.
+//! - `disk`, `checkpoint`: saving and loading beside the engine thread; `unfinished`: how many saves are owed.
 //! - `budget`: memory, divided once; `clock`: time, shared between training and sampling.
 //!
 //! Invariants:
@@ -30,6 +30,7 @@ mod scheduler;
 mod snapshot;
 mod state;
 mod tenant;
+mod unfinished;
 
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};

@@ -1,17 +1,19 @@
 //! Everything the engine thread owns, and what each request does to it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use strata_model::{Model, Tokenizer};
 
-use crate::api::{Failure, LoraSpec, ModelId, Request, Response, SampleRequest, SamplerId, TrainOp};
+use crate::api::{
+    CheckpointSource, Failure, LoraSpec, ModelId, Request, Response, SampleRequest, SamplerId, SaveTarget, TrainOp,
+};
 use crate::budget::Budget;
 use crate::clock::{FairClock, Work};
 use crate::datum::{self, ModelLimits};
-use crate::disk::{Disk, Ticket};
+use crate::disk::{Disk, Done, LoadJob, SaveJob};
 use crate::engine::Message;
 use crate::reply::PendingReply;
 use crate::sampler::{Sampler, SamplerLimits};
@@ -23,6 +25,9 @@ use crate::tenant::{Learner, LearnerState, RunningForward, Tenant, config_of, sp
 const PASS_TOKENS_BESIDE_SAMPLING: usize = 512;
 /// Sample requests that may wait for their weights to be loaded.
 const SAMPLES_AWAITING_WEIGHTS_MAX: usize = 4096;
+
+/// Saves that are with the disk at a time; more wait here.
+const SAVES_ON_DISK_MAX: usize = 2;
 
 /// Sampling weights by name.
 enum SamplerSlot {
@@ -45,8 +50,18 @@ pub(crate) struct State {
     scheduler: Scheduler,
     clock: FairClock,
     weights_ids: WeightsIds,
+    /// Saves that are to be answered, by ticket.
+    saves: BTreeMap<u64, (PathBuf, PendingReply)>,
+    waiting_saves: VecDeque<SaveJob>,
     disk: Disk,
     next_uid: u64,
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        // Nobody can be answered any more, but what was captured is written.
+        self.waiting_saves.drain(..).for_each(|job| self.disk.save(job));
+    }
 }
 
 impl State {
@@ -66,6 +81,8 @@ impl State {
             scheduler: Scheduler::default(),
             clock: FairClock::default(),
             weights_ids: WeightsIds::default(),
+            saves: BTreeMap::new(),
+            waiting_saves: VecDeque::new(),
             disk,
             next_uid: 0,
         }
@@ -96,8 +113,38 @@ impl State {
     pub(crate) fn take(&mut self, message: Message) {
         match message {
             Message::Request(request, reply) => self.request(request, reply),
-            Message::Loaded(Ticket::Tenant(uid), result) => self.tenant_loaded(uid, result),
-            Message::Loaded(Ticket::Sampler(uid), result) => self.sampler_loaded(uid, result),
+            Message::Disk(Done::Saved { ticket, result }) => self.saved(ticket, result),
+            Message::Disk(Done::Loaded { ticket, result }) => self.loaded(ticket, result),
+        }
+    }
+
+    fn save(&mut self, state: LearnerState, target: SaveTarget, reply: PendingReply) {
+        let ticket = self.next_uid();
+        self.saves.insert(ticket, (target.dir.clone(), reply));
+        self.waiting_saves.push_back(SaveJob { ticket, state, target });
+        self.start_saves();
+    }
+
+    fn start_saves(&mut self) {
+        while self.saves.len() - self.waiting_saves.len() < SAVES_ON_DISK_MAX
+            && let Some(job) = self.waiting_saves.pop_front()
+        {
+            self.disk.save(job);
+        }
+    }
+
+    fn saved(&mut self, ticket: u64, result: Result<u64, Failure>) {
+        if let Some((dir, reply)) = self.saves.remove(&ticket) {
+            reply.send(result.map(|size_bytes| Response::Saved { dir, size_bytes }));
+        }
+        self.start_saves();
+    }
+
+    /// The uid of the tenant or sampler that waits is the ticket.
+    fn loaded(&mut self, uid: u64, result: Result<LearnerState, Failure>) {
+        match self.tenants.values().any(|tenant| tenant.uid == uid) {
+            true => self.tenant_loaded(uid, result),
+            false => self.sampler_loaded(uid, result),
         }
     }
 
@@ -107,8 +154,8 @@ impl State {
                 Ok(()) => reply.send(Ok(Response::Created { lora })),
                 Err(message) => reply.fail_user(message),
             },
-            Request::CreateModelFromCheckpoint { model_id, dir, with_optimizer } => {
-                self.create_from_checkpoint(model_id, dir, with_optimizer, reply);
+            Request::CreateModelFromCheckpoint { model_id, source, with_optimizer } => {
+                self.create_from_checkpoint(model_id, source, with_optimizer, reply);
             }
             Request::Train { model_id, seq_id, op } => match self.tenants.get_mut(&model_id) {
                 Some(tenant) => {
@@ -125,7 +172,7 @@ impl State {
                 }
                 None => reply.fail_user(format!("there is no model {model_id}")),
             },
-            Request::CreateSampler { sampler_id, dir } => self.create_sampler(sampler_id, dir, reply),
+            Request::CreateSampler { sampler_id, source } => self.create_sampler(sampler_id, source, reply),
             Request::DropSampler { sampler_id } => self.drop_sampler(&sampler_id, reply),
             Request::Sample { sampler_id, sample } => match self.samplers.get_mut(&sampler_id) {
                 Some(SamplerSlot::Ready(weights)) => self.sampler.submit(weights.clone(), &sample, reply),
@@ -155,17 +202,19 @@ impl State {
         Ok(())
     }
 
-    fn create_from_checkpoint(&mut self, model_id: ModelId, dir: PathBuf, with_optimizer: bool, reply: PendingReply) {
+    fn create_from_checkpoint(
+        &mut self,
+        model_id: ModelId,
+        source: CheckpointSource,
+        with_optimizer: bool,
+        reply: PendingReply,
+    ) {
         if let Err(message) = self.check_new_model(&model_id) {
             return reply.fail_user(message);
         }
         let uid = self.next_uid();
-        match self.disk.load(dir, with_optimizer, Ticket::Tenant(uid)) {
-            Ok(()) => {
-                self.tenants.insert(model_id, Tenant::new(uid, None, Some(reply)));
-            }
-            Err(failure) => reply.send(Err(failure)),
-        }
+        self.disk.load(LoadJob { ticket: uid, source, with_optimizer });
+        self.tenants.insert(model_id, Tenant::new(uid, None, Some(reply)));
     }
 
     fn check_new_model(&self, model_id: &ModelId) -> Result<(), String> {
@@ -234,21 +283,17 @@ impl State {
         }
     }
 
-    fn create_sampler(&mut self, sampler_id: SamplerId, dir: Option<PathBuf>, reply: PendingReply) {
+    fn create_sampler(&mut self, sampler_id: SamplerId, source: Option<CheckpointSource>, reply: PendingReply) {
         if self.samplers.contains_key(&sampler_id) {
             return reply.fail_user(format!("sampling weights {sampler_id} exist already"));
         }
-        let Some(dir) = dir else {
+        let Some(source) = source else {
             self.samplers.insert(sampler_id, SamplerSlot::Ready(Weights::base()));
             return reply.send(Ok(Response::Sampler));
         };
         let uid = self.next_uid();
-        match self.disk.load(dir, false, Ticket::Sampler(uid)) {
-            Ok(()) => {
-                self.samplers.insert(sampler_id, SamplerSlot::Loading { uid, reply, queued: Vec::new() });
-            }
-            Err(failure) => reply.send(Err(failure)),
-        }
+        self.disk.load(LoadJob { ticket: uid, source, with_optimizer: false });
+        self.samplers.insert(sampler_id, SamplerSlot::Loading { uid, reply, queued: Vec::new() });
     }
 
     fn sampler_loaded(&mut self, uid: u64, result: Result<LearnerState, Failure>) {
@@ -325,19 +370,19 @@ impl State {
             ),
             TrainOp::SaveState(target) => {
                 let state = learner.full_state(&self.model);
-                self.disk.save(state, target, reply);
+                self.save(state, target, reply);
             }
-            TrainOp::SaveSampler(target) => self.disk.save(learner.adapter_state(), target, reply),
+            TrainOp::SaveSampler(target) => {
+                let state = learner.adapter_state();
+                self.save(state, target, reply);
+            }
             TrainOp::Snapshot { sampler_id, replace } => match self.snapshot(model_id, sampler_id, replace) {
                 Ok(()) => reply.send(Ok(Response::Sampler)),
                 Err(failure) => reply.send(Err(failure)),
             },
-            TrainOp::LoadState { dir, with_optimizer } => {
-                let ticket = Ticket::Tenant(tenant.uid);
-                match self.disk.load(dir, with_optimizer, ticket) {
-                    Ok(()) => tenant.loading = Some(reply),
-                    Err(failure) => reply.send(Err(failure)),
-                }
+            TrainOp::LoadState { source, with_optimizer } => {
+                self.disk.load(LoadJob { ticket: tenant.uid, source, with_optimizer });
+                tenant.loading = Some(reply);
             }
             TrainOp::Refused(reason) => reply.fail_user(reason),
         }
