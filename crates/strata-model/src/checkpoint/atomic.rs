@@ -57,7 +57,8 @@ pub fn write_atomically(dir: &Path, existing: Existing, write: impl FnOnce(&Path
     let parent = parent_of(dir)?;
     refuse_existing(dir, existing)?;
     create_durable_parents(parent)?;
-    let partial = RemovedOnDrop(create_sibling(dir, PARTIAL)?);
+    let partial = RemovedOnDrop(free_sibling(dir, PARTIAL)?);
+    fs::create_dir(&partial.0).map_err(io_error(&partial.0))?;
     write(&partial.0)?;
     let size_bytes = sync_tree(&partial.0)?;
     let held = hold_names();
@@ -81,12 +82,9 @@ pub fn write_atomically(dir: &Path, existing: Existing, write: impl FnOnce(&Path
 /// If the file system refuses. The directory then still has its name.
 pub fn set_aside(dir: &Path, _: &NamesHeld) -> Result<PathBuf> {
     let parent = parent_of(dir)?;
-    // Renamed onto the empty directory that holds the name, so that nothing else can have it.
-    let aside = create_sibling(dir, DELETED)?;
-    if let Err(error) = fs::rename(dir, &aside) {
-        let _ = fs::remove_dir(&aside);
-        return Err(io_error(dir)(error));
-    }
+    // Only a rename, which a disk that is full can still do: deleting is how it gets room.
+    let aside = free_sibling(dir, DELETED)?;
+    fs::rename(dir, &aside).map_err(io_error(dir))?;
     sync(parent).inspect_err(|_| undo(fs::rename(&aside, dir), dir))?;
     Ok(aside)
 }
@@ -216,8 +214,8 @@ fn refuse_existing(dir: &Path, existing: Existing) -> Result<()> {
     Err(Error::Checkpoint { path: dir.into(), message: message.into() })
 }
 
-/// Makes an empty hidden directory beside `dir`, under a name that [`parse_leftover`] knows.
-fn create_sibling(dir: &Path, kind: &str) -> Result<PathBuf> {
+/// A hidden name beside `dir` that [`parse_leftover`] knows and nothing has.
+fn free_sibling(dir: &Path, kind: &str) -> Result<PathBuf> {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     let parent = parent_of(dir)?;
     loop {
@@ -225,10 +223,9 @@ fn create_sibling(dir: &Path, kind: &str) -> Result<PathBuf> {
         hidden.push(dir.file_name().unwrap_or_default());
         hidden.push(format!("{kind}{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
         let path = parent.join(hidden);
-        match fs::create_dir(&path) {
-            // Left by a process of the same id, as in a container, and not removable: the next name will do.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
-            made => return made.map(|()| path.clone()).map_err(io_error(&path)),
+        // A process of the same id may have left something that cannot be removed: the next name will do.
+        if path.symlink_metadata().is_err() {
+            return Ok(path);
         }
     }
 }
@@ -257,7 +254,7 @@ fn replace(new: &Path, dir: &Path, exchange: impl Fn(&Path, &Path) -> std::io::R
         Err(error) if !is_unsupported(&error) => return Err(io_error(dir)(error)),
         Err(_) => {}
     }
-    let replaced = create_sibling(dir, REPLACED)?;
+    let replaced = free_sibling(dir, REPLACED)?;
     let step_aside = fs::rename(dir, &replaced).map_err(io_error(dir)).and_then(|()| sync(parent));
     let put = step_aside.and_then(|()| fs::rename(new, dir).map_err(io_error(dir)));
     if let Err(error) = put {
