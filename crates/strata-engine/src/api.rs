@@ -41,17 +41,6 @@ pub enum Refusal {
     Stopped,
 }
 
-/// A checkpoint to load: where it is, and which one it has to be.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CheckpointSource {
-    /// Its directory.
-    pub dir: PathBuf,
-    /// What its save was called; another one in the same place is refused. `None`: any.
-    pub save_id: Option<String>,
-    /// What users call it, such as a `tinker://` path.
-    pub name: String,
-}
-
 /// Why a request failed. The message is shown to the user as it is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
 pub enum Failure {
@@ -185,13 +174,29 @@ pub enum TrainOp {
 pub struct SaveTarget {
     /// Directory to create; its parents are made as needed. It appears whole or not at all.
     pub dir: PathBuf,
-    /// What users call it, such as a `tinker://` path.
+    /// What clients call it, for messages; such as `tinker://RUN/weights/NAME`.
     pub name: String,
     /// Whether a directory of this name may be replaced.
     pub overwrite: bool,
-    /// Written into the same directory as `strata.json`, for the caller's own use.
+    /// Written into the same directory as [`METADATA_FILE`], for the caller's own use. A string `save_id` in it is the identity of this save.
     pub metadata: serde_json::Value,
 }
+
+/// Which checkpoint to load: one save, and never another that has taken its directory since.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointSource {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// What clients call it, for messages; such as `tinker://RUN/weights/NAME`.
+    pub name: String,
+    /// The `save_id` in the metadata it was saved with; `None` if they had none.
+    pub save_id: Option<String>,
+}
+
+/// The file in a checkpoint's directory that holds the metadata of its [`SaveTarget`].
+pub const METADATA_FILE: &str = "strata.json";
+/// The most bytes of a [`METADATA_FILE`].
+pub const METADATA_BYTES_MAX: u64 = 1 << 20;
 
 /// One training example. Nothing in it has been checked against the model; the engine does that.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

@@ -1,19 +1,21 @@
 //! A tenant's checkpoint: a PEFT adapter, for training checkpoints Adam's state beside it, and what the caller wants kept with them.
+//!
+//! A checkpoint is read as the one that was asked for or not at all: the caller's metadata carry the identity of the save, which is looked
+//! at before the files are opened and again after, so that a save that replaces the directory meanwhile cannot mix its weights in.
 
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use strata_model::Error;
-use strata_model::checkpoint::{Existing, read_adapter, read_optimizer, write_adapter, write_atomically, write_optimizer};
+use strata_model::checkpoint::{
+    Existing, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically, write_optimizer,
+};
 use strata_model::lora::LoraModule;
 
-use crate::api::{Failure, SaveTarget};
+use crate::api::{CheckpointSource, Failure, METADATA_BYTES_MAX, METADATA_FILE, SaveTarget};
 use crate::optimizer::Moments;
-use crate::tenant::LearnerState;
-
-/// The caller's metadata.
-const METADATA_FILE: &str = "strata.json";
+use crate::learner::LearnerState;
 
 /// What checkpoints are written for and read against.
 #[derive(Clone, Debug)]
@@ -24,31 +26,52 @@ pub(crate) struct BaseModel {
 
 /// Writes a checkpoint whole or not at all; returns the bytes of its files.
 pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState) -> Result<u64, Failure> {
-    let dir = &target.dir;
-    if !target.overwrite && dir.symlink_metadata().is_ok() {
-        return Err(Failure::User(format!("checkpoint {} exists already", dir.display())));
+    let SaveTarget { dir, name, overwrite, metadata } = target;
+    if !overwrite && dir.symlink_metadata().is_ok() {
+        return Err(Failure::User(format!("checkpoint {name} exists already")));
     }
-    let existing = if target.overwrite { Existing::Replace } else { Existing::Refuse };
-    write_atomically(dir, existing, |partial| {
+    let metadata = metadata.to_string();
+    if metadata.len() as u64 > METADATA_BYTES_MAX {
+        return Err(Failure::User(format!(
+            "the metadata of checkpoint {name} have {} bytes; at most {METADATA_BYTES_MAX} are kept",
+            metadata.len()
+        )));
+    }
+    let existing = if *overwrite { Existing::Replace } else { Existing::Refuse };
+    let written = write_atomically(dir, existing, |partial| {
         write_adapter(partial, &base.modules, &state.config, &state.weights, &base.name)?;
         if let Some(Moments { m, v, step }) = &state.moments {
             write_optimizer(partial, &base.modules, m, v, *step)?;
         }
         let path = partial.join(METADATA_FILE);
-        std::fs::write(&path, target.metadata.to_string()).map_err(|source| Error::Io { path, source })
+        std::fs::write(&path, metadata).map_err(|source| Error::Io { path, source })
+    });
+    written.map_err(|error| {
+        tracing::error!(name, "a checkpoint was not written: {error}");
+        Failure::Server(format!("checkpoint {name} was not written: {}", without_directory(&error, dir)))
     })
-    .map_err(|e| Failure::Server(format!("the checkpoint was not written: {e}")))
 }
 
 /// Reads a checkpoint, with Adam's state if it is asked for.
-pub(crate) fn read(base: &BaseModel, dir: &Path, with_optimizer: bool) -> Result<LearnerState, Failure> {
-    let adapter = read_adapter(dir, &base.modules).map_err(read_failure)?;
-    if let Some(name) = adapter.base_model.filter(|name| *name != base.name) {
-        tracing::warn!(dir = %dir.display(), "the adapter was trained on {name}; it is used with {}", base.name);
+pub(crate) fn read(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool) -> Result<LearnerState, Failure> {
+    check_identity(source)?;
+    let state = read_files(base, source, with_optimizer);
+    // Whatever was read, and whatever went wrong, may be due to another save that took the place of this one.
+    check_identity(source)?;
+    state
+}
+
+fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool) -> Result<LearnerState, Failure> {
+    let CheckpointSource { dir, name, .. } = source;
+    refuse_links(dir).map_err(|file| Failure::User(format!("checkpoint {name}: {file} is a symbolic link, not a file")))?;
+    let failure = |error| read_failure(error, source);
+    let adapter = read_adapter(dir, &base.modules).map_err(failure)?;
+    if let Some(trained_on) = adapter.base_model.filter(|trained_on| *trained_on != base.name) {
+        tracing::warn!(name, "the adapter was trained on {trained_on}; it is used with {}", base.name);
     }
     let moments = match with_optimizer {
         true => {
-            let state = read_optimizer(dir, &base.modules, &adapter.config).map_err(read_failure)?;
+            let state = read_optimizer(dir, &base.modules, &adapter.config).map_err(failure)?;
             Some(Moments { m: Arc::new(state.m), v: Arc::new(state.v), step: state.step })
         }
         false => None,
@@ -56,10 +79,81 @@ pub(crate) fn read(base: &BaseModel, dir: &Path, with_optimizer: bool) -> Result
     Ok(LearnerState { config: adapter.config, weights: Arc::new(adapter.params), moments })
 }
 
+/// Fails if what is in the directory now is not the save that was asked for.
+fn check_identity(source: &CheckpointSource) -> Result<(), Failure> {
+    let CheckpointSource { dir, name, save_id } = source;
+    let gone = || Failure::User(format!("checkpoint {name} was overwritten or deleted after this request was accepted"));
+    let found = match read_own_file(&dir.join(METADATA_FILE), METADATA_BYTES_MAX) {
+        Ok(metadata) => saved_id(&metadata),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(Failure::User(format!("checkpoint {name}: {METADATA_FILE}: {error}"))),
+    };
+    if found != *save_id { Err(gone()) } else { Ok(()) }
+}
+
+/// The identity in a caller's metadata, if there is one.
+fn saved_id(metadata: &[u8]) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct Metadata {
+        save_id: Option<String>,
+    }
+    serde_json::from_slice::<Metadata>(metadata).ok()?.save_id.filter(|id| !id.is_empty())
+}
+
+/// The name of an entry of a checkpoint's directory that is a link, if there is one.
+fn refuse_links(dir: &Path) -> Result<(), String> {
+    // A directory that cannot be listed fails in its turn, with a better reason.
+    let Ok(entries) = std::fs::read_dir(dir) else { return Ok(()) };
+    let link = entries.flatten().find(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
+    link.map_or(Ok(()), |entry| Err(entry.file_name().to_string_lossy().into_owned()))
+}
+
 /// A checkpoint that is missing or malformed was the wrong one to name; a disk that fails is ours.
-fn read_failure(error: Error) -> Failure {
+fn read_failure(error: Error, source: &CheckpointSource) -> Failure {
+    let message = format!("checkpoint {}: {}", source.name, without_directory(&error, &source.dir));
     match &error {
-        Error::Io { source, .. } if source.kind() != ErrorKind::NotFound => Failure::Server(error.to_string()),
-        _ => Failure::User(error.to_string()),
+        Error::Io { source, .. } if source.kind() != ErrorKind::NotFound => Failure::Server(message),
+        _ => Failure::User(message),
+    }
+}
+
+/// What went wrong, in words that tell a client nothing of where this server keeps its files.
+fn without_directory(error: &Error, dir: &Path) -> String {
+    let file = |path: &PathBuf| match path.file_name() {
+        Some(file) if path != dir && path.parent().and_then(Path::file_name) == dir.file_name() => {
+            format!("{}: ", file.to_string_lossy())
+        }
+        _ => String::new(),
+    };
+    match error {
+        Error::Checkpoint { path, message } => format!("{}{message}", file(path)),
+        Error::Io { path, source } => format!("{}{source}", file(path)),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_identity_is_read_from_metadata_of_any_kind() {
+        assert_eq!(saved_id(br#"{"save_id":"a","other":[1]}"#), Some("a".into()));
+        for none in ["", "{", "{}", r#"{"save_id":null}"#, r#"{"save_id":""}"#, r#"{"save_id":3}"#, "null", "[]"] {
+            assert_eq!(saved_id(none.as_bytes()), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn a_failure_names_the_file_and_not_where_it_is() {
+        let dir = Path::new("/srv/secret/data/run/weights/a");
+        let error = |path: &str| Error::Checkpoint { path: path.into(), message: "is wrong".into() };
+        for (path, expected) in [
+            ("/srv/secret/data/run/weights/a/adapter_config.json", "adapter_config.json: is wrong"),
+            ("/srv/secret/data/run/weights/a", "is wrong"),
+            ("/srv/secret/data/run", "is wrong"),
+        ] {
+            assert_eq!(without_directory(&error(path), dir), expected);
+        }
     }
 }

@@ -17,13 +17,14 @@ use crate::budget::{Budget, Needs, StartError};
 use crate::checkpoint::BaseModel;
 use crate::core::Core;
 use crate::device::Device;
-use crate::disk::Disk;
-use crate::files::{Done, Storage};
+use crate::disk::{Disk, Done, LoadJob, SaveJob};
+use crate::files::Storage;
 use crate::intake::Intake;
 use crate::learner::{self, LearnerState};
 use crate::ledger::Ledger;
 use crate::reply::Reply;
 use crate::sampler::SamplerLimits;
+use crate::unfinished::UnfinishedSaves;
 
 /// How long the engine is idle before it gives memory back to the system.
 const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
@@ -61,6 +62,7 @@ struct Shared {
     admission: Admission,
     alive: Arc<AtomicBool>,
     info: EngineInfo,
+    unfinished_saves: UnfinishedSaves,
 }
 
 impl Drop for Shared {
@@ -114,7 +116,7 @@ impl EngineHandle {
             let core = Core::new(Device::new(model), intake.clone(), storage, budget, PAGE_TOKENS);
             run(core, &intake);
         })?;
-        Ok(EngineHandle { shared: Arc::new(Shared { admission, alive, info }) })
+        Ok(EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) })
     }
 
     /// What the engine serves.
@@ -133,7 +135,13 @@ impl EngineHandle {
     /// # Errors
     /// If the request is refused: `reply` is then dropped and never called.
     pub fn submit(&self, id: RequestId, client: Client, request: Request, reply: Reply) -> Result<(), Refusal> {
+        let reply = self.shared.unfinished_saves.counted(&request, reply);
         self.shared.admission.submit(id, client, request, reply)
+    }
+
+    /// How many saves were submitted and are not answered yet. Whoever ends the process waits until there are none, if they are to be kept.
+    pub fn saves_in_work(&self) -> usize {
+        self.shared.unfinished_saves.count()
     }
 
     /// Whether the engine thread is running.
@@ -145,7 +153,7 @@ impl EngineHandle {
 /// The disk thread, and what it has done.
 struct DiskStorage {
     disk: Disk,
-    done: Receiver<Done<LearnerState>>,
+    done: Receiver<Done>,
 }
 
 impl DiskStorage {
@@ -156,20 +164,20 @@ impl DiskStorage {
             let _ = sender.send(ended);
             intake.nudge();
         };
-        Ok(DiskStorage { disk: Disk::start(base, Box::new(deliver))?, done })
+        Ok(DiskStorage { disk: Disk::start(base, Arc::new(deliver))?, done })
     }
 }
 
 impl Storage<LearnerState> for DiskStorage {
     fn save(&mut self, ticket: u64, state: LearnerState, target: SaveTarget) {
-        self.disk.save(ticket, state, target);
+        self.disk.save(SaveJob { ticket, state, target });
     }
 
     fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool) {
-        self.disk.load(ticket, source, with_optimizer);
+        self.disk.load(LoadJob { ticket, source, with_optimizer });
     }
 
-    fn poll(&mut self) -> Option<Done<LearnerState>> {
+    fn poll(&mut self) -> Option<Done> {
         self.done.try_recv().ok()
     }
 }

@@ -27,7 +27,11 @@ pub(crate) trait Storage<S> {
 
 /// A job of a [`Storage`] that has ended.
 pub(crate) enum Done<S> {
-    Saved { ticket: u64, result: Result<u64, Failure> },
+    Saved {
+        ticket: u64,
+        /// Bytes of the files.
+        result: Result<u64, Failure>,
+    },
     Loaded { ticket: u64, result: Result<S, Failure> },
 }
 

@@ -6,7 +6,7 @@
 //! - `admission`: checks a request where it is sent; `intake`: the one keeper of order; [`ledger`]: the account of what requests hold.
 //! - `fair`: whose turn it is; `tenant`: a model in training; `sampler`: continuous batching on the paged KV cache.
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
-//! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread.
+//! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
 //! - `budget`: memory, divided once.
 //!
 //! Invariants:
@@ -38,6 +38,7 @@ mod reply;
 mod sampler;
 mod snapshot;
 mod tenant;
+mod unfinished;
 
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};

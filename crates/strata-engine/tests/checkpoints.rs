@@ -3,10 +3,12 @@
 mod common;
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::*;
 use strata_engine::api::*;
 use strata_engine::{EngineHandle, StartError};
+use strata_model::checkpoint::{Existing, write_atomically};
 
 fn rounds(engine: &EngineHandle, id: &str, first_seq: u64, seeds: std::ops::Range<u64>) {
     for (i, seed) in seeds.enumerate() {
@@ -17,7 +19,7 @@ fn rounds(engine: &EngineHandle, id: &str, first_seq: u64, seeds: std::ops::Rang
 }
 
 fn from_checkpoint(engine: &EngineHandle, id: &str, dir: &Path, with_optimizer: bool) -> Outcome {
-    ask(engine, Request::CreateModelFromCheckpoint { model_id: id.into(), dir: dir.into(), with_optimizer })
+    ask(engine, Request::CreateModelFromCheckpoint { model_id: id.into(), source: source(dir), with_optimizer })
 }
 
 #[test]
@@ -50,7 +52,7 @@ fn a_tenant_resumes_from_a_checkpoint_to_the_same_bits() {
     assert!(uninterrupted != saved_bytes(&engine, "fresh", 5), "without it Adam starts afresh");
 
     create(&engine, "legacy", 8, 99);
-    let load = TrainOp::LoadState { dir: checkpoint.clone(), with_optimizer: true };
+    let load = TrainOp::LoadState { source: source(&checkpoint), with_optimizer: true };
     let loaded = submit(&engine, train("legacy", 1, load));
     rounds(&engine, "legacy", 2, 2..4);
     assert!(matches!(loaded.recv().unwrap(), Ok(Response::Loaded)));
@@ -85,7 +87,7 @@ fn a_sampler_checkpoint_samples_as_the_snapshot_does() {
     let saved = submit(&engine, train("m", 6, TrainOp::SaveSampler(save(&target))));
     // The load is behind the save on the disk thread, and the sample waits for the load.
     assert!(saved.recv().unwrap().is_ok());
-    let created = submit(&engine, Request::CreateSampler { sampler_id: "disk".into(), dir: Some(target.clone()) });
+    let created = submit(&engine, Request::CreateSampler { sampler_id: "disk".into(), source: Some(source(&target)) });
     let request = || sample_request(tokens(4, 30), 2, 20, 6);
     let from_disk = sampled(ask(&engine, sample("disk", request())));
     assert!(created.recv().unwrap().is_ok());
@@ -118,12 +120,15 @@ fn checkpoints_that_do_not_fit_are_refused_and_leave_the_tenant_as_it_was() {
     ask(&engine, train("small", 1, TrainOp::SaveState(save(&target)))).unwrap();
     create(&engine, "m", 8, 1);
     let before = saved_bytes(&engine, "m", 1);
-    let load = |dir: &Path| TrainOp::LoadState { dir: dir.into(), with_optimizer: false };
+    let load = |dir: &Path| TrainOp::LoadState { source: source(dir), with_optimizer: false };
     assert!(user_error(ask(&engine, train("m", 2, load(&target)))).contains("another shape"));
     user_error(ask(&engine, train("m", 3, load(&dir.path().join("nothing")))));
     assert!(before == saved_bytes(&engine, "m", 4));
     user_error(from_checkpoint(&engine, "x", &dir.path().join("nothing"), false));
-    user_error(ask(&engine, Request::CreateSampler { sampler_id: "x".into(), dir: Some(dir.path().join("nothing")) }));
+    user_error(ask(
+        &engine,
+        Request::CreateSampler { sampler_id: "x".into(), source: Some(source(&dir.path().join("nothing"))) },
+    ));
     base_sampler(&engine, "x");
     create(&engine, "x", 4, 1);
 }
@@ -132,8 +137,11 @@ fn checkpoints_that_do_not_fit_are_refused_and_leave_the_tenant_as_it_was() {
 fn operations_of_a_tenant_that_could_not_be_made_fail() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine();
-    let request =
-        Request::CreateModelFromCheckpoint { model_id: "m".into(), dir: dir.path().join("no"), with_optimizer: false };
+    let request = Request::CreateModelFromCheckpoint {
+        model_id: "m".into(),
+        source: source(&dir.path().join("no")),
+        with_optimizer: false,
+    };
     let (created, waiting) = (submit(&engine, request), submit(&engine, train("m", 1, step(1e-3))));
     user_error(created.recv().unwrap());
     user_error(waiting.recv().unwrap());
@@ -159,4 +167,162 @@ fn what_is_owed_when_the_last_handle_goes_is_answered() {
     assert!(engine.is_alive());
     drop(engine);
     assert!(matches!(gap.recv().unwrap(), Err(Failure::Server(_))));
+}
+
+#[test]
+fn no_save_fails_because_many_wait_and_all_are_counted_until_they_are_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine();
+    create(&engine, "m", 4, 1);
+    rounds(&engine, "m", 1, 0..1);
+    let saves: Vec<_> = (0..200)
+        .map(|i| submit(&engine, train("m", 3 + i, TrainOp::SaveState(save(&dir.path().join(format!("s{i}")))))))
+        .collect();
+    assert!(engine.saves_in_work() > 0);
+    for saved in saves {
+        assert!(matches!(saved.recv().unwrap(), Ok(Response::Saved { .. })));
+    }
+    // The last answer was sent a moment before it counts.
+    while engine.saves_in_work() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 200);
+    let waits_for_a_gap = submit(&engine, train("m", 999, TrainOp::SaveState(save(&dir.path().join("never")))));
+    assert_eq!(engine.saves_in_work(), 1);
+    ask(&engine, Request::UnloadModel { model_id: "m".into() }).unwrap();
+    user_error(waits_for_a_gap.recv().unwrap());
+}
+
+#[test]
+fn a_load_gets_the_save_that_it_names_or_fails() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("one");
+    let engine = engine();
+    create(&engine, "m", 4, 1);
+    let save_as = |seq_id: u64, id: &str| {
+        let metadata = serde_json::json!({ "save_id": id });
+        let target = SaveTarget { overwrite: true, metadata, ..save(&target) };
+        ask(&engine, train("m", seq_id, TrainOp::SaveState(target))).unwrap();
+    };
+    let load = |seq_id: u64, id: Option<&str>| {
+        let source = CheckpointSource { save_id: id.map(str::to_owned), ..source(&target) };
+        ask(&engine, train("m", seq_id, TrainOp::LoadState { source, with_optimizer: true }))
+    };
+    save_as(1, "first");
+    assert!(matches!(load(2, Some("first")), Ok(Response::Loaded)));
+    save_as(3, "second");
+    for (seq_id, id) in [(4, Some("first")), (5, None)] {
+        let message = user_error(load(seq_id, id));
+        assert_eq!(message, "checkpoint the-save was overwritten or deleted after this request was accepted");
+    }
+    assert!(matches!(load(6, Some("second")), Ok(Response::Loaded)));
+    std::fs::remove_dir_all(&target).unwrap();
+    assert!(user_error(load(7, Some("second"))).contains("overwritten or deleted"));
+    let sampler = Request::CreateSampler {
+        sampler_id: "s".into(),
+        source: Some(CheckpointSource { save_id: Some("x".into()), ..source(&target) }),
+    };
+    assert!(user_error(ask(&engine, sampler)).contains("overwritten or deleted"));
+}
+
+/// Loads race with saves that replace what they load: what is loaded is what was asked for, or nothing is.
+#[test]
+fn a_load_never_mixes_two_saves() {
+    const ROUNDS: usize = 600;
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine();
+    let [a, b] = [("a", 4), ("b", 8)].map(|(id, rank)| {
+        create(&engine, id, rank, 1);
+        let target = dir.path().join(id);
+        let save = SaveTarget { metadata: serde_json::json!({ "save_id": id }), ..save(&target) };
+        ask(&engine, train(id, 1, TrainOp::SaveState(save))).unwrap();
+        target
+    });
+    let target = dir.path().join("target");
+    let put = |from: &Path| {
+        write_atomically(&target, Existing::Replace, |partial| {
+            for file in std::fs::read_dir(from).unwrap().flatten() {
+                std::fs::copy(file.path(), partial.join(file.file_name())).unwrap();
+            }
+            Ok(())
+        })
+        .unwrap();
+    };
+    put(&a);
+    let done = AtomicBool::new(false);
+    let (mut loaded, mut refused) = (0, 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                put(&b);
+                put(&a);
+            }
+        });
+        for round in 0..ROUNDS {
+            let model_id = format!("from-{round}");
+            let source = CheckpointSource { save_id: Some("a".into()), ..source(&target) };
+            let request = Request::CreateModelFromCheckpoint { model_id: model_id.clone(), source, with_optimizer: true };
+            match ask(&engine, request) {
+                Ok(Response::Created { lora }) if lora.rank == 4 => {
+                    loaded += 1;
+                    ask(&engine, Request::UnloadModel { model_id }).unwrap();
+                }
+                Err(Failure::User(message)) if message.contains("overwritten or deleted") => refused += 1,
+                other => {
+                    done.store(true, Ordering::Relaxed);
+                    panic!("{other:?}");
+                }
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert!(loaded > 0 && refused > 0, "{loaded} loaded, {refused} refused");
+}
+
+#[test]
+fn what_is_no_file_blocks_no_load_and_no_path_of_the_server_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine();
+    create(&engine, "m", 4, 1);
+    let files = ["strata.json", "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"];
+    let mut seq_ids = 1..;
+    let mut ask_next = |op: TrainOp| ask(&engine, train("m", seq_ids.next().unwrap(), op));
+    for file in files {
+        for link in [false, true] {
+            let target = dir.path().join(format!("{file}-{link}"));
+            ask_next(TrainOp::SaveState(save(&target))).unwrap();
+            let path = target.join(file);
+            std::fs::remove_file(&path).unwrap();
+            if link {
+                std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+            } else {
+                let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+                assert!(made.success());
+            }
+            let message = user_error(ask_next(TrainOp::LoadState { source: source(&target), with_optimizer: true }));
+            let reason = if link { "symbolic link" } else { "special file" };
+            assert!(message.contains(file) && message.contains(reason), "{message}");
+            assert!(message.starts_with("checkpoint the-save: ") && !message.contains('/'), "{message}");
+        }
+    }
+    let message =
+        user_error(ask_next(TrainOp::LoadState { source: source(&dir.path().join("nothing")), with_optimizer: true }));
+    assert!(!message.contains('/'), "{message}");
+}
+
+#[test]
+fn a_save_that_the_disk_refuses_fails_alone_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let in_the_way = dir.path().join("run");
+    std::fs::write(&in_the_way, "a file").unwrap();
+    let engine = engine();
+    create(&engine, "m", 4, 1);
+    let failed = ask(&engine, train("m", 1, TrainOp::SaveState(save(&in_the_way.join("weights").join("one")))));
+    let Err(Failure::Server(message)) = failed else { panic!("{failed:?}") };
+    assert!(message.contains("the-save was not written") && !message.contains('/'), "{message}");
+    let huge = serde_json::Value::String("x".repeat(METADATA_BYTES_MAX as usize));
+    let target = SaveTarget { metadata: huge, ..save(&dir.path().join("huge")) };
+    assert!(user_error(ask(&engine, train("m", 2, TrainOp::SaveState(target)))).contains("metadata"));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    ask(&engine, train("m", 3, TrainOp::SaveState(save(&dir.path().join("two"))))).unwrap();
 }

@@ -1,7 +1,6 @@
 //! What all handlers share, and the way from a request to a future.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,6 +8,7 @@ use serde_json::{Value, json};
 use strata_engine::api::{Failure, Outcome, Request, Response};
 use tokio::sync::watch;
 
+use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Begun, Completer, Futures, Retention};
 use crate::limits;
@@ -24,7 +24,7 @@ pub struct ServerConfig {
     /// Key that clients must send. Without one any key is accepted, and the address must be a loopback address.
     pub api_key: Option<String>,
     /// Where checkpoints live.
-    pub data_dir: PathBuf,
+    pub data_dir: DataDir,
     /// How long a session may be silent before it ends.
     pub session_timeout: Duration,
     /// How long a poll for a result is held.
@@ -33,7 +33,7 @@ pub struct ServerConfig {
 
 impl ServerConfig {
     /// Settings with the default times and no key.
-    pub fn new(address: SocketAddr, data_dir: PathBuf) -> Self {
+    pub fn new(address: SocketAddr, data_dir: DataDir) -> Self {
         ServerConfig {
             address,
             api_key: None,
@@ -94,7 +94,7 @@ impl App {
     pub fn new(config: ServerConfig, model: ModelInfo, engine: Arc<dyn Submit>) -> std::io::Result<Arc<Self>> {
         let app = App {
             registry: Registry::new(config.session_timeout),
-            store: Store::open(&config.data_dir)?,
+            store: Store::open(config.data_dir.clone())?,
             futures: Futures::new(Retention::default()),
             closing: watch::Sender::new(false),
             config,

@@ -5,7 +5,7 @@
 //! - `routes`: the endpoints, a file for each part of the API; `payload`, `auth`, `error`: what all of them need.
 //! - `wire`: protobuf and JSON bodies, translated from and to the engine's values.
 //! - `futures`: outcomes that clients come back for. `registry`, `sequence`: sessions, models, sampling sessions and the order of operations.
-//! - `store`, `names`: checkpoints on disk, and the names that lead to them.
+//! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
 //! - [`limits`]: every bound on what comes from outside.
 //!
 //! Invariants:
@@ -17,6 +17,7 @@
 
 mod app;
 mod auth;
+mod data_dir;
 mod error;
 mod futures;
 pub mod limits;
@@ -34,5 +35,6 @@ mod wire;
 
 pub use app::{ModelInfo, ServerConfig};
 pub use auth::KEY_PREFIX;
+pub use data_dir::{DataDir, DataDirError};
 pub use server::{RunningServer, Server, StartError};
 pub use wire::proto;

@@ -70,5 +70,8 @@ pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Shortest and longest life of a checkpoint in seconds, where it has one: an hour and ten years.
 pub const CHECKPOINT_TTL_SECONDS: std::ops::RangeInclusive<i64> = 3600..=10 * 365 * 24 * 3600;
+/// Bytes that the catalogue of checkpoints takes in memory; beyond it saves are refused until some are deleted. With short metadata that
+/// is some 200,000 checkpoints.
+pub const CATALOGUE_BYTES_MAX: usize = 128 << 20;
 /// Entries of one page of a listing.
 pub const PAGE_MAX: usize = 1000;

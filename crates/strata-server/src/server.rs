@@ -65,7 +65,7 @@ impl Server {
             Some(key) if !key.starts_with(KEY_PREFIX) => return Err(StartError::KeyPrefix),
             _ => {}
         }
-        let (address, dir) = (config.address, config.data_dir.clone());
+        let (address, dir) = (config.address, config.data_dir.path().to_owned());
         let app = App::new(config, model, engine).map_err(|source| StartError::DataDir { dir, source })?;
         let listener = TcpListener::bind(address).await.map_err(|source| StartError::Listen { address, source })?;
         let local_address = listener.local_addr().map_err(|source| StartError::Listen { address, source })?;

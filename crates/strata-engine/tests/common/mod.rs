@@ -140,7 +140,12 @@ pub fn bits_of(values: &[f32]) -> Vec<u32> {
 }
 
 pub fn save(dir: &Path) -> SaveTarget {
-    SaveTarget { dir: dir.into(), overwrite: false, metadata: serde_json::json!({ "by": "test" }) }
+    SaveTarget { dir: dir.into(), name: "the-save".into(), overwrite: false, metadata: serde_json::json!({ "by": "test" }) }
+}
+
+/// What [`save`] saved in a directory.
+pub fn source(dir: &Path) -> CheckpointSource {
+    CheckpointSource { dir: dir.into(), name: "the-save".into(), save_id: None }
 }
 
 /// The bytes of an adapter and its optimizer state, saved as the tenant's operation `seq_id`.
@@ -154,7 +159,7 @@ pub fn saved_bytes(engine: &EngineHandle, id: &str, seq_id: u64) -> Vec<u8> {
 }
 
 pub fn base_sampler(engine: &EngineHandle, id: &str) {
-    let outcome = ask(engine, Request::CreateSampler { sampler_id: id.into(), dir: None });
+    let outcome = ask(engine, Request::CreateSampler { sampler_id: id.into(), source: None });
     assert!(matches!(outcome, Ok(Response::Sampler)), "{outcome:?}");
 }
 

@@ -1,14 +1,29 @@
-//! Directories that appear under their name whole or not at all.
+//! Directories that appear under their name whole or not at all, and go the same way.
+//!
+//! What is made is written beside its place, made durable, and renamed; the directory that holds both names is made durable after every
+//! rename. Where the system can exchange two names at once (Linux and macOS, on local file systems) there is a checkpoint under its name at
+//! every moment of its replacement; elsewhere the old one steps aside first, and [`recover_directories`] brings it back after a crash.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::SystemTime;
+
+use rustix::fs::{CWD, RenameFlags};
+use rustix::io::Errno;
 
 use crate::{Error, Result};
 
+/// Being written.
 const PARTIAL: &str = ".partial-";
+/// Set aside for the one that replaces it.
 const REPLACED: &str = ".replaced-";
+/// Deleted, and not yet removed.
+const DELETED: &str = ".deleted-";
 
 /// What to do if the directory to write exists already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,83 +34,161 @@ pub enum Existing {
     Replace,
 }
 
+/// Says that no directory changes its name, or gets one, in this process.
+pub struct NamesHeld {
+    _held: MutexGuard<'static, ()>,
+}
+
+/// Holds every name where it is, for whoever looks what is under a name and then acts on it. Writing the contents of a directory does not
+/// need this and goes on meanwhile. Not to be held across anything but a few small operations on files.
+pub fn hold_names() -> NamesHeld {
+    static NAMES: Mutex<()> = Mutex::new(());
+    NamesHeld { _held: NAMES.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) }
+}
+
 /// Creates the directory `dir` with what `write` puts into the directory it is given, a hidden sibling of `dir` that is made durable and
 /// then renamed. Parents of `dir` are created as needed. Returns the bytes of all files.
 ///
-/// After a crash there is the old directory, or the new one, or (while one replaces the other) neither, and
-/// [`recover_directories`] brings the old one back.
+/// When this returns, the new directory is there after a crash too. If it fails, what was there before is there still, and nothing else.
 ///
 /// # Errors
-/// If `write` fails, `dir` exists and is not to be replaced, or the file system refuses.
+/// If `write` fails, `dir` exists and is not to be replaced or is no directory, or the file system refuses.
 pub fn write_atomically(dir: &Path, existing: Existing, write: impl FnOnce(&Path) -> Result<()>) -> Result<u64> {
-    static COUNTER: AtomicU64 = AtomicU64::new(0);
-    let (Some(name), Some(parent)) = (dir.file_name(), dir.parent()) else {
-        return Err(Error::Checkpoint { path: dir.into(), message: "is not a path that a directory can be created at".into() });
-    };
-    let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+    let parent = parent_of(dir)?;
     refuse_existing(dir, existing)?;
     create_durable_parents(parent)?;
-    let suffix = format!("{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
-    let sibling = |kind: &str| {
-        let mut hidden = OsString::from(".");
-        hidden.push(name);
-        hidden.push(format!("{kind}{suffix}"));
-        parent.join(hidden)
-    };
-    let partial = RemovedOnDrop(sibling(PARTIAL));
+    let partial = RemovedOnDrop(free_sibling(dir, PARTIAL)?);
     fs::create_dir(&partial.0).map_err(io_error(&partial.0))?;
     write(&partial.0)?;
     let size_bytes = sync_tree(&partial.0)?;
+    let held = hold_names();
     refuse_existing(dir, existing)?;
-    let replaced = sibling(REPLACED);
-    let replaces = dir.exists();
-    if replaces {
-        fs::rename(dir, &replaced).map_err(io_error(dir))?;
-    }
-    if let Err(error) = fs::rename(&partial.0, dir) {
-        if replaces {
-            fs::rename(&replaced, dir).map_err(io_error(dir))?;
+    match dir.symlink_metadata() {
+        Ok(_) => replace(&partial.0, dir, exchange)?,
+        Err(_) => {
+            fs::rename(&partial.0, dir).map_err(io_error(dir))?;
+            sync(parent).inspect_err(|_| undo(fs::rename(dir, &partial.0), dir))?;
         }
-        return Err(io_error(dir)(error));
     }
-    sync(parent)?;
-    if replaces {
-        fs::remove_dir_all(&replaced).map_err(io_error(&replaced))?;
-    }
+    drop(held);
+    // The directory that was replaced now has the name of the partial one, and is removed with it.
     Ok(size_bytes)
 }
 
-/// Clears what a crash left of [`write_atomically`] among the entries of `parent`: half-written directories go, and a directory
-/// that was being replaced comes back. To be called when nothing is being written there.
+/// Takes a directory out of the way under a hidden name, which is returned, as the first half of deleting it. The second half may fail,
+/// or never come: [`recover_directories`] makes up for it.
 ///
 /// # Errors
-/// If the file system refuses.
-pub fn recover_directories(parent: &Path) -> Result<()> {
-    for entry in fs::read_dir(parent).map_err(io_error(parent))? {
-        let path = entry.map_err(io_error(parent))?.path();
-        let Some(hidden) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_prefix('.')) else { continue };
-        if let Some((name, _)) = hidden.rsplit_once(REPLACED)
-            && !parent.join(name).exists()
-        {
-            fs::rename(&path, parent.join(name)).map_err(io_error(&path))?;
-        } else if hidden.contains(REPLACED) || hidden.contains(PARTIAL) {
-            fs::remove_dir_all(&path).map_err(io_error(&path))?;
-        }
+/// If the file system refuses. The directory then still has its name.
+pub fn set_aside(dir: &Path, _: &NamesHeld) -> Result<PathBuf> {
+    let parent = parent_of(dir)?;
+    // Only a rename, which a disk that is full can still do: deleting is how it gets room.
+    let aside = free_sibling(dir, DELETED)?;
+    fs::rename(dir, &aside).map_err(io_error(dir))?;
+    sync(parent).inspect_err(|_| undo(fs::rename(&aside, dir), dir))?;
+    Ok(aside)
+}
+
+/// Replaces a file, or creates it: the old contents or the new are there, also after a crash.
+///
+/// # Errors
+/// If the file system refuses. The old contents are then still there.
+pub fn write_file_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
+    let parent = parent_of(path)?;
+    let mut hidden = OsString::from(".");
+    hidden.push(path.file_name().unwrap_or_default());
+    hidden.push(".new");
+    let temporary = parent.join(hidden);
+    // What an interrupted write left; and whatever else has this name must not be written through.
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(io_error(&temporary)(error)),
+        _ => {}
+    }
+    let written = OpenOptions::new().write(true).create_new(true).open(&temporary).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)
+    });
+    if let Err(error) = written {
+        let _ = fs::remove_file(&temporary);
+        return Err(io_error(path)(error));
     }
     sync(parent)
 }
 
+/// Clears what a crash left of [`write_atomically`] and [`set_aside`] among the entries of `parent`: half-written and deleted directories
+/// go, and a directory that was being replaced comes back. To be called when nothing is being written there.
+///
+/// Only directories under the hidden names that these functions give are touched. What cannot be cleared is logged and left.
+///
+/// # Errors
+/// If `parent` cannot be read.
+pub fn recover_directories(parent: &Path) -> Result<()> {
+    let mut replaced: BTreeMap<String, Vec<(SystemTime, PathBuf)>> = BTreeMap::new();
+    let mut changed = false;
+    let attempt = |done: std::io::Result<()>, path: &Path| match done {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::warn!(path = %path.display(), "what an interrupted write left cannot be cleared: {error}");
+            false
+        }
+    };
+    for entry in fs::read_dir(parent).map_err(io_error(parent))? {
+        let entry = entry.map_err(io_error(parent))?;
+        let file_name = entry.file_name();
+        let Some((name, kind)) = file_name.to_str().and_then(parse_leftover) else { continue };
+        let path = entry.path();
+        // Of the entry itself: a link is nothing of ours, wherever it leads.
+        let metadata = entry.metadata().map_err(io_error(&path))?;
+        if !metadata.is_dir() {
+            tracing::warn!(path = %path.display(), "has the name of a directory that is being written, but is none; it is left alone");
+            continue;
+        }
+        if kind == REPLACED {
+            let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            replaced.entry(name.into()).or_default().push((modified, path));
+        } else {
+            changed |= attempt(fs::remove_dir_all(&path), &path);
+        }
+    }
+    for (name, mut copies) in replaced {
+        copies.sort();
+        let original = parent.join(&name);
+        if original.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound)
+            && let Some((_, newest)) = copies.pop()
+        {
+            changed |= attempt(fs::rename(&newest, &original), &newest);
+        }
+        for (_, path) in copies {
+            changed |= attempt(fs::remove_dir_all(&path), &path);
+        }
+    }
+    if changed { sync(parent) } else { Ok(()) }
+}
+
 /// Makes a directory or a file that was written durable.
 pub(crate) fn sync(path: &Path) -> Result<()> {
-    File::open(path).and_then(|f| f.sync_all()).map_err(io_error(path))
+    #[cfg(test)]
+    tests::note_sync(path)?;
+    let synced = File::open(path).and_then(|file| match file.sync_all() {
+        // Some network and user-space file systems have no such thing for directories: their renames are as durable as they get.
+        Err(error) if error.kind() == ErrorKind::InvalidInput && file.metadata()?.is_dir() => Ok(()),
+        done => done,
+    });
+    synced.map_err(io_error(path))
 }
 
 struct RemovedOnDrop(PathBuf);
 
 impl Drop for RemovedOnDrop {
     fn drop(&mut self) {
-        // After the rename there is nothing left to remove, and of a failed write the first error is the one to report.
-        let _ = fs::remove_dir_all(&self.0);
+        // After a rename to a free name there is nothing left to remove, and of a failed write the first error is the one to report.
+        match fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                tracing::warn!(path = %self.0.display(), "cannot be removed before the next start: {error}");
+            }
+            _ => {}
+        }
     }
 }
 
@@ -104,11 +197,90 @@ fn io_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::Io { path, source }
 }
 
+fn parent_of(path: &Path) -> Result<&Path> {
+    let (Some(_), Some(parent)) = (path.file_name(), path.parent()) else {
+        return Err(Error::Checkpoint { path: path.into(), message: "is not a path that anything can be created at".into() });
+    };
+    Ok(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })
+}
+
 fn refuse_existing(dir: &Path, existing: Existing) -> Result<()> {
-    if existing == Existing::Refuse && dir.symlink_metadata().is_ok() {
-        return Err(Error::Checkpoint { path: dir.into(), message: "exists already".into() });
+    let message = match dir.symlink_metadata() {
+        Err(_) => return Ok(()),
+        Ok(_) if existing == Existing::Refuse => "exists already",
+        Ok(metadata) if !metadata.is_dir() => "is not a directory, and is not replaced",
+        Ok(_) => return Ok(()),
+    };
+    Err(Error::Checkpoint { path: dir.into(), message: message.into() })
+}
+
+/// A hidden name beside `dir` that [`parse_leftover`] knows and nothing has.
+fn free_sibling(dir: &Path, kind: &str) -> Result<PathBuf> {
+    static COUNTER: AtomicU64 = AtomicU64::new(0);
+    let parent = parent_of(dir)?;
+    loop {
+        let mut hidden = OsString::from(".");
+        hidden.push(dir.file_name().unwrap_or_default());
+        hidden.push(format!("{kind}{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
+        let path = parent.join(hidden);
+        // A process of the same id may have left something that cannot be removed: the next name will do.
+        if path.symlink_metadata().is_err() {
+            return Ok(path);
+        }
     }
+}
+
+/// The directory that one of our hidden names stands beside, and what it is.
+fn parse_leftover(file_name: &str) -> Option<(&str, &'static str)> {
+    let hidden = file_name.strip_prefix('.')?;
+    [PARTIAL, REPLACED, DELETED].into_iter().find_map(|kind| {
+        let (name, suffix) = hidden.rsplit_once(kind)?;
+        let (process, counter) = suffix.split_once('-')?;
+        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        (!name.is_empty() && is_number(process) && is_number(counter)).then_some((name, kind))
+    })
+}
+
+/// Exchanges what is under two names, at once.
+fn exchange(a: &Path, b: &Path) -> std::io::Result<()> {
+    Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+}
+
+/// Puts the directory `new` in the place of `dir`; what was there has the name of `new` afterwards, or is removed.
+fn replace(new: &Path, dir: &Path, exchange: impl Fn(&Path, &Path) -> std::io::Result<()>) -> Result<()> {
+    let parent = parent_of(dir)?;
+    match exchange(new, dir) {
+        Ok(()) => return sync(parent).inspect_err(|_| undo(exchange(new, dir), dir)),
+        Err(error) if !is_unsupported(&error) => return Err(io_error(dir)(error)),
+        Err(_) => {}
+    }
+    let replaced = free_sibling(dir, REPLACED)?;
+    let step_aside = fs::rename(dir, &replaced).map_err(io_error(dir)).and_then(|()| sync(parent));
+    let put = step_aside.and_then(|()| fs::rename(new, dir).map_err(io_error(dir)));
+    if let Err(error) = put {
+        // Onto the new one it cannot go: that is still under its own name.
+        undo(fs::rename(&replaced, dir), dir);
+        return Err(error);
+    }
+    if let Err(error) = sync(parent) {
+        undo(fs::rename(dir, new).and_then(|()| fs::rename(&replaced, dir)), dir);
+        return Err(error);
+    }
+    drop(RemovedOnDrop(replaced));
     Ok(())
+}
+
+/// Whether a file system has no exchange of names, rather than failing at it.
+fn is_unsupported(error: &std::io::Error) -> bool {
+    // EPERM: how some sandboxes answer calls that they do not know.
+    matches!(Errno::from_io_error(error), Some(Errno::NOSYS | Errno::INVAL | Errno::OPNOTSUPP | Errno::PERM))
+}
+
+/// After a failure, brings back what was there before; that this may fail too is for the log.
+fn undo(undone: std::io::Result<()>, dir: &Path) {
+    if let Err(error) = undone {
+        tracing::error!(dir = %dir.display(), "what was there before could not be brought back: {error}");
+    }
 }
 
 /// Creates a directory and those above it, each durable in the one that holds it.
@@ -141,7 +313,41 @@ fn sync_tree(dir: &Path) -> Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
+
+    thread_local! {
+        /// What this thread made durable, each with the names that were beside it at that moment; and a path at which that shall fail.
+        static SYNCED: RefCell<Vec<(PathBuf, Vec<String>)>> = const { RefCell::new(Vec::new()) };
+        static SYNC_FAILS: RefCell<Option<(PathBuf, usize)>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn note_sync(path: &Path) -> Result<()> {
+        if path.is_dir() {
+            SYNCED.with_borrow_mut(|synced| synced.push((path.into(), names(path))));
+        }
+        SYNC_FAILS.with_borrow_mut(|fails| match fails {
+            Some((failing, 0)) if failing == path => Err(io_error(path)(std::io::Error::other("expected in this test"))),
+            Some((failing, left)) if failing == path => {
+                *left -= 1;
+                Ok(())
+            }
+            _ => Ok(()),
+        })
+    }
+
+    /// The names in `dir` each time it was made durable while `action` ran.
+    fn synced_names(dir: &Path, action: impl FnOnce()) -> Vec<Vec<String>> {
+        SYNCED.take();
+        action();
+        SYNCED.take().into_iter().filter(|(path, _)| path == dir).map(|(_, names)| names).collect()
+    }
+
+    fn no_exchange(_: &Path, _: &Path) -> std::io::Result<()> {
+        Err(Errno::INVAL.into())
+    }
 
     fn write_file(text: &'static str) -> impl FnOnce(&Path) -> Result<()> {
         move |dir| fs::write(dir.join("a.txt"), text).map_err(io_error(dir))
@@ -188,12 +394,129 @@ mod tests {
     }
 
     #[test]
+    fn the_directory_that_holds_the_names_is_durable_after_every_rename() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("ckpt");
+        for text in ["old", "new"] {
+            let write = || drop(write_atomically(&dir, Existing::Replace, write_file(text)).unwrap());
+            let synced = synced_names(root.path(), write);
+            assert!(synced.last().unwrap().contains(&"ckpt".into()), "{synced:?}");
+        }
+        // Where names cannot be exchanged: once for each of the two renames.
+        fs::create_dir(root.path().join("next")).unwrap();
+        let next = root.path().join("next");
+        let synced = synced_names(root.path(), || replace(&next, &dir, no_exchange).unwrap());
+        assert_eq!(synced.len(), 2, "{synced:?}");
+        assert!(!synced[0].contains(&"ckpt".into()) && synced[0].contains(&"next".into()), "{synced:?}");
+        assert!(synced[1].contains(&"ckpt".into()) && !synced[1].contains(&"next".into()), "{synced:?}");
+        assert_eq!(names(root.path()), ["ckpt"]);
+        let synced = synced_names(root.path(), || drop(set_aside(&dir, &hold_names()).unwrap()));
+        assert!(synced.len() == 1 && !synced[0].contains(&"ckpt".into()), "{synced:?}");
+        let file = root.path().join("a.json");
+        let synced = synced_names(root.path(), || write_file_atomically(&file, b"{}").unwrap());
+        assert!(synced.last().unwrap().contains(&"a.json".into()), "{synced:?}");
+        assert_eq!(fs::read(&file).unwrap(), b"{}");
+    }
+
+    #[test]
+    fn what_was_there_comes_back_if_the_new_one_cannot_be_made_durable() {
+        let root = tempfile::tempdir().unwrap();
+        let (dir, new) = (root.path().join("ckpt"), root.path().join("new"));
+        let text = || fs::read_to_string(dir.join("a.txt")).unwrap();
+        let failing_after = |left: usize| SYNC_FAILS.set(Some((root.path().into(), left)));
+        failing_after(0);
+        assert!(write_atomically(&dir, Existing::Refuse, write_file("old")).is_err());
+        assert!(names(root.path()).is_empty());
+        SYNC_FAILS.set(None);
+        write_atomically(&dir, Existing::Refuse, write_file("old")).unwrap();
+        failing_after(0);
+        assert!(write_atomically(&dir, Existing::Replace, write_file("new")).is_err());
+        assert_eq!((text(), names(root.path())), ("old".into(), vec!["ckpt".into()]));
+        assert!(set_aside(&dir, &hold_names()).is_err());
+        assert_eq!((text(), names(root.path())), ("old".into(), vec!["ckpt".into()]));
+        fs::create_dir(&new).unwrap();
+        for left in [0, 1] {
+            failing_after(left);
+            assert!(replace(&new, &dir, no_exchange).is_err());
+            assert_eq!((text(), names(root.path())), ("old".into(), vec!["ckpt".into(), "new".into()]));
+        }
+        SYNC_FAILS.set(None);
+    }
+
+    #[test]
+    fn there_is_no_moment_without_a_directory_while_one_replaces_another() {
+        let root = tempfile::tempdir().unwrap();
+        let (a, b) = (root.path().join("a"), root.path().join("b"));
+        fs::create_dir(&a).unwrap();
+        fs::create_dir(&b).unwrap();
+        if exchange(&a, &b).is_err_and(|error| is_unsupported(&error)) {
+            return;
+        }
+        let dir = root.path().join("ckpt");
+        write_atomically(&dir, Existing::Refuse, write_file("x")).unwrap();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let watching = scope.spawn(|| {
+                let (mut looks, mut gone) = (0_u64, 0_u64);
+                while !done.load(Ordering::Relaxed) {
+                    looks += 1;
+                    gone += u64::from(dir.symlink_metadata().is_err());
+                }
+                (looks, gone)
+            });
+            for _ in 0..300 {
+                write_atomically(&dir, Existing::Replace, write_file("y")).unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+            let (looks, gone) = watching.join().unwrap();
+            assert_eq!(gone, 0, "of {looks} looks");
+        });
+        assert_eq!(names(root.path()), ["a", "b", "ckpt"]);
+    }
+
+    #[test]
+    fn what_is_no_directory_is_not_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        let (target, link) = (root.path().join("target"), root.path().join("link"));
+        fs::create_dir(&target).unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        let error = write_atomically(&link, Existing::Replace, write_file("new")).unwrap_err().to_string();
+        assert!(error.contains("not a directory"), "{error}");
+        assert_eq!(names(root.path()), ["link", "target"]);
+    }
+
+    #[test]
     fn recovery_clears_leftovers_and_restores_what_was_being_replaced() {
         let root = tempfile::tempdir().unwrap();
-        for name in [".a.partial-7-0", ".a.replaced-7-0", ".b.replaced-7-1", "b", "c", ".hidden"] {
+        let leftovers =
+            [".a.partial-7-0", ".a.replaced-7-0", ".b.replaced-7-1", ".c.deleted-7-2", ".d.replaced-7-3", ".d.replaced-7-4"];
+        for name in leftovers.into_iter().chain(["b", "c", ".hidden"]) {
             fs::create_dir(root.path().join(name)).unwrap();
         }
+        // The newest of several that were replaced is the one that was acknowledged last.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        fs::write(root.path().join(".d.replaced-7-3/newest"), "").unwrap();
         recover_directories(root.path()).unwrap();
-        assert_eq!(names(root.path()), [".hidden", "a", "b", "c"]);
+        assert_eq!(names(root.path()), [".hidden", "a", "b", "c", "d"]);
+        assert_eq!(names(&root.path().join("d")), ["newest"]);
+    }
+
+    #[test]
+    fn recovery_leaves_alone_what_is_not_ours() {
+        let root = tempfile::tempdir().unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        fs::write(elsewhere.path().join("precious"), "").unwrap();
+        let kept = [".a.partial-mine", ".partial-7-0", ".notes.replaced-7-0x", ".x.deleted-", "a.partial-7-0"];
+        for name in kept {
+            fs::create_dir(root.path().join(name)).unwrap();
+        }
+        for name in [".b.partial-7-0", ".b.replaced-7-0", ".b.deleted-7-0"] {
+            std::os::unix::fs::symlink(elsewhere.path(), root.path().join(name)).unwrap();
+        }
+        fs::write(root.path().join(".c.partial-7-0"), "a file").unwrap();
+        let before = names(root.path());
+        recover_directories(root.path()).unwrap();
+        assert_eq!(names(root.path()), before);
+        assert_eq!(names(elsewhere.path()), ["precious"]);
     }
 }

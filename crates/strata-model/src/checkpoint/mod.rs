@@ -1,7 +1,8 @@
 //! Checkpoints on disk: the only place that knows how Hugging Face lays out files and names tensors.
 //!
 //! - [`write_adapter`], [`read_adapter`]: PEFT adapters; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
-//! - [`write_atomically`]: directories that appear whole or not at all.
+//! - [`write_atomically`]: directories that appear whole or not at all; [`set_aside`], [`write_file_atomically`]: the same for what goes or changes.
+//! - [`read_own_file`]: small files that may be anything.
 //! - [`fetch_model`]: models of the Hugging Face hub, through its cache.
 //! - [`safetensors`](Checkpoint): base models, one file or sharded, mapped into memory; [`CheckpointReader`] accounts for every tensor.
 
@@ -13,7 +14,7 @@ mod reader;
 mod safetensors;
 mod source_tensor;
 
-pub use atomic::{Existing, recover_directories, write_atomically};
+pub use atomic::{Existing, NamesHeld, hold_names, recover_directories, set_aside, write_atomically, write_file_atomically};
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
 pub use limits::read_own_file;
 pub use peft::{OptimizerState, PeftAdapter, adapter_tensors, read_adapter, read_optimizer, write_adapter, write_optimizer};

@@ -46,7 +46,8 @@ fn save_named(
     let record = asked.and_then(|asked| new_record(app, &head, model, asked, kind));
     let op = record.clone().and_then(|record| {
         let metadata = serde_json::to_value(&record).map_err(|error| format!("the checkpoint's record: {error}"))?;
-        let target = SaveTarget { dir: app.store.dir(&record.id()), overwrite, metadata };
+        app.store.check_room()?;
+        let target = SaveTarget { dir: app.store.dir(&record.id()), name: record.id().tinker_path(), overwrite, metadata };
         Ok(match kind {
             CheckpointKind::Weights => TrainOp::SaveState(target),
             CheckpointKind::SamplerWeights => TrainOp::SaveSampler(target),
@@ -140,7 +141,7 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
         let (head, asked) = training::op_body::<LoadWeights>(&body.bytes)?;
         let op = asked.and_then(|asked| {
             let (record, path) = loadable(&app, &asked).map_err(|error| error.to_string())?;
-            let op = TrainOp::LoadState { dir: app.store.dir(&record.id()), with_optimizer: asked.optimizer };
+            let op = TrainOp::LoadState { source: app.store.source(&record), with_optimizer: asked.optimizer };
             Ok((op, path))
         });
         let (op, path) = match op {
@@ -159,10 +160,10 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     };
     let (record, path) = loadable(&app, &asked)?;
     let metadata = wire::metadata(asked.user_metadata).map_err(ApiError::BadRequest)?;
-    let dir = app.store.dir(&record.id());
+    let source = app.store.source(&record);
     let answer = json!({ "type": "load_weights", "path": path });
     training::create(&app, session_id, model_seq_id, record.lora, metadata, answer, |model_id| {
-        Request::CreateModelFromCheckpoint { model_id, dir, with_optimizer: asked.optimizer }
+        Request::CreateModelFromCheckpoint { model_id, source, with_optimizer: asked.optimizer }
     })
 }
 

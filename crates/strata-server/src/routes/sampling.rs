@@ -21,12 +21,12 @@ use crate::wire::sample::Sample;
 pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let asked: CreateSamplingSession = wire::parse(&body.bytes)?;
     let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
-    let (weights, dir) = match asked.model_path {
+    let (weights, source) = match asked.model_path {
         Some(path) => {
             let id = CheckpointId::parse(&path)?;
             let record = app.store.get(&id)?;
             app.model.check(&record.base_model).map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
-            (Weights::Checkpoint(path), Some(app.store.dir(&id)))
+            (Weights::Checkpoint(path), Some(app.store.source(&record)))
         }
         None => {
             let Some(base_model) = &asked.base_model else {
@@ -40,7 +40,7 @@ pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiRe
     app.notify_engine(freed);
     if is_new {
         let failed_id = sampler_id.clone();
-        app.submit(Request::CreateSampler { sampler_id: sampler_id.clone(), dir }, move |app, failure| {
+        app.submit(Request::CreateSampler { sampler_id: sampler_id.clone(), source }, move |app, failure| {
             tracing::warn!(sampler_id = failed_id, "sampling weights could not be made: {failure}");
             app.registry.end_sampler(&failed_id, &format!("its weights could not be loaded: {failure}"));
         });

@@ -24,7 +24,7 @@ async fn a_saved_checkpoint_is_listed_at_once_and_survives_a_restart() {
     assert_eq!(run["last_checkpoint"]["tinker_path"], json!(path));
     assert_eq!(run["last_checkpoint"]["user_metadata"], json!({ "renderer_name": "qwen3" }));
 
-    let restarted = TestServer::over(server.data_dir, |_| {});
+    let restarted = server.restart();
     let listed = restarted.get("checkpoints").await.json();
     assert_eq!(listed["cursor"]["total_count"], json!(2));
     let run = restarted.get(&format!("training_runs/{model_id}")).await.json();

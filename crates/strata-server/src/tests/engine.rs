@@ -117,7 +117,7 @@ fn train(op: TrainOp) -> Outcome {
 
 fn save(target: &SaveTarget) -> Outcome {
     if target.dir.exists() && !target.overwrite {
-        return Err(Failure::User(format!("{} exists", target.dir.display())));
+        return Err(Failure::User(format!("checkpoint {} exists already", target.name)));
     }
     fs::create_dir_all(&target.dir).unwrap();
     fs::write(target.dir.join("strata.json"), target.metadata.to_string()).unwrap();

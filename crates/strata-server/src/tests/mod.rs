@@ -17,6 +17,7 @@ use tempfile::TempDir;
 use tower::ServiceExt;
 
 use crate::app::{App, ModelInfo, ServerConfig};
+use crate::data_dir::DataDir;
 use crate::routes;
 use engine::ScriptedEngine;
 
@@ -58,7 +59,7 @@ impl TestServer {
     }
 
     fn over(data_dir: TempDir, change: impl FnOnce(&mut ServerConfig)) -> Self {
-        let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), data_dir.path().to_owned());
+        let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), DataDir::claim(data_dir.path()).unwrap());
         config.poll_hold = Duration::from_millis(50);
         change(&mut config);
         let model = ModelInfo {
@@ -70,6 +71,13 @@ impl TestServer {
         let engine = Arc::new(ScriptedEngine::default());
         let app = App::new(config, model, engine.clone()).unwrap();
         TestServer { router: routes::router(app.clone()), app, engine, data_dir }
+    }
+
+    /// Another server on the directory of this one, which ends.
+    fn restart(self) -> Self {
+        let TestServer { app, router, engine, data_dir } = self;
+        drop((app, router, engine));
+        Self::over(data_dir, |_| {})
     }
 
     async fn send(&self, request: HttpRequest<Body>) -> Reply {

@@ -12,6 +12,7 @@ use tokio::net::TcpStream;
 
 use super::engine::ScriptedEngine;
 use crate::app::{ModelInfo, ServerConfig};
+use crate::data_dir::DataDir;
 use crate::server::{RunningServer, Server, StartError};
 
 async fn start(
@@ -20,7 +21,7 @@ async fn start(
     api_key: Option<&str>,
     engine: Arc<ScriptedEngine>,
 ) -> Result<RunningServer, StartError> {
-    let mut config = ServerConfig::new(address.parse().unwrap(), data_dir.path().to_owned());
+    let mut config = ServerConfig::new(address.parse().unwrap(), DataDir::claim(data_dir.path()).unwrap());
     config.api_key = api_key.map(str::to_owned);
     let model = ModelInfo {
         name: "org/base".into(),
@@ -78,7 +79,8 @@ async fn settings_that_contradict_each_other_do_not_start() {
     let unusable = start("127.0.0.1:0", &data_dir, Some("secret"), engine()).await;
     assert!(matches!(unusable, Err(StartError::KeyPrefix)));
     let server = start("127.0.0.1:0", &data_dir, Some("tml-x"), engine()).await.unwrap();
-    let taken = start(&server.local_address().to_string(), &data_dir, Some("tml-x"), engine()).await;
+    let other_dir = tempfile::tempdir().unwrap();
+    let taken = start(&server.local_address().to_string(), &other_dir, Some("tml-x"), engine()).await;
     let Err(error @ StartError::Listen { .. }) = taken else { panic!("the address is taken") };
     assert!(error.to_string().contains(&server.local_address().to_string()));
 }

@@ -108,7 +108,7 @@ fn five_adamw_steps_follow_torch() {
                 let model_id = label.clone();
                 let create = Request::CreateModelFromCheckpoint {
                     model_id: model_id.clone(),
-                    dir: adapter_dir.clone(),
+                    source: CheckpointSource { dir: adapter_dir.clone(), name: label.clone(), save_id: None },
                     with_optimizer: false,
                 };
                 ask(&engine, create);
@@ -130,7 +130,8 @@ fn five_adamw_steps_follow_torch() {
 
 fn check_final_parameters(run: &mut Run<'_>, expected: &Reference, name: &str, label: &str) {
     let out = TempDir::new().expect("a temporary directory");
-    let target = SaveTarget { dir: out.path().join("adapter"), overwrite: false, metadata: serde_json::Value::Null };
+    let dir = out.path().join("adapter");
+    let target = SaveTarget { dir, name: label.into(), overwrite: false, metadata: serde_json::Value::Null };
     let Response::Saved { dir, .. } = run.train(TrainOp::SaveSampler(target)) else { panic!("{label}: not saved") };
     let saved = Reference::read(&dir.join("adapter_model.safetensors"));
     let prefix = format!("adamw.{name}.final.");

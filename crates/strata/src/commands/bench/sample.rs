@@ -28,7 +28,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!(args.new > 1 && args.prompt > 0 && args.repeats > 0, "--new must be at least 2, --prompt and --repeats at least 1");
     ensure!(!args.batch.contains(&0), "--batch must be at least 1");
     let mut bench = Bench::start(&args.common)?;
-    bench.call(Request::CreateSampler { sampler_id: "base".into(), dir: None })?;
+    bench.call(Request::CreateSampler { sampler_id: "base".into(), source: None })?;
     let mut next_prompt = 0;
     let mut sample = |batch: usize, new: usize| {
         timed(|| {
