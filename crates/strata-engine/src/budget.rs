@@ -5,11 +5,11 @@
 //! ```
 //!
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
-//! requests get a fourth, but no more than [`REQUEST_BYTES_MAX`]: one half for bodies on their way in, the other (the
-//! [`Ledger`](crate::ledger::Ledger)) for what was accepted and for results. The KV cache gets a third of what remains, but never more than
-//! [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model is far less; then the logits of a chunk get their place, and what is left is
-//! split three to two between activations and adapters. From the shares follow the longest sequence, the tokens of a training pass, and the
-//! pages of the cache: nothing else asks how much memory there is.
+//! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
+//! for results. The KV cache gets three tenths of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
+//! is far less; then the logits of a chunk get their place, and what is left is split three to two between activations and adapters. What
+//! activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the longest
+//! sequence, the tokens of a training pass, and the pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
 
@@ -106,19 +106,24 @@ impl Budget {
     fn shares(memory_bytes: u64, needs: Needs) -> Budget {
         let free = memory_bytes.saturating_sub(needs.weight_bytes);
         let free = free - free / 16;
-        let requests = (free / 4).min(REQUEST_BYTES_MAX);
+        let requests = (free / 8).min(REQUEST_BYTES_MAX);
         let free = free - requests;
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
         let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
-        let kv_pages = (free / 3 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
+        let kv_pages = (free / 10 * 3 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
         let free = (free - kv_pages * needs.kv_page_bytes).saturating_sub(needs.workspace_bytes);
-        let activation_bytes = free / 5 * 3;
-        let activation_tokens = (activation_bytes / needs.train_bytes_per_token.max(1)) as usize;
+        let share = free / 5 * 3;
+        let useful = needs.max_position_embeddings.max(PASS_TOKENS_MAX) as u64 * 4 / 3 + 4;
+        let activation_tokens = (share / needs.train_bytes_per_token.max(1)).min(useful);
+        let activation_bytes = activation_tokens * needs.train_bytes_per_token;
+        let activation_tokens = activation_tokens as usize;
+        let more_requests = ((share - activation_bytes) / 2).min(REQUEST_BYTES_MAX - requests);
+        let requests = requests + more_requests;
         let cache_tokens = (kv_pages as usize).saturating_sub(1) * PAGE_TOKENS;
         // A fourth stays free for small passes between the layers of a long one.
         let longest = activation_tokens / 4 * 3;
-        let adapters = free - activation_bytes;
+        let adapters = free - activation_bytes - more_requests;
         Budget {
             max_context_tokens: needs.max_position_embeddings.min(cache_tokens).min(longest),
             kv_pages: kv_pages as usize,

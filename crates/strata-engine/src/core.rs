@@ -616,9 +616,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             }
             (Err(failure), Some(_)) => reply.send(Err(failure)),
             (Err(failure), None) => {
-                reply.send(Err(failure.clone()));
+                // Its name is free again before anyone is told.
                 let model_id = model_id.clone();
                 self.intake.remove_model(&model_id, &Failure::User(format!("model {model_id} was not made: {failure}")));
+                reply.send(Err(failure));
             }
         }
     }

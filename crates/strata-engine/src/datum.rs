@@ -61,7 +61,7 @@ impl PreparedDatum {
 ///
 /// # Errors
 /// A message for the user that names the example and the value that is wrong.
-pub(crate) fn prepare(data: &[Datum], spec: &LossSpec, limits: ModelLimits) -> Result<Vec<PreparedDatum>, String> {
+pub(crate) fn prepare(data: Vec<Datum>, spec: &LossSpec, limits: ModelLimits) -> Result<Vec<PreparedDatum>, String> {
     let loss = Loss::parse(&spec.name, &spec.config)?;
     if data.is_empty() {
         return Err("data is empty".into());
@@ -75,8 +75,9 @@ pub(crate) fn prepare(data: &[Datum], spec: &LossSpec, limits: ModelLimits) -> R
     }
     let mut prepared = Vec::with_capacity(data.len());
     let mut targets = 0;
-    for (index, datum) in data.iter().enumerate() {
-        let datum = prepare_datum(datum, loss, limits).map_err(|e| format!("datum {index}: {e}"))?;
+    // What has been prepared is let go at once: no request is in memory twice.
+    for (index, datum) in data.into_iter().enumerate() {
+        let datum = prepare_datum(&datum, loss, limits).map_err(|e| format!("datum {index}: {e}"))?;
         targets += datum.targets.len();
         if targets > REQUEST_TARGETS_MAX {
             return Err(format!("datum {index}: the request has more than {REQUEST_TARGETS_MAX} targets"));
@@ -237,7 +238,7 @@ mod tests {
         let policy = [("advantages", reals(&[1.0], &[1])), ("logprobs", reals(&[1.0], &[1]))];
         let mask = ("sequence_ratio_mask", reals(&[1.0], &[1]));
         let inputs = good.into_iter().chain(policy).chain([mask]).collect();
-        let error = prepare(&[datum(&[1], inputs), bad], &spec(loss), LIMITS).unwrap_err();
+        let error = prepare(vec![datum(&[1], inputs), bad], &spec(loss), LIMITS).unwrap_err();
         assert!(error.starts_with("datum 1: "), "{error}");
         error
     }
@@ -246,7 +247,7 @@ mod tests {
     fn one_and_several_targets_per_token_are_taken() {
         let one = datum(&[1, 2], vec![("target_tokens", ids(&[2, 3], &[2])), ("weights", ids(&[1, 0], &[2]))]);
         let two = datum(&[1, 2], vec![("target_tokens", ids(&[2, 3, 4, 5], &[2, 2])), ("weights", reals(&[0.5; 4], &[2, 2]))]);
-        let prepared = prepare(&[one, two], &spec("cross_entropy"), LIMITS).unwrap();
+        let prepared = prepare(vec![one, two], &spec("cross_entropy"), LIMITS).unwrap();
         assert_eq!((prepared[0].targets_per_token, prepared[1].targets_per_token), (1, 2));
         assert_eq!(prepared[1].shape, [2, 2]);
     }
@@ -282,7 +283,7 @@ mod tests {
 
     #[test]
     fn empty_data_and_unknown_losses_are_refused() {
-        assert_eq!(prepare(&[], &spec("ppo"), LIMITS).unwrap_err(), "data is empty");
-        assert!(prepare(&[], &spec("nonsense"), LIMITS).unwrap_err().contains("nonsense"));
+        assert_eq!(prepare(vec![], &spec("ppo"), LIMITS).unwrap_err(), "data is empty");
+        assert!(prepare(vec![], &spec("nonsense"), LIMITS).unwrap_err().contains("nonsense"));
     }
 }

@@ -45,6 +45,8 @@ pub struct EngineInfo {
     pub max_context_tokens: usize,
     /// Rows of the vocabulary.
     pub vocab_size: usize,
+    /// Tokens that the KV cache holds.
+    pub cache_tokens: usize,
     /// What computes.
     pub backend: String,
     /// Memory for bodies of requests on their way in, in bytes.
@@ -90,6 +92,7 @@ impl EngineHandle {
         let info = EngineInfo {
             max_context_tokens: budget.max_context_tokens,
             vocab_size: model.config().vocab_size,
+            cache_tokens: budget.kv_pages * PAGE_TOKENS,
             backend: model.backend().description(),
             transit_bytes: budget.transit_bytes,
         };

@@ -19,7 +19,8 @@ fn rounds(engine: &EngineHandle, id: &str, first_seq: u64, seeds: std::ops::Rang
 }
 
 fn from_checkpoint(engine: &EngineHandle, id: &str, dir: &Path, with_optimizer: bool) -> Outcome {
-    ask(engine, Request::CreateModelFromCheckpoint { model_id: id.into(), source: source(dir), with_optimizer })
+    let source = source(dir);
+    ask(engine, Request::CreateModelFromCheckpoint { model_id: id.into(), source, lora: lora(8, 0), with_optimizer })
 }
 
 #[test]
@@ -87,7 +88,7 @@ fn a_sampler_checkpoint_samples_as_the_snapshot_does() {
     let saved = submit(&engine, train("m", 6, TrainOp::SaveSampler(save(&target))));
     // The load is behind the save on the disk thread, and the sample waits for the load.
     assert!(saved.recv().unwrap().is_ok());
-    let created = submit(&engine, Request::CreateSampler { sampler_id: "disk".into(), source: Some(source(&target)) });
+    let created = submit(&engine, Request::CreateSampler { sampler_id: "disk".into(), source: Some((source(&target), lora(8, 0))) });
     let request = || sample_request(tokens(4, 30), 2, 20, 6);
     let from_disk = sampled(ask(&engine, sample("disk", request())));
     assert!(created.recv().unwrap().is_ok());
@@ -118,6 +119,13 @@ fn checkpoints_that_do_not_fit_are_refused_and_leave_the_tenant_as_it_was() {
     let engine = engine();
     create(&engine, "small", 4, 1);
     ask(&engine, train("small", 1, TrainOp::SaveState(save(&target)))).unwrap();
+    let larger_than_its_record = Request::CreateModelFromCheckpoint {
+        model_id: "x".into(),
+        source: source(&target),
+        lora: lora(1, 0),
+        with_optimizer: false,
+    };
+    assert!(user_error(ask(&engine, larger_than_its_record)).contains("do not belong together"));
     create(&engine, "m", 8, 1);
     let before = saved_bytes(&engine, "m", 1);
     let load = |dir: &Path| TrainOp::LoadState { source: source(dir), with_optimizer: false };
@@ -127,7 +135,7 @@ fn checkpoints_that_do_not_fit_are_refused_and_leave_the_tenant_as_it_was() {
     user_error(from_checkpoint(&engine, "x", &dir.path().join("nothing"), false));
     user_error(ask(
         &engine,
-        Request::CreateSampler { sampler_id: "x".into(), source: Some(source(&dir.path().join("nothing"))) },
+        Request::CreateSampler { sampler_id: "x".into(), source: Some((source(&dir.path().join("nothing")), lora(8, 0))) },
     ));
     base_sampler(&engine, "x");
     create(&engine, "x", 4, 1);
@@ -140,6 +148,7 @@ fn operations_of_a_tenant_that_could_not_be_made_fail() {
     let request = Request::CreateModelFromCheckpoint {
         model_id: "m".into(),
         source: source(&dir.path().join("no")),
+        lora: lora(8, 0),
         with_optimizer: false,
     };
     let (created, waiting) = (submit(&engine, request), submit(&engine, train("m", 1, step(1e-3))));
@@ -220,7 +229,7 @@ fn a_load_gets_the_save_that_it_names_or_fails() {
     assert!(user_error(load(7, Some("second"))).contains("overwritten or deleted"));
     let sampler = Request::CreateSampler {
         sampler_id: "s".into(),
-        source: Some(CheckpointSource { save_id: Some("x".into()), ..source(&target) }),
+        source: Some((CheckpointSource { save_id: Some("x".into()), ..source(&target) }, lora(4, 0))),
     };
     assert!(user_error(ask(&engine, sampler)).contains("overwritten or deleted"));
 }
@@ -261,7 +270,7 @@ fn a_load_never_mixes_two_saves() {
         for round in 0..ROUNDS {
             let model_id = format!("from-{round}");
             let source = CheckpointSource { save_id: Some("a".into()), ..source(&target) };
-            let request = Request::CreateModelFromCheckpoint { model_id: model_id.clone(), source, with_optimizer: true };
+            let request = Request::CreateModelFromCheckpoint { model_id: model_id.clone(), source, lora: lora(8, 0), with_optimizer: true };
             match ask(&engine, request) {
                 Ok(Response::Created { lora }) if lora.rank == 4 => {
                     loaded += 1;

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::*;
 use strata_engine::EngineHandle;
 use strata_engine::api::*;
@@ -117,15 +119,20 @@ fn a_snapshot_keeps_its_weights_while_training_goes_on() {
 }
 
 #[test]
-fn dropped_weights_live_until_their_samples_are_done() {
+fn dropping_weights_stops_their_samples_and_no_others() {
     let engine = engine();
     tuned(&engine);
-    let request = || sample_request(tokens(2, 20), 2, 200, 1);
-    let expected = sampled(ask(&engine, sample("tuned", request())));
-    let running = submit(&engine, sample("tuned", request()));
+    base_sampler(&engine, "base");
+    let request = |max_tokens| sample_request(tokens(2, 20), 2, max_tokens, 1);
+    let expected = sampled(ask(&engine, sample("base", request(200))));
+    let other = submit(&engine, sample("base", request(200)));
+    let dropped: Vec<_> = (0..50).map(|_| submit(&engine, sample("tuned", request(2000)))).collect();
     assert!(matches!(ask(&engine, Request::DropSampler { sampler_id: "tuned".into() }), Ok(Response::Freed)));
-    assert_eq!(sample_bits(&sampled(running.recv().unwrap())), sample_bits(&expected));
-    assert!(user_error(ask(&engine, sample("tuned", request()))).contains("no sampling weights tuned"));
+    for rx in dropped {
+        assert!(user_error(rx.recv().unwrap()).contains("tuned were dropped"));
+    }
+    assert_eq!(sample_bits(&sampled(other.recv().unwrap())), sample_bits(&expected));
+    assert!(user_error(ask(&engine, sample("tuned", request(10)))).contains("no sampling weights tuned"));
     assert!(user_error(ask(&engine, Request::DropSampler { sampler_id: "tuned".into() })).contains("tuned"));
 }
 
@@ -199,18 +206,60 @@ fn more_samples_than_fit_at_once_all_come() {
 
 #[test]
 fn samples_queue_when_the_cache_is_full() {
-    // Memory for little more than one context: the samples must take turns.
     let small = common::engine_with(2, 40 << 20);
     let context = small.info().max_context_tokens;
     base_sampler(&small, "base");
-    let request = |seed| sample_request(tokens(seed, context / 2), 3, context / 2, seed);
-    let running: Vec<_> = (0..4).map(|seed| submit(&small, sample("base", request(seed)))).collect();
+    // Each prompt alone takes a good part of the cache, and all together far more than there is of it.
+    let request = |seed| sample_request(tokens(seed, context / 2), 3, context / 4, seed);
+    let num_requests = 4 * small.info().cache_tokens / context + 4;
+    let running: Vec<_> = (0..num_requests as u64)
+        .map(|seed| submit_as(&small, &format!("session {}", seed % 3), sample("base", request(seed))))
+        .collect();
     let roomy = engine();
     base_sampler(&roomy, "base");
     for (seed, rx) in running.into_iter().enumerate() {
         let expected = sampled(ask(&roomy, sample("base", request(seed as u64))));
         assert_eq!(sample_bits(&sampled(rx.recv().unwrap())), sample_bits(&expected));
     }
+}
+
+/// The prompts of requests that were admitted take pages too: were it not for the pages that each keeps for its samples, they would wait for
+/// each other for ever.
+#[test]
+fn many_prompts_with_many_samples_all_finish_in_a_small_cache() {
+    let engine = common::engine_with(2, 40 << 20);
+    base_sampler(&engine, "base");
+    let request = |seed| sample_request(tokens(seed, 380.min(engine.info().max_context_tokens - 20)), 64, 20, seed);
+    let mut waiting: Vec<u64> = (0..40).collect();
+    while !waiting.is_empty() {
+        let running: Vec<_> = waiting.drain(..).map(|seed| (seed, submit(&engine, sample("base", request(seed))))).collect();
+        for (seed, rx) in running {
+            match rx.recv().unwrap() {
+                Err(Failure::User(message)) if message.contains("send it again") => waiting.push(seed),
+                outcome => assert_eq!(sampled(outcome).sequences.len(), 64),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_request_and_an_ended_session_stop_their_work() {
+    let engine = engine();
+    base_sampler(&engine, "base");
+    let endless = || sample("base", sample_request(tokens(1, 20), 200, 2000, 1));
+    let (cancelled, ended) = (submit_as(&engine, "a", endless()), submit_as(&engine, "b", endless()));
+    let (tx, rx) = std::sync::mpsc::channel();
+    engine.submit("named".into(), client("a"), endless(), Box::new(move |outcome, _| drop(tx.send(outcome)))).unwrap();
+    ask(&engine, Request::Cancel { request_id: "named".into() }).unwrap();
+    assert!(user_error(rx.recv().unwrap()).contains("cancelled"));
+    submit_as(&engine, "b", Request::EndSession).recv().unwrap().unwrap();
+    assert!(user_error(ended.recv().unwrap()).contains("session"));
+    assert!(cancelled.try_recv().is_err(), "the other session goes on");
+    submit_as(&engine, "a", Request::EndSession).recv().unwrap().unwrap();
+    user_error(cancelled.recv().unwrap());
+    // What pays for an answer is given back with it, on the engine's thread.
+    let given_back = (0..1000).any(|_| engine.ledger().used() == 0 || { std::thread::sleep(Duration::from_millis(1)); false });
+    assert!(given_back, "{} bytes are held for nobody", engine.ledger().used());
 }
 
 #[test]

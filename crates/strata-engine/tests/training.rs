@@ -26,7 +26,7 @@ fn operations_run_in_the_order_of_their_ids() {
     let second = submit(&shuffled, train("m", 2, op(2)));
     assert!(second.recv().unwrap().is_ok());
     assert_eq!(bits(&losses(third.recv().unwrap())), bits(&losses(expected)));
-    assert!(user_error(ask(&shuffled, train("m", 2, op(2)))).contains("already run"));
+    assert!(user_error(ask(&shuffled, train("m", 2, op(2)))).contains("accepted before"));
 }
 
 #[test]

@@ -205,7 +205,7 @@ impl<C: Compute> Batcher<C> {
         // Sequences with the same weights lie together, so that each adapter multiplies one run of tokens.
         parts.sort_by_key(|p| self.jobs[&self.job_of(p)].weights.0);
         let mut targets = Vec::new();
-        let spans: Vec<StepSpan<'_, C::Frozen>> = parts.iter().map(|part| self.span(part, &mut targets)).collect();
+        let spans: Vec<StepSpan<'_, C::Frozen>> = parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
         let cache = &mut self.cache;
         let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
         drop(spans);
@@ -572,47 +572,6 @@ impl<C: Compute> Batcher<C> {
         decodes + for_reading - left
     }
 
-    fn span<'s>(&'s self, part: &Part, targets: &mut Vec<RowFor>) -> StepSpan<'s, C::Frozen> {
-        let job = &self.jobs[&self.job_of(part)];
-        let plan = &job.plan;
-        let weights = (job.weights.0, &job.weights.1);
-        match *part {
-            Part::Decode { sequence } => {
-                let s = &self.running[sequence];
-                let (samples, position) = (vec![s.index], s.tokens.len());
-                targets.push(RowFor::Next { sequence });
-                StepSpan {
-                    weights,
-                    tokens: vec![s.token(plan, s.cached)],
-                    past: s.cached,
-                    pages: s.pages.clone(),
-                    rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
-                }
-            }
-            Part::Again { sequence, tokens } => {
-                let s = &self.running[sequence];
-                let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
-                StepSpan { weights, tokens, past: s.cached, pages: s.pages.clone(), rows: Vec::new() }
-            }
-            Part::Prompt { job: id, tokens } => {
-                let first = job.computed;
-                let mut rows = Vec::new();
-                // The row of a position predicts the one after it.
-                for position in (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len()) {
-                    rows.push((position - 1 - first, RowTask::Score { token: plan.prompt[position], topk: plan.topk_prompt }));
-                    targets.push(RowFor::Score { job: id, position });
-                }
-                if first + tokens == plan.prompt.len() {
-                    let samples = (0..plan.num_samples).collect();
-                    rows.push((tokens - 1, RowTask::Draw { settings: plan.settings, samples, position: 0 }));
-                    targets.push(RowFor::First { job: id });
-                }
-                let tokens = plan.prompt[first..first + tokens].to_vec();
-                StepSpan { weights, tokens, past: first, pages: job.pages.clone(), rows }
-            }
-        }
-    }
-
     /// Counts what a step put into the cache, and registers the prompt pages that became full.
     fn advance(&mut self, parts: &[Part]) {
         for part in parts {
@@ -836,6 +795,57 @@ fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
     }
 }
 
+/// A part of a step in the form that the device takes, and where its rows go.
+fn span<'s, F>(
+    jobs: &'s BTreeMap<u64, Job<F>>,
+    running: &'s [Sequence],
+    part: &Part,
+    targets: &mut Vec<RowFor>,
+) -> StepSpan<'s, F> {
+    let id = match *part {
+        Part::Prompt { job, .. } => job,
+        Part::Again { sequence, .. } | Part::Decode { sequence } => running[sequence].job,
+    };
+    let job = &jobs[&id];
+    let plan = &job.plan;
+    let weights = (job.weights.0, &job.weights.1);
+    match *part {
+        Part::Decode { sequence } => {
+            let s = &running[sequence];
+            let (samples, position) = (vec![s.index], s.tokens.len());
+            targets.push(RowFor::Next { sequence });
+            StepSpan {
+                weights,
+                tokens: vec![s.token(plan, s.cached)],
+                past: s.cached,
+                pages: s.pages.clone(),
+                rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
+            }
+        }
+        Part::Again { sequence, tokens } => {
+            let s = &running[sequence];
+            let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
+            StepSpan { weights, tokens, past: s.cached, pages: s.pages.clone(), rows: Vec::new() }
+        }
+        Part::Prompt { tokens, .. } => {
+            let first = job.computed;
+            let mut rows = Vec::new();
+            // The row of a position predicts the one after it.
+            for position in (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len()) {
+                rows.push((position - 1 - first, RowTask::Score { token: plan.prompt[position], topk: plan.topk_prompt }));
+                targets.push(RowFor::Score { job: id, position });
+            }
+            if first + tokens == plan.prompt.len() {
+                let samples = (0..plan.num_samples).collect();
+                rows.push((tokens - 1, RowTask::Draw { settings: plan.settings, samples, position: 0 }));
+                targets.push(RowFor::First { job: id });
+            }
+            let tokens = plan.prompt[first..first + tokens].to_vec();
+            StepSpan { weights, tokens, past: first, pages: job.pages.clone(), rows }
+        }
+    }
+}
+
 fn take_cleared<C: Compute>(compute: &C, pool: &mut PagePool, cache: &mut C::Cache) -> u32 {
     let page = pool.take_reserved();
     compute.clear_page(cache, page);
@@ -907,6 +917,6 @@ mod tests {
         assert_eq!(share_out(&[100, 100, 2], 50), [24, 24, 2]);
         assert_eq!(share_out(&[5, 5], 3), [2, 1]);
         assert_eq!(share_out(&[5, 5], 100), [5, 5]);
-        assert_eq!(share_out(&[], 3), []);
+        assert!(share_out(&[], 3).is_empty());
     }
 }

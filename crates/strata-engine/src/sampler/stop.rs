@@ -94,7 +94,14 @@ mod tests {
 
     fn limits() -> SamplerLimits {
         let tokenizer = Tokenizer::load(&ModelSource::Embedded).unwrap();
-        SamplerLimits { vocab_size: 272, max_context_tokens: 100, eos_token_ids: vec![2], tokenizer: Some(Arc::new(tokenizer)) }
+        SamplerLimits {
+            vocab_size: 272,
+            max_context_tokens: 100,
+            eos_token_ids: vec![2],
+            page_tokens: 64,
+            pages: 10,
+            tokenizer: Some(Arc::new(tokenizer)),
+        }
     }
 
     /// Number of tokens (here of bytes) after which `text` ends under `stop`.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 
 use strata_engine::api::*;
@@ -34,10 +35,25 @@ pub fn engine() -> EngineHandle {
     engine_with(2, MEMORY_BYTES)
 }
 
-pub fn submit(engine: &EngineHandle, request: Request) -> Receiver<Outcome> {
+pub fn client(session: &str) -> Client {
+    Client { owner: "owner".into(), session: session.into() }
+}
+
+/// Submits for one of several sessions.
+pub fn submit_as(engine: &EngineHandle, session: &str, request: Request) -> Receiver<Outcome> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let id = format!("request-{}", NEXT.fetch_add(1, Ordering::Relaxed));
     let (tx, rx) = channel();
-    engine.submit(request, Box::new(move |outcome| drop(tx.send(outcome))));
+    let refused = tx.clone();
+    let reply = Box::new(move |outcome, _| drop(tx.send(outcome)));
+    if let Err(refusal) = engine.submit(id.into(), client(session), request, reply) {
+        refused.send(Err(Failure::User(refusal.to_string()))).unwrap();
+    }
     rx
+}
+
+pub fn submit(engine: &EngineHandle, request: Request) -> Receiver<Outcome> {
+    submit_as(engine, "session", request)
 }
 
 pub fn ask(engine: &EngineHandle, request: Request) -> Outcome {
