@@ -74,7 +74,10 @@ pub fn run(args: Args) -> Result<()> {
         println!("  import tinker");
         println!("  service = tinker.ServiceClient(base_url=\"{url}\", api_key=\"tml-local\")");
         println!("  training = service.create_lora_training_client(base_model=\"{EMBEDDED_NAME}\", rank={RANK}).result()");
-        runtime.block_on(async { anyhow::Ok(Signals::listen()?.next().await) })?;
+        runtime.block_on(async {
+            Signals::listen()?.next().await;
+            anyhow::Ok(())
+        })?;
     }
     runtime.block_on(server.stop());
     runtime.shutdown_timeout(Duration::from_secs(1));
