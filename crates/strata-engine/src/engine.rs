@@ -144,7 +144,12 @@ impl EngineHandle {
 
     /// How many saves were submitted and are not answered yet. Whoever ends the process waits until there are none, if they are to be kept.
     pub fn saves_in_work(&self) -> usize {
-        self.shared.unfinished_saves.count()
+        self.shared.unfinished_saves.owed()
+    }
+
+    /// How many saves were not written through a fault of the server, the disk included, since the start.
+    pub fn saves_failed(&self) -> usize {
+        self.shared.unfinished_saves.failed()
     }
 
     /// Whether the engine thread is running.

@@ -3,36 +3,50 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::api::{Request, TrainOp};
+use crate::api::{Failure, Request, TrainOp};
 use crate::reply::Reply;
 
-/// How many saves are owed. Clones count together.
+/// How many saves are owed, and how many were not kept. Clones count together.
 #[derive(Clone, Default)]
-pub(crate) struct UnfinishedSaves(Arc<AtomicUsize>);
+pub(crate) struct UnfinishedSaves(Arc<Counts>);
+
+#[derive(Default)]
+struct Counts {
+    owed: AtomicUsize,
+    failed: AtomicUsize,
+}
 
 /// One save that is owed, until it is dropped.
 struct Unfinished(UnfinishedSaves);
 
 impl UnfinishedSaves {
-    pub(crate) fn count(&self) -> usize {
-        self.0.load(Ordering::Acquire)
+    pub(crate) fn owed(&self) -> usize {
+        self.0.owed.load(Ordering::Acquire)
+    }
+
+    /// Saves that Strata failed to write since the start. Those that the user got wrong do not count.
+    pub(crate) fn failed(&self) -> usize {
+        self.0.failed.load(Ordering::Acquire)
     }
 
     /// The reply of a request, counted until it was called if the request is a save. A reply that is dropped counts no more either.
     pub(crate) fn counted(&self, request: &Request, reply: Reply) -> Reply {
         let Request::Train { op: TrainOp::SaveState(_) | TrainOp::SaveSampler(_), .. } = request else { return reply };
-        self.0.fetch_add(1, Ordering::AcqRel);
+        self.0.owed.fetch_add(1, Ordering::AcqRel);
         let unfinished = Unfinished(self.clone());
         Box::new(move |outcome, charge| {
-            let _unfinished = unfinished;
+            if let Err(Failure::Server(_)) = &outcome {
+                unfinished.0.0.failed.fetch_add(1, Ordering::AcqRel);
+            }
             reply(outcome, charge);
+            drop(unfinished);
         })
     }
 }
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::AcqRel);
+        self.0.0.owed.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -50,13 +64,17 @@ mod tests {
     fn a_save_counts_until_its_reply_was_called_or_is_no_more() {
         let saves = UnfinishedSaves::default();
         let during = saves.clone();
-        let answered = saves.counted(&save(), Box::new(move |_, _| assert_eq!(during.count(), 2)));
+        let answered = saves.counted(&save(), Box::new(move |_, _| assert_eq!(during.owed(), 2)));
         let dropped = saves.counted(&save(), Box::new(|_, _| {}));
         let other = saves.counted(&Request::DropSampler { sampler_id: "s".into() }, Box::new(|_, _| {}));
-        assert_eq!(saves.count(), 2);
+        assert_eq!(saves.owed(), 2);
         answered(Ok(Response::Freed), None);
-        assert_eq!(saves.count(), 1);
+        assert_eq!(saves.owed(), 1);
+        saves.counted(&save(), Box::new(|_, _| {}))(Err(Failure::User("the name is taken".into())), None);
+        assert_eq!(saves.failed(), 0);
+        saves.counted(&save(), Box::new(|_, _| {}))(Err(Failure::Server("the disk is full".into())), None);
+        assert_eq!((saves.owed(), saves.failed()), (1, 1));
         drop((dropped, other));
-        assert_eq!(saves.count(), 0);
+        assert_eq!(saves.owed(), 0);
     }
 }

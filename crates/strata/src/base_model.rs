@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use strata_engine::{EngineConfig, EngineHandle};
-use strata_model::checkpoint::HubOptions;
+use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelSource, Tokenizer};
-use strata_server::ModelInfo;
+use strata_server::{DataDir, ModelInfo};
 use strata_tensor::CpuBackend;
 
 use crate::download::DownloadBars;
@@ -50,7 +50,7 @@ pub struct BaseModel {
 ///
 /// # Errors
 /// If the model cannot be found or read, or memory does not suffice.
-pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &Path) -> anyhow::Result<BaseModel> {
+pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
     let source = ModelSource::resolve_with(spec.unwrap_or(EMBEDDED_NAME), &HubOptions::from_env(), &DownloadBars::default())?;
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
@@ -69,7 +69,7 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &Path) -> anyh
     let engine = EngineHandle::start(model, tokenizer, config).context("starting the engine")?;
     let info = ModelInfo {
         architecture,
-        tokenizer_id: tokenizer_id(&source, data_dir)?,
+        tokenizer_id: tokenizer_id(&source, data_dir.path())?,
         max_context_tokens: engine.info().max_context_tokens,
         name,
     };
@@ -99,13 +99,11 @@ fn write_tokenizer(source: &ModelSource, dir: &Path) -> anyhow::Result<()> {
     files.extend(source.chat_template_jinja()?.map(|text| ("chat_template.jinja", text)));
     for (name, text) in files {
         let path = dir.join(name);
-        if fs::read_to_string(&path).is_ok_and(|present| present == text) {
+        if read_own_file(&path, text.len() as u64).is_ok_and(|present| present == text.as_bytes()) {
             continue;
         }
-        // Under its name at once and whole: another server may be serving from the same directory.
-        let temporary = dir.join(format!(".{name}.{}", std::process::id()));
-        fs::write(&temporary, text.as_bytes())?;
-        fs::rename(&temporary, &path)?;
+        // Whole at every moment: clients of an earlier server may be loading it.
+        write_file_atomically(&path, text.as_bytes())?;
     }
     Ok(())
 }

@@ -398,7 +398,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("ckpt");
         for text in ["old", "new"] {
-            let write = || drop(write_atomically(&dir, Existing::Replace, write_file(text)).unwrap());
+            let write = || assert_eq!(write_atomically(&dir, Existing::Replace, write_file(text)).unwrap(), 3);
             let synced = synced_names(root.path(), write);
             assert!(synced.last().unwrap().contains(&"ckpt".into()), "{synced:?}");
         }

@@ -143,3 +143,35 @@ async fn checkpoints_of_both_kinds_can_be_sampled_and_none_of_another_base() {
     assert_eq!(server.post("create_sampling_session", body).await.status, StatusCode::NOT_FOUND);
     assert_eq!(server.outcome("create_model", create_model_body(&session_id, 5)).await["type"], json!("create_model"));
 }
+
+#[tokio::test]
+async fn the_engine_is_asked_for_one_save_and_not_for_a_directory() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    let path = format!("tinker://{model_id}/weights/a");
+    let mut identities = Vec::new();
+    for (n, seq_id) in (1..).zip([1, 2]) {
+        let mut body = save(&model_id, seq_id, "a");
+        body["overwrite"] = json!(true);
+        server.outcome("save_weights", body).await;
+        let load = json!({ "session_id": session_id, "model_seq_id": n, "path": path, "optimizer": true });
+        server.outcome("load_weights", load).await;
+        let body = json!({ "session_id": session_id, "sampling_session_seq_id": n, "model_path": path });
+        server.ok("create_sampling_session", body).await;
+        let directory = server.data_dir.path().join("checkpoints").join(&model_id).join("weights/a");
+        let on_disk: Value = serde_json::from_slice(&std::fs::read(directory.join("strata.json")).unwrap()).unwrap();
+        identities.push(on_disk["save_id"].as_str().unwrap().to_owned());
+    }
+    assert_ne!(identities[0], identities[1]);
+    let into_it = json!({ "model_id": model_id, "seq_id": 3, "path": path, "optimizer": false });
+    server.outcome("load_weights", into_it).await;
+    let requests = server.engine.requests.lock().unwrap();
+    let asked = requests.iter().filter_map(|request| match request {
+        Request::CreateModelFromCheckpoint { source, .. } | Request::CreateSampler { source: Some(source), .. } => Some(source),
+        Request::Train { op: TrainOp::LoadState { source, .. }, .. } => Some(source),
+        _ => None,
+    });
+    let asked: Vec<_> = asked.map(|source| (source.name.as_str(), source.save_id.as_deref())).collect();
+    let expected = [0, 0, 1, 1, 1].map(|i: usize| (path.as_str(), Some(identities[i].as_str())));
+    assert_eq!(asked, expected);
+}

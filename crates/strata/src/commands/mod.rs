@@ -4,4 +4,5 @@ pub mod bench;
 pub mod demo;
 pub mod init_model;
 pub mod serve;
+mod shutdown;
 pub mod trace;

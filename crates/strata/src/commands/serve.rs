@@ -4,12 +4,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use indicatif::HumanBytes;
-use strata_server::{KEY_PREFIX, Server, ServerConfig};
-use tokio::signal::unix::{SignalKind, signal};
+use strata_server::{DataDir, KEY_PREFIX, Server, ServerConfig};
 
 use crate::base_model::{self, BaseModel, Resources};
+use crate::commands::shutdown::{self, Signals};
 use crate::logging::{self, LogFormat};
 use crate::machine;
 use crate::units::parse_duration;
@@ -38,15 +38,19 @@ pub struct Args {
     /// How long a session may be silent before its models are freed; clients send a sign of life every 10 s.
     #[arg(long, env = "STRATA_SESSION_TIMEOUT", value_name = "TIME", default_value = "5m", value_parser = parse_duration)]
     pub session_timeout: Duration,
+    /// How long SIGTERM and Ctrl-C wait for checkpoints that were asked for and are not written yet; a second signal ends at once.
+    #[arg(long, env = "STRATA_SHUTDOWN_TIMEOUT", value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
+    pub shutdown_timeout: Duration,
     /// How log lines look; RUST_LOG says what is logged.
     #[arg(long, env = "STRATA_LOG_FORMAT", value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 }
 
-/// Serves until it is told to stop.
+/// Serves until it is told to stop, and then until the checkpoints that were asked for are written.
 ///
 /// # Errors
-/// If the settings contradict each other, the model cannot be loaded or the address is taken.
+/// If the settings contradict each other, the model cannot be loaded, the address is taken or another server has the data directory; at the
+/// end, if checkpoints were not written.
 pub fn run(args: Args) -> anyhow::Result<()> {
     logging::init(args.log_format);
     // What can be wrong without looking at the model is said before it is loaded, which may take a while.
@@ -62,35 +66,24 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     machine::raise_open_files_limit();
     let address = SocketAddr::new(args.host, args.port);
     let data_dir = args.data_dir.clone().map_or_else(base_model::default_data_dir, Ok)?;
+    // Before anything in it is changed, and before the model is loaded for nothing.
+    let data_dir = DataDir::claim(&data_dir)?;
     let mut config = ServerConfig::new(address, data_dir.clone());
     config.api_key = args.api_key.clone();
     config.session_timeout = args.session_timeout;
 
     let base = base_model::start(args.model.as_deref(), &args.resources, &data_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let ended = runtime.block_on(async {
+        let mut signals = Signals::listen()?;
         let server = Server::start(config, base.engine.clone(), base.info.clone()).await?;
-        announce(&args, &base, &data_dir.display().to_string(), server.local_address());
-        wait_for_signal().await?;
-        tracing::info!("stopping");
-        server.stop().await;
-        anyhow::Ok(())
-    })?;
+        announce(&args, &base, &data_dir.path().display().to_string(), server.local_address());
+        signals.next().await;
+        shutdown::end(server.stop(), &base.engine, args.shutdown_timeout, signals.next()).await
+    });
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
-    Ok(())
-}
-
-/// Waits until someone asks the process to end.
-///
-/// # Errors
-/// If signals cannot be listened for.
-pub async fn wait_for_signal() -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
-    tokio::select! {
-        interrupted = tokio::signal::ctrl_c() => interrupted.context("listening for SIGINT"),
-        _ = terminate.recv() => Ok(()),
-    }
+    ended
 }
 
 /// Says what is served and how to reach it.

@@ -5,7 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use strata_engine::api::{AdamParams, Datum, LossInput, LossSpec, LossValues, Request, Response, SaveTarget, TrainOp};
+use strata_engine::api::{
+    AdamParams, CheckpointSource, Datum, LossInput, LossSpec, LossValues, Request, Response, SaveTarget, TrainOp,
+};
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::{Model, ModelSource};
 use strata_tensor::{CpuBackend, DType};

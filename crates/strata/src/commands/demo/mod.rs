@@ -10,13 +10,13 @@ use anyhow::{Context, Result, ensure};
 use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use strata_model::{ChatInput, ChatTemplate, EMBEDDED_NAME, ModelSource, SpecialTokens, Tokenizer};
-use strata_server::{Server, ServerConfig};
+use strata_server::{DataDir, Server, ServerConfig};
 use strata_tensor::random;
 use tempfile::TempDir;
 
 use crate::base_model::{self, Resources};
 use crate::client::{Client, Example, Sampler, Tenant};
-use crate::commands::serve::wait_for_signal;
+use crate::commands::shutdown::Signals;
 use crate::logging::{self, LogFormat};
 
 /// Settings of `strata demo`.
@@ -54,9 +54,10 @@ pub fn run(args: Args) -> Result<()> {
     if std::env::var_os("RUST_LOG").is_some() {
         logging::init(LogFormat::Text);
     }
-    let data_dir = TempDir::with_prefix("strata-demo-").context("making a directory for the demonstration")?;
-    let base = base_model::start(None, &args.resources, data_dir.path())?;
-    let config = ServerConfig::new((Ipv4Addr::LOCALHOST, args.port).into(), data_dir.path().into());
+    let temporary = TempDir::with_prefix("strata-demo-").context("making a directory for the demonstration")?;
+    let data_dir = DataDir::claim(temporary.path())?;
+    let base = base_model::start(None, &args.resources, &data_dir)?;
+    let config = ServerConfig::new((Ipv4Addr::LOCALHOST, args.port).into(), data_dir);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let server = runtime.block_on(Server::start(config, base.engine, base.info))?;
     let url = server.url();
@@ -73,7 +74,10 @@ pub fn run(args: Args) -> Result<()> {
         println!("  import tinker");
         println!("  service = tinker.ServiceClient(base_url=\"{url}\", api_key=\"tml-local\")");
         println!("  training = service.create_lora_training_client(base_model=\"{EMBEDDED_NAME}\", rank={RANK}).result()");
-        runtime.block_on(wait_for_signal())?;
+        runtime.block_on(async {
+            Signals::listen()?.next().await;
+            anyhow::Ok(())
+        })?;
     }
     runtime.block_on(server.stop());
     runtime.shutdown_timeout(Duration::from_secs(1));

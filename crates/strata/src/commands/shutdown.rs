@@ -1,0 +1,194 @@
+//! How a server ends: it takes no more requests, and stays until the checkpoints that were asked for are written.
+
+use std::future::Future;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use strata_engine::EngineHandle;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::{Instant, sleep};
+
+/// How often it is looked whether all is written. The engine need not know that someone waits.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// How often it is said that there is still something to wait for.
+const REMINDER_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The signals that ask a process to end: SIGTERM, and SIGINT as Ctrl-C sends it.
+pub struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    /// Listens from now on; the process does not end by itself any more.
+    ///
+    /// # Errors
+    /// If signals cannot be listened for.
+    pub fn listen() -> anyhow::Result<Self> {
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate()).context("listening for SIGTERM")?,
+            interrupt: signal(SignalKind::interrupt()).context("listening for SIGINT")?,
+        })
+    }
+
+    /// Waits for the next signal. Those that came in between count.
+    pub async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// What is waited for.
+pub trait Saves {
+    /// Saves that were acknowledged and are not answered.
+    fn in_work(&self) -> usize;
+    /// Saves that failed so far.
+    fn failed(&self) -> usize;
+    /// Whether anyone is at work.
+    fn is_alive(&self) -> bool;
+}
+
+impl Saves for EngineHandle {
+    fn in_work(&self) -> usize {
+        self.saves_in_work()
+    }
+
+    fn failed(&self) -> usize {
+        self.saves_failed()
+    }
+
+    fn is_alive(&self) -> bool {
+        EngineHandle::is_alive(self)
+    }
+}
+
+/// Waits for `stop`, after which no more is asked for, and then until all saves are written, both together for at most `timeout`, or until
+/// `hurry` is over.
+///
+/// # Errors
+/// If checkpoints were not written. The text says how many.
+pub async fn end(
+    stop: impl Future<Output = ()>,
+    saves: &impl Saves,
+    timeout: Duration,
+    hurry: impl Future<Output = ()>,
+) -> anyhow::Result<()> {
+    tracing::info!("stopping: no more requests are taken");
+    let failed_before = saves.failed();
+    let written = async {
+        stop.await;
+        wait_until_written(saves, timeout).await;
+    };
+    let cut = tokio::select! {
+        biased;
+        () = written => None,
+        () = hurry => Some("before a second signal"),
+        () = sleep(timeout) => Some("in time"),
+    };
+    let (unwritten, failed) = (saves.in_work(), saves.failed() - failed_before);
+    match cut {
+        Some(why) if unwritten > 0 => bail!("{} not written {why}", checkpoints_were(unwritten)),
+        _ if failed > 0 => bail!("{} not written; the log says why", checkpoints_were(failed)),
+        _ if !saves.is_alive() => bail!("the engine had stopped before; the log says why"),
+        _ => Ok(()),
+    }
+}
+
+async fn wait_until_written(saves: &impl Saves, timeout: Duration) {
+    let mut said: Option<Instant> = None;
+    loop {
+        let in_work = saves.in_work();
+        if in_work == 0 || !saves.is_alive() {
+            return;
+        }
+        if said.is_none_or(|at| at.elapsed() >= REMINDER_INTERVAL) {
+            said = Some(Instant::now());
+            let are = if in_work == 1 { "checkpoint is" } else { "checkpoints are" };
+            let seconds = timeout.as_secs_f32();
+            tracing::info!(
+                "stopping: {in_work} {are} still being written (waiting at most {seconds} s; a second signal ends at once)"
+            );
+        }
+        sleep(LOOK_INTERVAL).await;
+    }
+}
+
+fn checkpoints_were(count: usize) -> String {
+    if count == 1 { "1 checkpoint was".into() } else { format!("{count} checkpoints were") }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// One save is written each time somebody looks, until `sticks_at` are left.
+    struct Scripted {
+        left: AtomicUsize,
+        sticks_at: usize,
+        failed: AtomicUsize,
+        fails: bool,
+        is_alive: AtomicBool,
+    }
+
+    fn saves(left: usize, sticks_at: usize) -> Scripted {
+        let (left, failed, is_alive) = (left.into(), 0.into(), true.into());
+        Scripted { left, sticks_at, failed, fails: false, is_alive }
+    }
+
+    impl Saves for Scripted {
+        fn in_work(&self) -> usize {
+            let left = self.left.load(Ordering::Relaxed);
+            if left > self.sticks_at {
+                self.left.store(left - 1, Ordering::Relaxed);
+                self.failed.fetch_add(usize::from(self.fails), Ordering::Relaxed);
+            }
+            left
+        }
+
+        fn failed(&self) -> usize {
+            self.failed.load(Ordering::Relaxed)
+        }
+
+        fn is_alive(&self) -> bool {
+            self.is_alive.load(Ordering::Relaxed)
+        }
+    }
+
+    #[tokio::test]
+    async fn the_end_comes_once_everything_is_written() {
+        let saves = saves(5, 0);
+        end(ready(()), &saves, LONG, pending()).await.unwrap();
+        assert_eq!(saves.in_work(), 0);
+    }
+
+    #[tokio::test]
+    async fn what_is_not_written_in_time_is_counted_and_an_error() {
+        let error = end(ready(()), &saves(5, 3), Duration::from_millis(200), pending()).await.unwrap_err().to_string();
+        assert_eq!(error, "3 checkpoints were not written in time");
+    }
+
+    #[tokio::test]
+    async fn a_second_signal_ends_at_once_also_while_requests_are_being_answered() {
+        let second = || sleep(Duration::from_millis(50));
+        let error = end(ready(()), &saves(1, 1), LONG, second()).await.unwrap_err().to_string();
+        assert_eq!(error, "1 checkpoint was not written before a second signal");
+        end(pending(), &saves(0, 0), LONG, second()).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn saves_that_fail_at_the_end_and_a_dead_engine_are_errors() {
+        let failing = Scripted { fails: true, ..saves(2, 0) };
+        let error = end(ready(()), &failing, LONG, pending()).await.unwrap_err().to_string();
+        assert_eq!(error, "2 checkpoints were not written; the log says why");
+        let dead = saves(2, 2);
+        dead.is_alive.store(false, Ordering::Relaxed);
+        assert!(end(ready(()), &dead, LONG, pending()).await.is_err());
+    }
+}

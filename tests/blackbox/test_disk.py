@@ -1,0 +1,232 @@
+"""What is on the disk after signals, kills and failures, and who may have a data directory."""
+
+import json
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from harness import Server, binary, encode, free_port
+from wire import Wire, floats, fwdbwd, next_token_datum
+
+DATUM = next_token_datum(encode("the quick brown fox jumps over the lazy dog"))
+KILLS = 10
+
+
+def save(wire, model_id, seq_id, name, **more):
+    """Asks for a save; the id of its future. Does not wait for it."""
+    body = {"model_id": model_id, "seq_id": seq_id, "path": name, "type": "save_weights"} | more
+    return wire.ok("save_weights", body)["request_id"]
+
+
+def saved(wire):
+    """Everything that is listed: its metadata by path."""
+    listed = wire.get("checkpoints", params={"limit": 1000}).json()["checkpoints"]
+    return {c["tinker_path"]: c.get("user_metadata") or {} for c in listed}
+
+
+def load(wire, session, number, path):
+    """A new model from a training checkpoint, optimizer included; its id."""
+    body = {"session_id": session, "model_seq_id": number, "path": path, "optimizer": True, "type": "load_weights"}
+    answer = wire.result(wire.ok("load_weights", body)["request_id"])
+    assert "error" not in answer, answer
+    return answer["model_id"]
+
+
+def logprobs(wire, model_id, seq_id=1):
+    return [a.tobytes() for a in floats(wire.forward_backward(fwdbwd(model_id, seq_id, [DATUM], forward_only=True)))]
+
+
+def on_disk(server, pattern):
+    return list((server.directory / "data/checkpoints").glob(f"*/weights/{pattern}"))
+
+
+def wait_for_log(server, text, seconds=20):
+    deadline = time.monotonic() + seconds
+    while text not in server.log():
+        assert time.monotonic() < deadline, server.log()
+        time.sleep(0.02)
+
+
+def busy_model(wire, base_model, passes, rank=4):
+    """A model with work that takes a while, and the next free place in its order."""
+    model_id = wire.model(base_model, rank=rank)
+    for seq_id in range(1, passes + 1):
+        assert wire.submit(fwdbwd(model_id, seq_id, [DATUM] * 256)).status_code == 200
+    wire.optim_step(model_id, passes + 1)
+    return model_id, passes + 2
+
+
+def test_every_acknowledged_save_is_there_after_sigterm(tmp_path):
+    names = [f"s-{i}" for i in range(30)]
+    server = Server(tmp_path)
+    server.start()
+    with Wire(server.url) as wire:
+        # Behind training, so that it has to be finished first.
+        model_id, first = busy_model(wire, server.base_model(), passes=2)
+        for seq_id, name in enumerate(names, first):
+            save(wire, model_id, seq_id, name)
+        server.process.send_signal(signal.SIGTERM)
+        written = len(on_disk(server, "s-*"))
+    assert written < len(names), "the signal has to come while saves are in flight"
+    assert server.process.wait(timeout=90) == 0, server.log()
+    assert "still being written" in server.log()
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        listed = saved(wire)
+        assert {f"tinker://{model_id}/weights/{name}" for name in names} <= set(listed)
+        session = wire.session()
+        bits = {tuple(logprobs(wire, load(wire, session, i, path))) for i, path in enumerate(listed)}
+        assert len(bits) == 1, "they were all saved of the same weights"
+
+
+@pytest.mark.parametrize("second_signal", [True, False])
+def test_an_end_that_does_not_wait_says_how_many_saves_are_lost(tmp_path, second_signal):
+    timeout = "60s" if second_signal else "1s"
+    server = Server(tmp_path, "--shutdown-timeout", timeout)
+    server.start()
+    with Wire(server.url) as wire:
+        model_id, first = busy_model(wire, server.base_model(), passes=200)
+        for i in range(3):
+            save(wire, model_id, first + i, f"s-{i}")
+    server.process.send_signal(signal.SIGTERM)
+    wait_for_log(server, "3 checkpoints are still being written")
+    started = time.monotonic()
+    if second_signal:
+        server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(timeout=15) != 0
+    assert time.monotonic() - started < 8
+    assert "3 checkpoints were not written" in server.log()
+    assert not on_disk(server, "*")
+
+
+def test_many_quick_saves_all_succeed(tmp_path):
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        model_id = wire.model(server.base_model(), rank=1)
+        saves = [save(wire, model_id, i + 1, f"s-{i}") for i in range(200)]
+        answers = [wire.result(request_id) for request_id in saves]
+        assert [a for a in answers if "error" in a] == []
+        assert len(saved(wire)) == 200
+
+
+def test_kills_at_random_moments_tear_nothing(tmp_path):
+    rng = random.Random()
+    in_flight, first, expected = 0, None, None
+    for round_ in range(KILLS + 1):
+        server = Server(tmp_path)
+        server.start()
+        with Wire(server.url) as wire:
+            session, listed = wire.session(), saved(wire)
+            if round_ == 0:
+                model_id = wire.model(server.base_model(), rank=64, session=session)
+                expected = logprobs(wire, model_id)
+                first = wire.result(save(wire, model_id, 2, "first"))["path"]
+                seq_id = 3
+            else:
+                assert not on_disk(server, ".*"), "leftovers are cleared at start"
+                last_round = [path for path in listed if path.rsplit("/", 1)[1].startswith(f"r{round_ - 1}-")]
+                for number, path in enumerate([*last_round, first]):
+                    model_id, seq_id = load(wire, session, number, path), 2
+                    assert logprobs(wire, model_id) == expected, path
+            if round_ == KILLS:
+                server.stop()
+                break
+            for i in range(8):
+                save(wire, model_id, seq_id + i, f"r{round_}-{i}")
+            time.sleep(rng.uniform(0.0, 0.25))
+            server.stop(signal.SIGKILL)
+            in_flight += bool(on_disk(server, ".*.partial-*"))
+    assert in_flight > KILLS / 2, f"only {in_flight} of {KILLS} kills came during a save"
+
+
+def test_a_kill_while_a_name_is_saved_again_leaves_the_old_save_or_the_new(tmp_path):
+    rng = random.Random()
+    in_flight, path, answered, expected = 0, None, None, None
+    for round_ in range(KILLS):
+        server = Server(tmp_path)
+        server.start()
+        with Wire(server.url) as wire:
+            session, listed = wire.session(), saved(wire)
+            if path is None:
+                model_id = wire.model(server.base_model(), rank=64, session=session)
+                expected = logprobs(wire, model_id)
+            else:
+                assert list(listed) == [path], "there is one, whatever happened"
+                assert answered <= int(listed[path]["n"]) <= answered + 8
+                model_id = load(wire, session, 0, path)
+                assert logprobs(wire, model_id) == expected
+                run, kind, name = path.removeprefix("tinker://").split("/")
+                assert wire.http.delete(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}").status_code == 200
+            answered = 100 * round_
+            again = {"overwrite": True, "user_metadata": {"n": str(answered)}}
+            path = wire.result(save(wire, model_id, 2, "again", **again))["path"]
+            for i in range(1, 9):
+                save(wire, model_id, 2 + i, "again", **again | {"user_metadata": {"n": str(answered + i)}})
+            time.sleep(rng.uniform(0.0, 0.25))
+            server.stop(signal.SIGKILL)
+            in_flight += bool(on_disk(server, ".again.*"))
+    assert in_flight > KILLS / 2, f"only {in_flight} of {KILLS} kills came during a save"
+
+
+def test_a_second_server_on_a_data_directory_refuses_and_names_the_first(tmp_path):
+    def start_another(data):
+        command = [binary(), "serve", "--port", str(free_port()), "--data-dir", str(data)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    first = Server(tmp_path)
+    first.start()
+    data = tmp_path / "data"
+    (tmp_path / "by-another-name").symlink_to(data)
+    with Wire(first.url) as wire:
+        model_id = wire.model(first.base_model())
+        # Half-written directories of the first are what a second would remove.
+        writing = data / "checkpoints/run/weights/.a.partial-1-1"
+        writing.mkdir(parents=True)
+        for name in (data, tmp_path / "by-another-name"):
+            refused = start_another(name)
+            assert refused.returncode != 0
+            assert "in use" in refused.stderr and f"pid {first.process.pid} " in refused.stderr, refused.stderr
+        assert writing.exists()
+        assert "path" in wire.result(save(wire, model_id, 1, "a"))
+    first.stop(signal.SIGKILL)
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        assert len(saved(wire)) == 1, "a lock whose holder was killed is taken over"
+        assert not writing.exists()
+
+
+def test_a_save_that_the_disk_refuses_fails_alone(tmp_path):
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        model_id = wire.model(server.base_model())
+        in_the_way = tmp_path / "data/checkpoints" / model_id
+        in_the_way.write_text("not a directory")
+        answer = wire.result(save(wire, model_id, 1, "a"))
+        assert answer["category"] == "server" and "not written" in answer["error"], answer
+        assert str(tmp_path) not in json.dumps(answer)
+        in_the_way.unlink()
+        assert "path" in wire.result(save(wire, model_id, 2, "a"))
+
+
+def test_what_a_stranger_put_into_the_data_directory_stops_nobody(tmp_path):
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        model_id = wire.model(server.base_model())
+        wire.result(save(wire, model_id, 1, "a"))
+        directory = tmp_path / "data/checkpoints" / model_id / "weights"
+    for name in ("pipe", "long"):
+        (directory / name).mkdir()
+    subprocess.run(["mkfifo", directory / "pipe/strata.json"], check=True)
+    record = (directory / "a/strata.json").read_text()
+    (directory / "long/strata.json").write_text(record + " " * (1 << 20))
+    (directory / "link").symlink_to(directory / "a")
+    (directory / ".b.partial-1-1").symlink_to(directory / "a")
+    (directory / ".mine").mkdir()
+    with Server(tmp_path) as server, Wire(server.url) as wire:
+        assert list(saved(wire)) == [f"tinker://{model_id}/weights/a"]
+        weights = directory / "a/adapter_model.safetensors"
+        weights.unlink()
+        subprocess.run(["mkfifo", weights], check=True)
+        body = {"session_id": wire.session(), "model_seq_id": 0, "path": f"tinker://{model_id}/weights/a", "optimizer": True}
+        answer = wire.result(wire.ok("load_weights", body)["request_id"])
+        assert answer["category"] == "user" and str(tmp_path) not in json.dumps(answer), answer
+        assert "path" in wire.result(save(wire, wire.model(server.base_model()), 1, "b"))
+    assert (directory / ".mine").exists() and (directory / ".b.partial-1-1").is_symlink()
