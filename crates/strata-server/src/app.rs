@@ -1,20 +1,23 @@
 //! What all handlers share, and the way from a request to a future.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use strata_engine::api::{Failure, Outcome, Request, Response};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Begun, Completer, Futures, Retention};
 use crate::limits;
+use crate::names::shown;
 use crate::registry::Registry;
 use crate::store::Store;
 use crate::submit::Submit;
+use crate::transit::Transit;
 
 /// Settings of a server.
 #[derive(Clone, Debug)]
@@ -29,6 +32,20 @@ pub struct ServerConfig {
     pub session_timeout: Duration,
     /// How long a poll for a result is held.
     pub poll_hold: Duration,
+    /// Bytes of all requests on their way in: bodies as they arrive, inflated and decoded, until they are handed on.
+    pub transit_bytes: usize,
+    /// Bytes of one request body, as sent and inflated; `None`: half of `transit_bytes`, and at most [`limits::BODY_BYTES_MAX`].
+    pub body_bytes_max: Option<usize>,
+    /// Bytes that one request may become decoded; `None`: half of `transit_bytes`.
+    pub request_bytes_max: Option<usize>,
+    /// Time in which the headers of a request arrive, from their first byte on.
+    pub header_timeout: Duration,
+    /// Time in which the body of a request arrives.
+    pub body_timeout: Duration,
+    /// How long a connection may be open without a request on it.
+    pub idle_timeout: Duration,
+    /// Connections that are open at the same time; others wait to be accepted.
+    pub connections_max: usize,
 }
 
 impl ServerConfig {
@@ -40,7 +57,24 @@ impl ServerConfig {
             data_dir,
             session_timeout: Duration::from_secs(300),
             poll_hold: limits::POLL_HOLD,
+            transit_bytes: limits::TRANSIT_BYTES,
+            body_bytes_max: None,
+            request_bytes_max: None,
+            header_timeout: limits::HEADER_TIME_MAX,
+            body_timeout: limits::BODY_TIME_MAX,
+            idle_timeout: limits::IDLE_TIME_MAX,
+            connections_max: limits::CONNECTIONS_MAX,
         }
+    }
+
+    /// Bytes of one request body, as sent and inflated.
+    pub fn body_bytes_max(&self) -> usize {
+        self.body_bytes_max.unwrap_or((self.transit_bytes / 2).min(limits::BODY_BYTES_MAX))
+    }
+
+    /// Bytes that one request may become decoded.
+    pub fn request_bytes_max(&self) -> usize {
+        self.request_bytes_max.unwrap_or(self.transit_bytes / 2)
     }
 }
 
@@ -66,7 +100,7 @@ impl ModelInfo {
         if asked == self.name || asked.split(':').next() == Some(self.name.as_str()) {
             return Ok(());
         }
-        Err(format!("base model {asked:?} is not served here; this server has {:?}", self.name))
+        Err(format!("base model {:?} is not served here; this server has {:?}", shown(asked), self.name))
     }
 }
 
@@ -82,6 +116,10 @@ pub struct App {
     pub registry: Registry,
     /// Checkpoints.
     pub store: Store,
+    /// Memory of requests on their way in.
+    pub transit: Transit,
+    /// Turns at decoding large bodies.
+    pub decodes: Arc<Semaphore>,
     engine: Arc<dyn Submit>,
     closing: watch::Sender<bool>,
 }
@@ -96,6 +134,8 @@ impl App {
             registry: Registry::new(config.session_timeout),
             store: Store::open(config.data_dir.clone())?,
             futures: Futures::new(Retention::default()),
+            transit: Transit::new(config.transit_bytes),
+            decodes: Arc::new(Semaphore::new(limits::DECODES_MAX)),
             closing: watch::Sender::new(false),
             config,
             model,
@@ -138,7 +178,7 @@ impl App {
             let answer = match outcome {
                 Ok(response) => finish(&app, response).unwrap_or_else(Answer::Failed),
                 Err(failure) => {
-                    on_failure(&app, &failure);
+                    on_failure(&app, &app.for_clients(&failure));
                     Answer::Failed(failure)
                 }
             };
@@ -152,7 +192,11 @@ impl App {
                 _ if is_sample => tracing::debug!(request_id, kind, elapsed_us, "done"),
                 _ => tracing::info!(request_id, kind, elapsed_us, "done"),
             }
-            completer.complete(answer);
+            // The log has seen the paths; clients do not.
+            completer.complete(match answer {
+                Answer::Failed(failure) => Answer::Failed(app.for_clients(&failure)),
+                answer => answer,
+            });
         };
         self.engine.submit(request, Box::new(reply));
     }
@@ -175,10 +219,24 @@ impl App {
         let app = self.clone();
         let reply = move |outcome: Outcome| {
             if let Err(failure) = outcome {
-                on_failure(&app, &failure);
+                tracing::warn!(category = failure_category(&failure), "{failure}");
+                on_failure(&app, &app.for_clients(&failure));
             }
         };
         self.engine.submit(request, Box::new(reply));
+    }
+
+    /// A failure without the server's own paths in it: a checkpoint goes by its `tinker://` path, and the rest of the data directory by what
+    /// it is.
+    fn for_clients(&self, failure: &Failure) -> Failure {
+        let prefix = |dir: &Path| format!("{}/", dir.display().to_string().trim_end_matches('/'));
+        let (data_dir, checkpoints_dir) = (prefix(&self.config.data_dir), prefix(&self.config.data_dir.join("checkpoints")));
+        let without_paths =
+            |text: &str| text.replace(&checkpoints_dir, "tinker://").replace(&data_dir, "the data directory's ");
+        match failure {
+            Failure::User(text) => Failure::User(without_paths(text)),
+            Failure::Server(text) => Failure::Server(without_paths(text)),
+        }
     }
 
     /// Ends polls that are being held, so that connections can close.

@@ -6,11 +6,11 @@ use axum::extract::{Request, State};
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 
 use crate::app::App;
 use crate::error::ApiError;
-use crate::payload::drain;
+use crate::payload::refuse;
 
 /// What every key starts with: the SDK refuses others before it sends them.
 pub const KEY_PREFIX: &str = "tml-";
@@ -23,8 +23,7 @@ pub async fn require_key(State(app): State<Arc<App>>, request: Request, next: Ne
         Some(_) => "this API key is not the server's",
         None => "an API key is needed in the header X-API-Key",
     };
-    drain(request.into_body()).await;
-    ApiError::Unauthorized(refusal.into()).into_response()
+    refuse(request, ApiError::Unauthorized(refusal.into())).await
 }
 
 fn given_key(headers: &HeaderMap) -> Option<&str> {

@@ -5,6 +5,7 @@
 
 use axum::Json;
 use axum::http::StatusCode;
+use axum::http::header::CONNECTION;
 use axum::response::{IntoResponse, Response};
 use strata_engine::api::Failure;
 
@@ -17,6 +18,9 @@ pub enum ApiError {
     /// The key is missing or wrong.
     #[error("{0}")]
     Unauthorized(String),
+    /// The request comes from where none is answered.
+    #[error("{0}")]
+    Forbidden(String),
     /// What the request names does not exist.
     #[error("{0}")]
     NotFound(String),
@@ -26,9 +30,15 @@ pub enum ApiError {
     /// What the request names existed, and is no more.
     #[error("{0}")]
     Gone(String),
+    /// The body did not arrive in time.
+    #[error("{0}")]
+    Timeout(String),
     /// The body is above a limit.
     #[error("{0}")]
     TooLarge(String),
+    /// The body is of a type that the API does not take.
+    #[error("{0}")]
+    UnsupportedMediaType(String),
     /// A queue is full: the client should send the same request again later.
     #[error("{0}")]
     Busy(String),
@@ -51,10 +61,13 @@ impl ApiError {
         match self {
             ApiError::BadRequest(_) => StatusCode::BAD_REQUEST,
             ApiError::Unauthorized(_) => StatusCode::UNAUTHORIZED,
+            ApiError::Forbidden(_) => StatusCode::FORBIDDEN,
             ApiError::NotFound(_) => StatusCode::NOT_FOUND,
             ApiError::MethodNotAllowed(_) => StatusCode::METHOD_NOT_ALLOWED,
             ApiError::Gone(_) => StatusCode::GONE,
+            ApiError::Timeout(_) => StatusCode::REQUEST_TIMEOUT,
             ApiError::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            ApiError::UnsupportedMediaType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             ApiError::Busy(_) => StatusCode::TOO_MANY_REQUESTS,
             ApiError::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             ApiError::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
@@ -70,13 +83,12 @@ impl IntoResponse for ApiError {
         } else {
             tracing::debug!(status = status.as_u16(), "{self}");
         }
-        (status, Json(serde_json::json!({ "detail": self.to_string() }))).into_response()
-    }
-}
-
-impl From<serde_json::Error> for ApiError {
-    fn from(error: serde_json::Error) -> Self {
-        ApiError::BadRequest(format!("request body: {error}"))
+        let answer = Json(serde_json::json!({ "detail": self.to_string() }));
+        match self {
+            // What is left of the body is not going to be read, so no request can follow it.
+            ApiError::TooLarge(_) | ApiError::Timeout(_) => (status, [(CONNECTION, "close")], answer).into_response(),
+            _ => (status, answer).into_response(),
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 //! The Tinker API over HTTP: what the official SDK (0.38) and its cookbook speak.
 //!
 //! Map:
-//! - [`Server`]: listener, reaper, shutdown. `app`: what all handlers share, and the way from a request to a future.
-//! - `routes`: the endpoints, a file for each part of the API; `payload`, `auth`, `error`: what all of them need.
-//! - `wire`: protobuf and JSON bodies, translated from and to the engine's values.
+//! - [`Server`]: listener, reaper, shutdown. `connection`: one task for each connection, and the clock that ends it. `app`: what all handlers
+//!   share, and the way from a request to a future.
+//! - `routes`: the endpoints, a file for each part of the API; `edge`, `auth`: who is answered; `payload`, `error`: what all of them need.
+//! - `wire`: protobuf and JSON bodies, translated from and to the engine's values. `transit`: the memory that requests take on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`, `sequence`: sessions, models, sampling sessions and the order of operations.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
 //! - [`limits`]: every bound on what comes from outside.
@@ -13,11 +14,15 @@
 //! - Ids follow from what a client sends: a request that is sent again gets the same id and runs once.
 //! - Once a training operation's model and place in the order are known, it takes its place, even if the rest of it is refused.
 //! - A user's mistake is a 4xx with a sentence, or a failed future of category `user`; never a 409, a 425, a 5xx or a panic.
+//! - No body takes memory that was not charged to the transit budget first, as it arrives, inflated or decoded.
+//! - No path of the server's own file system is in an answer, but for the tokenizer's.
 //! - What clients report about themselves (telemetry) is never stored: it may hold their keys.
 
 mod app;
 mod auth;
+mod connection;
 mod data_dir;
+mod edge;
 mod error;
 mod futures;
 pub mod limits;
@@ -31,6 +36,7 @@ mod store;
 mod submit;
 #[cfg(test)]
 mod tests;
+mod transit;
 mod wire;
 
 pub use app::{ModelInfo, ServerConfig};

@@ -2,27 +2,71 @@
 
 use std::time::Duration;
 
-/// Bytes of a request body, as sent and after inflation.
+/// Bytes of a request body, as sent and after inflation; less where the transit budget is small.
 pub const BODY_BYTES_MAX: usize = 256 << 20;
-/// Bodies from here on are decoded on a blocking thread, so that no async thread is held for longer than about 500 µs.
-pub const BODY_INLINE_BYTES_MAX: usize = 128 << 10;
+/// Bytes of all requests on their way in, unless settings say otherwise.
+pub const TRANSIT_BYTES: usize = 512 << 20;
+/// How long a body waits for room in the transit budget before its client is asked to come back.
+pub const TRANSIT_WAIT: Duration = Duration::from_secs(2);
+/// Bodies above this, and all compressed ones, are decoded on a blocking thread, so that no async thread is held for longer than about 500 µs.
+pub const BODY_INLINE_BYTES_MAX: usize = 16 << 10;
+/// Bodies that are decoded at the same time on blocking threads.
+pub const DECODES_MAX: usize = 4;
+/// How much larger a result is as JSON, while it is made, than as protobuf.
+pub const RENDERED_FACTOR: usize = 32;
+/// Time in which a body arrives, unless settings say otherwise.
+pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long a body may pause between two parts.
+pub const BODY_STALL_MAX: Duration = Duration::from_secs(10);
+/// Log2 of the largest zstd window in bytes; less where the transit budget is small. Level 19, the highest that is not `--ultra`, uses it.
+pub const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 /// Bytes that are read of a body that nobody wants, such as one without the right key.
 pub const DRAINED_BYTES_MAX: usize = 1 << 20;
 /// How long such a body may take to arrive.
 pub const DRAIN_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// Connections that are open at the same time, unless settings say otherwise.
+pub const CONNECTIONS_MAX: usize = 16_384;
+/// Bytes of the headers of a request.
+pub const HEADER_BYTES_MAX: usize = 32 << 10;
+/// Headers of a request.
+pub const HEADERS_MAX: usize = 100;
+/// Bytes that a connection buffers of what it reads.
+pub const CONNECTION_BUFFER_BYTES: usize = 64 << 10;
+/// Time in which the headers of a request arrive, unless settings say otherwise.
+pub const HEADER_TIME_MAX: Duration = Duration::from_secs(10);
+/// How long a connection may be open with nothing to do, unless settings say otherwise.
+pub const IDLE_TIME_MAX: Duration = Duration::from_secs(120);
+/// How long a connection that the server ends goes on reading: one that is closed with bytes unread takes its last answer with it.
+pub const LINGER_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// Length of every text in a JSON body; most have a lower limit of their own.
+pub const TEXT_BYTES_MAX: usize = 64 << 10;
+/// Length of ids in JSON bodies.
+pub const ID_BYTES_MAX: usize = 512;
+/// Characters of an outside text that are shown in an error.
+pub const SHOWN_CHARS_MAX: usize = 128;
+/// Characters of an error that quotes a body.
+pub const ERROR_CHARS_MAX: usize = 1000;
 /// Length of every identifier and checkpoint name from outside.
 pub const NAME_BYTES_MAX: usize = 200;
 /// Length of a URL-like `tinker://` path.
 pub const PATH_BYTES_MAX: usize = 512;
 /// Bytes of the metadata that a user may attach to a session, a model or a checkpoint, as JSON.
 pub const METADATA_BYTES_MAX: usize = 64 << 10;
+/// Entries of such metadata.
+pub const METADATA_ENTRIES_MAX: usize = 1024;
 
 /// Examples of one `forward_backward`.
 pub const DATUMS_MAX: usize = 65_536;
 /// Nested messages of one protobuf body; each costs far more memory than the two bytes it may take on the wire.
 pub const PROTO_MESSAGES_MAX: usize = 1 << 20;
-/// Elements of all loss inputs of one request after sparse ones are filled in.
-pub const LOSS_ELEMENTS_MAX: usize = 1 << 26;
+/// Chunks of one input or prompt.
+pub const CHUNKS_MAX: usize = 16_384;
+/// Tensors of one example.
+pub const LOSS_INPUTS_MAX: usize = 64;
+/// Settings of a loss.
+pub const LOSS_SETTINGS_MAX: usize = 256;
 
 /// Sequences of one sampling request.
 pub const NUM_SAMPLES_MAX: usize = 4096;
@@ -34,6 +78,8 @@ pub const QUEUED_SEQUENCES_MAX: usize = 65_536;
 pub const TOPK_MAX: usize = 128;
 /// Stop tokens or strings of a sampling request.
 pub const STOPS_MAX: usize = 256;
+/// Length of a stop string.
+pub const STOP_BYTES_MAX: usize = 4096;
 
 /// Sessions that are alive.
 pub const SESSIONS_MAX: usize = 4096;
@@ -75,3 +121,12 @@ pub const CHECKPOINT_TTL_SECONDS: std::ops::RangeInclusive<i64> = 3600..=10 * 36
 pub const CATALOGUE_BYTES_MAX: usize = 128 << 20;
 /// Entries of one page of a listing.
 pub const PAGE_MAX: usize = 1000;
+
+/// An amount of memory for people.
+pub fn shown_bytes(bytes: usize) -> String {
+    match bytes {
+        mib if mib >= 1 << 20 && mib.is_multiple_of(1 << 20) => format!("{} MiB", mib >> 20),
+        kib if kib >= 1 << 10 && kib.is_multiple_of(1 << 10) => format!("{} KiB", kib >> 10),
+        bytes => format!("{bytes} bytes"),
+    }
+}

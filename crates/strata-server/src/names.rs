@@ -1,4 +1,7 @@
-//! Names from outside that become parts of paths: checked once, here, before they touch the file system.
+//! Names from outside. Those that become parts of paths are checked once, here, before they touch the file system; those that are shown in an
+//! error are cut.
+
+use std::borrow::Cow;
 
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
@@ -58,7 +61,7 @@ impl CheckpointId {
         check_name("training run id", run)?;
         check_name("checkpoint name", name)?;
         let Some(kind) = CheckpointKind::parse(kind) else {
-            return Err(ApiError::bad(format!("checkpoint kind {kind:?} is not one of weights, sampler_weights")));
+            return Err(ApiError::bad(format!("checkpoint kind {:?} is not one of weights, sampler_weights", shown(kind))));
         };
         Ok(CheckpointId { run: run.into(), kind, name: name.into() })
     }
@@ -75,7 +78,8 @@ impl CheckpointId {
                 limits::PATH_BYTES_MAX
             )));
         }
-        let malformed = || ApiError::bad(format!("{path:?} is not a checkpoint path such as tinker://RUN/weights/NAME"));
+        let malformed =
+            || ApiError::bad(format!("{:?} is not a checkpoint path such as tinker://RUN/weights/NAME", shown(path)));
         let segments: Vec<&str> = path.strip_prefix("tinker://").ok_or_else(malformed)?.split('/').collect();
         let [run, kind, name] = segments[..] else { return Err(malformed()) };
         Self::new(run, kind, name)
@@ -102,10 +106,24 @@ pub fn check_name(what: &str, name: &str) -> ApiResult<()> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | ':' | '-');
     if name.starts_with('.') || !name.chars().all(allowed) {
         return Err(ApiError::bad(format!(
-            "{what} {name:?} may only have letters, digits, '.', '_', ':' and '-', and must not start with '.'"
+            "{what} {:?} may only have letters, digits, '.', '_', ':' and '-', and must not start with '.'",
+            shown(name)
         )));
     }
     Ok(())
+}
+
+/// A text from outside as an error shows it.
+pub fn shown(text: &str) -> Cow<'_, str> {
+    cut(text, limits::SHOWN_CHARS_MAX)
+}
+
+/// At most `chars_max` characters of a text, and a sign that there were more.
+pub fn cut(text: &str, chars_max: usize) -> Cow<'_, str> {
+    match text.char_indices().nth(chars_max) {
+        Some((end, _)) => format!("{}…", &text[..end]).into(),
+        None => text.into(),
+    }
 }
 
 #[cfg(test)]
@@ -116,6 +134,13 @@ mod tests {
     fn paths_survive_a_round_trip() {
         let path = "tinker://3fa:train:0/sampler_weights/step-10.final";
         assert_eq!(CheckpointId::parse(path).unwrap().tinker_path(), path);
+    }
+
+    #[test]
+    fn texts_are_shown_cut_to_a_length() {
+        assert_eq!(shown("abc"), "abc");
+        assert_eq!(shown(&"é".repeat(128)), "é".repeat(128));
+        assert_eq!(shown(&"é".repeat(129)), format!("{}…", "é".repeat(128)));
     }
 
     #[test]

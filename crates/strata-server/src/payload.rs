@@ -1,107 +1,293 @@
-//! Request bodies: read up to a limit, inflated up to the same limit, and decoded off the async threads where they are large.
+//! Request bodies: read, inflated and decoded within the transit budget, off the async threads where they are large.
 
 use std::io::Read;
+use std::pin::pin;
+use std::sync::Arc;
 
-use axum::body::{Body, Bytes};
+use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
 use axum::http::HeaderName;
-use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use axum::response::{IntoResponse, Response};
+use http_body_util::BodyExt;
+use serde::de::DeserializeOwned;
 
+use crate::app::App;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
+use crate::transit::Charge;
+use crate::wire::budget::Budget;
+use crate::wire::guard;
+use crate::wire::json::OpHead;
 
-/// Largest zstd window that is accepted: the memory a frame may ask for before its first byte is out.
-const ZSTD_WINDOW_LOG_MAX: u32 = 27;
+/// Bytes that are inflated at a time.
+const INFLATED_CHUNK_BYTES: usize = 64 << 10;
 
-/// A request body, inflated.
+/// A request body as it arrived, charged to the transit budget.
 pub struct Payload {
-    /// The bytes.
-    pub bytes: Bytes,
+    /// The bytes, compressed or not.
+    bytes: Bytes,
     /// Whether they are protobuf.
     pub is_protobuf: bool,
+    is_zstd: bool,
+    charge: Charge,
+    app: Arc<App>,
 }
 
-impl<S: Send + Sync> FromRequest<S> for Payload {
+/// An operation of a model: its head, without which it cannot be accepted, and the rest, which may be wrong.
+pub struct Operation<T> {
+    /// Its model and its place.
+    pub head: OpHead,
+    /// What it asks for, or why it is refused.
+    pub asked: Result<T, String>,
+}
+
+impl FromRequest<Arc<App>> for Payload {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, _state: &S) -> ApiResult<Self> {
+    async fn from_request(request: Request, app: &Arc<App>) -> ApiResult<Self> {
         let is_protobuf = header(&request, &CONTENT_TYPE).starts_with("application/x-protobuf");
         let encoding = header(&request, &CONTENT_ENCODING).to_ascii_lowercase();
-        // Read before anything is refused: see `drain`.
-        let bytes = axum::body::to_bytes(request.into_body(), limits::BODY_BYTES_MAX).await;
-        let bytes = bytes.map_err(|error| body_error(&error))?;
+        let bytes_max = app.config.body_bytes_max();
+        if announced_bytes(&request).is_some_and(|bytes| bytes > bytes_max as u64) {
+            return Err(too_large(bytes_max));
+        }
+        let mut charge = app.transit.charge();
+        let arriving = read(request.into_body(), bytes_max, &mut charge);
+        // Read before anything is refused: see `refuse`.
+        let bytes = match tokio::time::timeout(app.config.body_timeout, arriving).await {
+            Ok(read) => read?,
+            Err(_) => {
+                let seconds = app.config.body_timeout.as_secs_f64();
+                return Err(ApiError::Timeout(format!("the request body did not arrive within {seconds} s")));
+            }
+        };
         let is_zstd = match encoding.as_str() {
             "" | "identity" => false,
             "zstd" => true,
-            other => return Err(ApiError::bad(format!("content-encoding {other:?} is not supported; send zstd or none"))),
+            other => {
+                let other = crate::names::shown(other);
+                return Err(ApiError::bad(format!("content-encoding {other:?} is not supported; send zstd or none")));
+            }
         };
-        let bytes =
-            if is_zstd { blocking(bytes.len(), move || inflate(&bytes, limits::BODY_BYTES_MAX)).await?.into() } else { bytes };
-        Ok(Payload { bytes, is_protobuf })
+        Ok(Payload { bytes, is_protobuf, is_zstd, charge, app: app.clone() })
     }
 }
 
-/// Reads what is left of a body that nobody wants. A connection that is answered before its request has arrived is closed, and a client
-/// that sends its next request over it sees an error in place of an answer.
-pub async fn drain(body: Body) {
-    let read = axum::body::to_bytes(body, limits::DRAINED_BYTES_MAX);
+impl Payload {
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// Decodes a JSON body. What is returned with it is the memory it is charged for, to be kept until the request is handed on.
+    ///
+    /// # Errors
+    /// If it is not what is asked for, or there is no room for it.
+    pub async fn json<T: DeserializeOwned + Send + 'static>(self) -> ApiResult<(T, Charge)> {
+        self.decode(|bytes, budget| guard::parse(&bytes, budget).map_err(ApiError::BadRequest)).await
+    }
+
+    /// Decodes the JSON body of an operation.
+    ///
+    /// # Errors
+    /// If the body is not JSON, or names no model or place, or there is no room for it at the moment.
+    pub async fn operation<T: DeserializeOwned + Send + 'static>(self) -> ApiResult<(Operation<T>, Charge)> {
+        self.decode(|bytes, budget| {
+            let head = guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?;
+            Ok(Operation { head, asked: guard::parse(&bytes, budget) })
+        })
+        .await
+    }
+
+    /// Inflates and decodes: in place if the body is small, on one of a few blocking threads otherwise.
+    ///
+    /// # Errors
+    /// Those of `work`; or that there is no room for what the body becomes, whatever `work` made of that. An operation that is too large for
+    /// any time is left to `work`, which has it take its place.
+    pub async fn decode<T: Send + 'static>(
+        self,
+        work: impl FnOnce(Bytes, &Budget) -> ApiResult<T> + Send + 'static,
+    ) -> ApiResult<(T, Charge)> {
+        let Payload { bytes, is_zstd, mut charge, app, .. } = self;
+        let is_small = !is_zstd && bytes.len() <= limits::BODY_INLINE_BYTES_MAX;
+        let (body_bytes_max, request_bytes_max) = (app.config.body_bytes_max(), app.config.request_bytes_max());
+        let decode = move || {
+            let bytes = if is_zstd { inflate(bytes, body_bytes_max, &mut charge)? } else { bytes };
+            let body_bytes = charge.bytes();
+            let budget = Budget::new(request_bytes_max, charge);
+            let decoded = work(bytes, &budget);
+            match (decoded, budget.refusal()) {
+                (_, Some(busy @ ApiError::Busy(_))) => Err(busy),
+                (Err(_), Some(refusal)) => Err(refusal),
+                (decoded, _) => {
+                    let mut charge = budget.into_charge();
+                    charge.shrink(body_bytes);
+                    decoded.map(|decoded| (decoded, charge))
+                }
+            }
+        };
+        if is_small { decode() } else { blocking(&app, decode).await }
+    }
+}
+
+/// Runs work that grows with the size of a body on a blocking thread. Few of them run at once, so that requests that wait for their turn hold
+/// their bodies and nothing else.
+///
+/// # Errors
+/// Those of the work.
+pub async fn blocking<T: Send + 'static>(app: &App, work: impl FnOnce() -> ApiResult<T> + Send + 'static) -> ApiResult<T> {
+    let Ok(turn) = app.decodes.clone().acquire_owned().await else {
+        return Err(ApiError::Internal("the server takes no more bodies".into()));
+    };
+    // The turn goes along: the work goes on if the client hangs up meanwhile.
+    let done = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        work()
+    });
+    done.await.unwrap_or_else(|error| {
+        tracing::error!("decoding a request: {error}");
+        Err(ApiError::Internal("this request hit a bug in the server; its log says where".into()))
+    })
+}
+
+/// Reads a body, charged as it arrives. The buffer grows by doubling up to what is announced: an announcement alone takes nothing.
+async fn read(body: Body, bytes_max: usize, charge: &mut Charge) -> ApiResult<Bytes> {
+    let announced = body.size_hint().exact().and_then(|bytes| usize::try_from(bytes).ok());
+    let mut body = pin!(body);
+    let mut bytes: Vec<u8> = Vec::new();
+    loop {
+        let Ok(arrived) = tokio::time::timeout(limits::BODY_STALL_MAX, body.frame()).await else {
+            let seconds = limits::BODY_STALL_MAX.as_secs();
+            return Err(ApiError::Timeout(format!("nothing of the request body arrived for {seconds} s")));
+        };
+        let Some(frame) = arrived else { return Ok(bytes.into()) };
+        let frame = frame.map_err(|error| ApiError::bad(format!("request body: {error}")))?;
+        let Some(arrived) = frame.data_ref() else { continue };
+        if bytes.len() + arrived.len() > bytes_max {
+            return Err(too_large(bytes_max));
+        }
+        let grows_by = growth(&bytes, arrived.len(), announced.unwrap_or(bytes_max));
+        charge.grow(grows_by).await?;
+        bytes.reserve_exact(grows_by + bytes.capacity() - bytes.len());
+        bytes.extend_from_slice(arrived);
+    }
+}
+
+/// By how much the capacity of a vector grows to take `more` bytes: to double, but not beyond `bytes_max` unless it has to.
+fn growth(bytes: &Vec<u8>, more: usize, bytes_max: usize) -> usize {
+    let needed = bytes.len() + more;
+    if needed <= bytes.capacity() {
+        return 0;
+    }
+    needed.max((bytes.capacity() * 2).min(bytes_max)) - bytes.capacity()
+}
+
+/// Refuses a request whose body has not been read. A connection that is answered before its request has arrived is closed, and a client that
+/// sends its next request over it sees an error in place of an answer; so what is left of a small body is read and dropped first.
+pub async fn refuse(request: Request, refusal: ApiError) -> Response {
+    if announced_bytes(&request).is_some_and(|bytes| bytes > limits::DRAINED_BYTES_MAX as u64) {
+        return ([(axum::http::header::CONNECTION, "close")], refusal).into_response();
+    }
+    let drained = async {
+        let (mut body, mut left) = (pin!(request.into_body()), limits::DRAINED_BYTES_MAX);
+        while let Some(Ok(frame)) = body.frame().await {
+            let Some(rest) = left.checked_sub(frame.data_ref().map_or(0, Bytes::len)) else { return };
+            left = rest;
+        }
+    };
     // Whatever comes of it, the answer is the same.
-    let _ = tokio::time::timeout(limits::DRAIN_TIME_MAX, read).await;
+    let _ = tokio::time::timeout(limits::DRAIN_TIME_MAX, drained).await;
+    refusal.into_response()
+}
+
+fn announced_bytes(request: &Request) -> Option<u64> {
+    // The header counts where there is one: a number that is too large for hyper is no exact size.
+    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+    announced.or_else(|| request.body().size_hint().exact())
 }
 
 fn header<'a>(request: &'a Request, name: &HeaderName) -> &'a str {
     request.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or("").trim()
 }
 
-fn body_error(error: &axum::Error) -> ApiError {
-    // The limit is an error of a type that axum does not name; its text is all there is to tell it by.
-    if std::error::Error::source(error).is_some_and(|source| source.to_string().contains("length limit")) {
-        too_large()
-    } else {
-        ApiError::bad(format!("request body: {error}"))
+fn too_large(bytes_max: usize) -> ApiError {
+    ApiError::TooLarge(format!("request body is above the limit of {}", limits::shown_bytes(bytes_max)))
+}
+
+/// Inflates a body, each part charged before it is there, and lets go of what it was compressed to.
+fn inflate(compressed: Bytes, bytes_max: usize, charge: &mut Charge) -> ApiResult<Bytes> {
+    let compressed_bytes = charge.bytes();
+    // A frame may ask for its window before its first byte is out.
+    let window_log = (charge.transit().bytes_max() / 16).max(1 << 10).ilog2().min(limits::ZSTD_WINDOW_LOG_MAX);
+    let window_bytes = 1 << window_log;
+    charge.try_grow(window_bytes)?;
+    let malformed = |error: std::io::Error| {
+        let window = limits::shown_bytes(window_bytes);
+        ApiError::bad(format!("request body is not zstd with a window of up to {window}: {error}"))
+    };
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(&compressed[..]).map_err(malformed)?;
+    decoder.window_log_max(window_log).map_err(malformed)?;
+    let (mut inflated, mut chunk) = (Vec::new(), vec![0; INFLATED_CHUNK_BYTES]);
+    loop {
+        let count = decoder.read(&mut chunk).map_err(malformed)?;
+        if count == 0 {
+            break;
+        }
+        if inflated.len() + count > bytes_max {
+            return Err(too_large(bytes_max));
+        }
+        let grows_by = growth(&inflated, count, bytes_max);
+        charge.try_grow(grows_by)?;
+        inflated.reserve_exact(grows_by + inflated.capacity() - inflated.len());
+        inflated.extend_from_slice(&chunk[..count]);
     }
-}
-
-fn too_large() -> ApiError {
-    ApiError::TooLarge(format!("request body is above the limit of {} MiB", limits::BODY_BYTES_MAX >> 20))
-}
-
-fn inflate(compressed: &[u8], bytes_max: usize) -> ApiResult<Vec<u8>> {
-    let malformed = |error: std::io::Error| ApiError::bad(format!("request body is not zstd: {error}"));
-    let mut decoder = zstd::stream::read::Decoder::with_buffer(compressed).map_err(malformed)?;
-    decoder.window_log_max(ZSTD_WINDOW_LOG_MAX).map_err(malformed)?;
-    let mut inflated = Vec::new();
-    decoder.take(bytes_max as u64 + 1).read_to_end(&mut inflated).map_err(malformed)?;
-    if inflated.len() > bytes_max { Err(too_large()) } else { Ok(inflated) }
-}
-
-/// Runs work that grows with the size of a body: in place if it is small, on a blocking thread otherwise.
-///
-/// # Errors
-/// Those of the work.
-pub async fn blocking<T: Send + 'static>(
-    size_bytes: usize,
-    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
-) -> ApiResult<T> {
-    if size_bytes <= limits::BODY_INLINE_BYTES_MAX {
-        return work();
-    }
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| Err(ApiError::Internal(format!("decoding the request body: {error}"))))
+    charge.shrink(compressed_bytes + window_bytes);
+    Ok(inflated.into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transit::Transit;
+
+    fn inflated(frame: &[u8], bytes_max: usize, transit: &Transit) -> ApiResult<Bytes> {
+        let mut charge = transit.charge();
+        charge.try_grow(frame.len()).unwrap();
+        let inflated = inflate(Bytes::copy_from_slice(frame), bytes_max, &mut charge)?;
+        assert!((inflated.len()..=2 * inflated.len() + 100).contains(&charge.bytes()), "what is held is what is charged");
+        Ok(inflated)
+    }
 
     #[test]
     fn a_frame_that_inflates_beyond_the_limit_is_refused() {
+        let transit = Transit::new(64 << 20);
         let bomb = zstd::encode_all(&vec![0u8; 1 << 20][..], 3).unwrap();
         assert!(bomb.len() < 1000);
-        assert!(matches!(inflate(&bomb, 1000), Err(ApiError::TooLarge(_))));
-        assert_eq!(inflate(&bomb, 1 << 20).unwrap().len(), 1 << 20);
-        assert!(matches!(inflate(b"not zstd", 1000), Err(ApiError::BadRequest(_))));
-        assert!(matches!(inflate(&bomb[..bomb.len() - 3], 1 << 20), Err(ApiError::BadRequest(_))));
+        assert!(matches!(inflated(&bomb, 1000, &transit), Err(ApiError::TooLarge(_))));
+        assert_eq!(inflated(&bomb, 1 << 20, &transit).unwrap().len(), 1 << 20);
+        assert!(matches!(inflated(b"not zstd", 1000, &transit), Err(ApiError::BadRequest(_))));
+        assert!(matches!(inflated(&bomb[..bomb.len() - 3], 1 << 20, &transit), Err(ApiError::BadRequest(_))));
+    }
+
+    #[test]
+    fn a_frame_never_takes_more_than_there_is_room_for() {
+        let bomb = zstd::encode_all(&vec![0u8; 64 << 20][..], 3).unwrap();
+        assert!(bomb.len() < 6 << 10);
+        let transit = Transit::new(48 << 20);
+        let mut others = transit.charge();
+        others.try_grow(32 << 20).unwrap();
+        let (refused, peak) = crate::tests::peak_bytes(|| inflated(&bomb, usize::MAX, &transit));
+        assert!(matches!(refused, Err(ApiError::Busy(_))));
+        assert!(peak < 32 << 20, "{peak}");
+    }
+
+    #[test]
+    fn a_window_that_is_large_for_the_budget_is_refused() {
+        let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(24).unwrap();
+        std::io::Write::write_all(&mut encoder, &vec![7u8; 20 << 20]).unwrap();
+        let frame = encoder.finish().unwrap();
+        assert!(matches!(inflated(&frame, usize::MAX, &Transit::new(1 << 30)), Err(ApiError::BadRequest(_))));
     }
 }

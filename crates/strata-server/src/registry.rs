@@ -13,6 +13,7 @@ use time::OffsetDateTime;
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Begun, Completer};
 use crate::limits;
+use crate::names::shown;
 use crate::sequence::{AcceptedIds, Place};
 
 /// What a user attached to something.
@@ -532,16 +533,17 @@ impl Inner {
 
 fn unknown_session(session_id: &str) -> ApiError {
     ApiError::NotFound(format!(
-        "there is no session {session_id:?}; sessions end with the server, so a client that outlives it has to start anew"
+        "there is no session {:?}; sessions end with the server, so a client that outlives it has to start anew",
+        shown(session_id)
     ))
 }
 
 fn unknown_model(model_id: &str) -> ApiError {
-    ApiError::NotFound(format!("there is no model {model_id:?} in training"))
+    ApiError::NotFound(format!("there is no model {:?} in training", shown(model_id)))
 }
 
 fn unknown_sampler(sampler_id: &str) -> ApiError {
-    ApiError::NotFound(format!("there is no sampling session {sampler_id:?}"))
+    ApiError::NotFound(format!("there is no sampling session {:?}", shown(sampler_id)))
 }
 
 fn too_busy() -> ApiError {

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use axum::serve::ListenerExt;
 use strata_engine::EngineHandle;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -12,6 +11,7 @@ use tokio::task::JoinHandle;
 
 use crate::app::{App, ModelInfo, ServerConfig};
 use crate::auth::KEY_PREFIX;
+use crate::connection::{self, Times};
 use crate::limits;
 use crate::routes;
 use crate::submit::Submit;
@@ -71,19 +71,12 @@ impl Server {
         let local_address = listener.local_addr().map_err(|source| StartError::Listen { address, source })?;
         let (stop, stopped) = oneshot::channel::<()>();
         let closing = app.clone();
-        let listener = listener.tap_io(|connection| {
-            // Answers are small and awaited: waiting to fill a packet would cost up to 40 ms each.
-            let _ = connection.set_nodelay(true);
-        });
-        let serving = axum::serve(listener, routes::router(app.clone())).with_graceful_shutdown(async move {
+        let (times, connections_max) = (Times::of(&app.config), app.config.connections_max);
+        let serving = connection::serve(listener, routes::router(app.clone()), times, connections_max, async move {
             let _ = stopped.await;
             closing.close();
         });
-        let serving = tokio::spawn(async move {
-            if let Err(error) = serving.await {
-                tracing::error!("serving ended: {error}");
-            }
-        });
+        let serving = tokio::spawn(serving);
         let reaping = tokio::spawn(async move {
             let mut ticks = tokio::time::interval(limits::REAP_INTERVAL);
             ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

@@ -30,6 +30,14 @@ pub fn raise_open_files_limit() {
     }
 }
 
+/// How many files this process may have open.
+pub fn open_files_max() -> usize {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the call writes the struct it is given.
+    let found = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 };
+    if found { usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX) } else { usize::MAX }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

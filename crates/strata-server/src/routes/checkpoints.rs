@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
 use strata_engine::api::{Request, Response, SaveTarget, TrainOp};
@@ -10,27 +11,28 @@ use time::OffsetDateTime;
 
 use crate::app::{App, json_answer, unexpected};
 use crate::error::{ApiError, ApiResult};
-use crate::names::{CheckpointId, CheckpointKind};
-use crate::payload::Payload;
+use crate::names::{CheckpointId, CheckpointKind, shown};
+use crate::payload::{Operation, Payload};
 use crate::registry::{TrainedModel, Weights, inflight_name, sampling_session_id};
 use crate::routes::training;
 use crate::store::CheckpointRecord;
-use crate::wire::json::{self as wire, LoadWeights, OpHead, SaveWeights, Ttl};
+use crate::wire::guard;
+use crate::wire::json::{self as wire, LoadKind, LoadWeights, OpHead, SaveWeights, Ttl};
 
 /// `POST save_weights`: adapter and optimizer state, under a name.
 pub async fn save_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let (head, asked) = training::op_body::<SaveWeights>(&body.bytes)?;
-    save_named(&app, head, asked, CheckpointKind::Weights, body.bytes.len())
+    let (Operation { head, asked }, _held) = body.operation::<SaveWeights>().await?;
+    save_named(&app, head, asked, CheckpointKind::Weights)
 }
 
 /// `POST save_weights_for_sampler`: the adapter under a name, or without one as sampling weights in memory.
 pub async fn save_weights_for_sampler(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let (head, asked) = training::op_body::<SaveWeights>(&body.bytes)?;
+    let (Operation { head, asked }, _held) = body.operation::<SaveWeights>().await?;
     match asked {
         Ok(SaveWeights { path: None, sampling_session_seq_id: Some(n), kind, .. }) => {
-            snapshot(&app, head, n, kind.as_deref().unwrap_or("snapshot"), body.bytes.len())
+            snapshot(&app, head, n, kind.as_deref().unwrap_or("snapshot"))
         }
-        named => save_named(&app, head, named, CheckpointKind::SamplerWeights, body.bytes.len()),
+        named => save_named(&app, head, named, CheckpointKind::SamplerWeights),
     }
 }
 
@@ -39,7 +41,6 @@ fn save_named(
     head: OpHead,
     asked: Result<SaveWeights, String>,
     kind: CheckpointKind,
-    size_bytes: usize,
 ) -> ApiResult<Json<Value>> {
     let model = app.registry.model(&head.model_id)?;
     let overwrite = asked.as_ref().is_ok_and(|asked| asked.overwrite);
@@ -53,7 +54,7 @@ fn save_named(
             CheckpointKind::SamplerWeights => TrainOp::SaveSampler(target),
         })
     });
-    training::accept(app, head, size_bytes, op, move |app, response| match (response, record) {
+    training::accept(app, head, op, move |app, response| match (response, record) {
         (Response::Saved { size_bytes, .. }, Ok(mut record)) => {
             record.size_bytes = size_bytes;
             let path = record.id().tinker_path();
@@ -75,32 +76,26 @@ fn new_record(
     asked: SaveWeights,
     kind: CheckpointKind,
 ) -> Result<CheckpointRecord, String> {
-    let name = asked.path.unwrap_or_else(|| format!("{:06}", head.seq_id));
+    let name = asked.path.map_or_else(|| format!("{:06}", head.seq_id), |path| path.0);
     let id = CheckpointId::new(&head.model_id, kind.segment(), &name).map_err(|error| error.to_string())?;
     let mut record = CheckpointRecord::new(id, app.model.name.clone(), model.lora);
     record.expires_at = wire::ttl(asked.ttl_seconds)?.map(|life| record.created_at + life);
-    record.user_metadata = wire::metadata(asked.user_metadata)?;
+    record.user_metadata = wire::metadata(asked.user_metadata);
     record.run_metadata = model.user_metadata;
     Ok(record)
 }
 
 /// Sampling weights that live in memory: frozen, or shared by all inflight samplers of the model and replaced in place.
-fn snapshot(
-    app: &Arc<App>,
-    head: OpHead,
-    sampling_session_seq_id: u64,
-    kind: &str,
-    size_bytes: usize,
-) -> ApiResult<Json<Value>> {
+fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &str) -> ApiResult<Json<Value>> {
     let session_id = app.registry.session_of_model(&head.model_id)?;
     let sampler_id = sampling_session_id(&session_id, sampling_session_seq_id);
     let op = match kind {
         "snapshot" => Ok((Weights::Snapshot, TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: false })),
         "inflight" => {
             let shared = inflight_name(&head.model_id);
-            Ok((Weights::Inflight(head.model_id.clone()), TrainOp::Snapshot { sampler_id: shared, replace: true }))
+            Ok((Weights::Inflight(head.model_id.0.clone()), TrainOp::Snapshot { sampler_id: shared, replace: true }))
         }
-        other => Err(format!("kind {other:?} is neither snapshot nor inflight")),
+        other => Err(format!("kind {:?} is neither snapshot nor inflight", shown(other))),
     };
     let mut is_new = false;
     let op = op.and_then(|(weights, op)| {
@@ -114,7 +109,6 @@ fn snapshot(
     let accepted = training::accept_or_else(
         app,
         head,
-        size_bytes,
         op,
         move |_, response| match response {
             Response::Sampler => {
@@ -136,9 +130,13 @@ fn snapshot(
 
 /// `POST load_weights`: into a new model, or as an operation of one that is there.
 pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let value: Value = wire::parse(&body.bytes)?;
-    if value.get("model_id").is_some_and(|id| !id.is_null()) {
-        let (head, asked) = training::op_body::<LoadWeights>(&body.bytes)?;
+    let work = |bytes: Bytes, budget: &_| {
+        let kind = guard::parse::<LoadKind>(&bytes, budget).map_err(ApiError::BadRequest)?;
+        let head = kind.model_id.map(|_| guard::parse::<OpHead>(&bytes, budget)).transpose().map_err(ApiError::BadRequest)?;
+        Ok((head, guard::parse::<LoadWeights>(&bytes, budget)))
+    };
+    let ((head, asked), _held) = body.decode(work).await?;
+    if let Some(head) = head {
         let op = asked.and_then(|asked| {
             let (record, path) = loadable(&app, &asked).map_err(|error| error.to_string())?;
             let op = TrainOp::LoadState { source: app.store.source(&record), with_optimizer: asked.optimizer };
@@ -148,18 +146,18 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
             Ok((op, path)) => (Ok(op), path),
             Err(reason) => (Err(reason), String::new()),
         };
-        let model_id = head.model_id.clone();
-        return training::accept(&app, head, body.bytes.len(), op, move |_, response| match response {
+        let model_id = head.model_id.0.clone();
+        return training::accept(&app, head, op, move |_, response| match response {
             Response::Loaded => Ok(json_answer(&json!({ "type": "load_weights", "path": path, "model_id": model_id }))),
             other => Err(unexpected(&other)),
         });
     }
-    let asked: LoadWeights = serde_json::from_value(value)?;
+    let asked = asked.map_err(ApiError::BadRequest)?;
     let (Some(session_id), Some(model_seq_id)) = (&asked.session_id, asked.model_seq_id) else {
         return Err(ApiError::bad("load_weights needs a model_id and seq_id, or a session_id and model_seq_id"));
     };
     let (record, path) = loadable(&app, &asked)?;
-    let metadata = wire::metadata(asked.user_metadata).map_err(ApiError::BadRequest)?;
+    let metadata = wire::metadata(asked.user_metadata);
     let source = app.store.source(&record);
     let answer = json!({ "type": "load_weights", "path": path });
     training::create(&app, session_id, model_seq_id, record.lora, metadata, answer, |model_id| {
@@ -173,15 +171,16 @@ fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(CheckpointRecord, Stri
     if id.kind == CheckpointKind::SamplerWeights {
         return Err(ApiError::bad(format!(
             "{} holds sampler weights, which cannot be trained; load what save_state returned, such as tinker://{}/weights/NAME",
-            asked.path, id.run
+            shown(&asked.path),
+            id.run
         )));
     }
     if let Some(optimizer) = &asked.optimizer_config {
         optimizer.check().map_err(ApiError::BadRequest)?;
     }
     let record = app.store.get(&id)?;
-    for base_model in std::iter::once(&record.base_model).chain(&asked.base_model) {
-        app.model.check(base_model).map_err(|reason| ApiError::bad(format!("loading {}: {reason}", asked.path)))?;
+    for base_model in std::iter::once(record.base_model.as_str()).chain(asked.base_model.as_deref()) {
+        app.model.check(base_model).map_err(|reason| ApiError::bad(format!("loading {}: {reason}", shown(&asked.path))))?;
     }
     Ok((record, id.tinker_path()))
 }
@@ -207,7 +206,7 @@ pub async fn set_ttl(
     Path(path): Path<(String, String, String)>,
     body: Payload,
 ) -> ApiResult<Json<Value>> {
-    let asked: Ttl = wire::parse(&body.bytes)?;
+    let (asked, _held) = body.json::<Ttl>().await?;
     let life = wire::ttl(asked.ttl_seconds).map_err(ApiError::BadRequest)?;
     let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
     edit(app, path, move |app, id| app.store.set_expiry(id, expires_at)).await
@@ -220,6 +219,11 @@ async fn edit(
 ) -> ApiResult<Json<Value>> {
     let id = CheckpointId::new(&run, &kind, &name)?;
     let changed = tokio::task::spawn_blocking(move || change(&app, &id)).await;
-    changed.unwrap_or_else(|error| Err(ApiError::Internal(format!("changing a checkpoint: {error}"))))?;
+    changed.unwrap_or_else(|error| {
+        Err({
+            tracing::error!("changing a checkpoint: {error}");
+            ApiError::Internal("this request hit a bug in the server; its log says where".into())
+        })
+    })?;
     Ok(Json(json!({})))
 }

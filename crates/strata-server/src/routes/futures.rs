@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::{HeaderMap, StatusCode};
@@ -12,8 +13,10 @@ use serde_json::json;
 use crate::app::App;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Waited};
+use crate::limits;
+use crate::names::shown;
 use crate::payload::{Payload, blocking};
-use crate::wire::json::{self as wire, FutureOnly};
+use crate::wire::json::FutureOnly;
 use crate::wire::render;
 
 const PROTOBUF: &str = "application/x-protobuf";
@@ -21,7 +24,7 @@ const PROTOBUF: &str = "application/x-protobuf";
 /// `POST retrieve_future`: held until the outcome is there, and otherwise answered 408, upon which the client asks again. A failed
 /// operation is a 200 with its reason: other statuses would make the client ask again.
 pub async fn retrieve(State(app): State<Arc<App>>, headers: HeaderMap, body: Payload) -> ApiResult<Response> {
-    let FutureOnly { request_id } = wire::parse(&body.bytes)?;
+    let (FutureOnly { request_id }, _) = body.json().await?;
     let waited = tokio::select! {
         waited = app.futures.wait(&request_id, app.config.poll_hold) => waited,
         () = app.closed() => Waited::Pending,
@@ -29,13 +32,18 @@ pub async fn retrieve(State(app): State<Arc<App>>, headers: HeaderMap, body: Pay
     let answer = match waited {
         Waited::Ready(answer) => answer,
         Waited::Pending => {
-            let body = json!({ "type": "try_again", "request_id": request_id, "queue_state": "active" });
+            let body = json!({ "type": "try_again", "request_id": *request_id, "queue_state": "active" });
             return Ok((StatusCode::REQUEST_TIMEOUT, Json(body)).into_response());
         }
         Waited::Gone => {
-            return Err(ApiError::Gone(format!("the result of request {request_id} was kept for a while, and is gone")));
+            return Err(ApiError::Gone(format!(
+                "the result of request {} was kept for a while, and is gone",
+                shown(&request_id)
+            )));
         }
-        Waited::Unknown => return Err(ApiError::NotFound(format!("there is no request {request_id:?} on this server"))),
+        Waited::Unknown => {
+            return Err(ApiError::NotFound(format!("there is no request {:?} on this server", shown(&request_id))));
+        }
     };
     let accepts = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let accepts_protobuf = accepts.into_iter().any(|value| value.contains(PROTOBUF));
@@ -44,20 +52,24 @@ pub async fn retrieve(State(app): State<Arc<App>>, headers: HeaderMap, body: Pay
         Answer::Sample(bytes) | Answer::ForwardBackward(bytes) if accepts_protobuf => {
             ([(CONTENT_TYPE, PROTOBUF)], bytes.clone()).into_response()
         }
-        Answer::Sample(bytes) => rendered(bytes.clone(), render::sample).await?,
-        Answer::ForwardBackward(bytes) => rendered(bytes.clone(), render::forward_backward).await?,
+        Answer::Sample(bytes) => rendered(&app, bytes.clone(), render::sample).await?,
+        Answer::ForwardBackward(bytes) => rendered(&app, bytes.clone(), render::forward_backward).await?,
         Answer::Failed(failure) => {
             Json(json!({ "error": failure.to_string(), "category": failure_category(failure) })).into_response()
         }
     })
 }
 
-async fn rendered(
-    encoded: axum::body::Bytes,
-    render: fn(axum::body::Bytes) -> Result<serde_json::Value, String>,
-) -> ApiResult<Response> {
-    let value = blocking(encoded.len(), move || {
-        render(encoded).map_err(|error| ApiError::Internal(format!("rendering a result: {error}")))
-    });
-    Ok(Json(value.await?).into_response())
+/// A result as JSON. Its numbers take far more memory as values and text than as protobuf, which is charged for as for a request.
+async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes) -> Result<serde_json::Value, String>) -> ApiResult<Response> {
+    let mut charge = app.transit.charge();
+    charge.grow(encoded.len().saturating_mul(limits::RENDERED_FACTOR)).await?;
+    let is_small = encoded.len() <= limits::BODY_INLINE_BYTES_MAX;
+    let render = move || {
+        let rendered = render(encoded).map(|value| value.to_string());
+        drop(charge);
+        rendered.map_err(|error| ApiError::Internal(format!("rendering a result: {error}")))
+    };
+    let text = if is_small { render()? } else { blocking(app, render).await? };
+    Ok(([(CONTENT_TYPE, "application/json")], text).into_response())
 }

@@ -22,8 +22,10 @@ use tracing::Span;
 
 use crate::app::App;
 use crate::auth;
+use crate::edge;
 use crate::error::ApiError;
-use crate::payload::drain;
+use crate::names::shown;
+use crate::payload::refuse;
 
 /// All endpoints over one server's state.
 pub fn router(app: Arc<App>) -> Router {
@@ -76,6 +78,7 @@ pub fn router(app: Arc<App>) -> Router {
     open.nest("/api/v1", api)
         .fallback(no_endpoint)
         .method_not_allowed_fallback(no_method)
+        .layer(middleware::from_fn_with_state(app.clone(), edge::check))
         .layer(CatchPanicLayer::custom(|_| {
             ApiError::Internal("this request hit a bug in the server; its log says where".into()).into_response()
         }))
@@ -83,14 +86,16 @@ pub fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-async fn no_endpoint(request: Request) -> ApiError {
-    let refusal = format!("there is no endpoint {} {} on this server", request.method(), request.uri().path());
-    drain(request.into_body()).await;
-    ApiError::NotFound(refusal)
+async fn no_endpoint(request: Request) -> Response {
+    let refusal = format!("there is no endpoint {} {} on this server", method_of(&request), shown(request.uri().path()));
+    refuse(request, ApiError::NotFound(refusal)).await
 }
 
-async fn no_method(request: Request) -> ApiError {
-    let refusal = format!("{} does not answer to {}", request.uri().path(), request.method());
-    drain(request.into_body()).await;
-    ApiError::MethodNotAllowed(refusal)
+async fn no_method(request: Request) -> Response {
+    let refusal = format!("{} does not answer to {}", shown(request.uri().path()), method_of(&request));
+    refuse(request, ApiError::MethodNotAllowed(refusal)).await
+}
+
+fn method_of(request: &Request) -> String {
+    shown(request.method().as_str()).into_owned()
 }

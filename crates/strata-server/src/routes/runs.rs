@@ -15,7 +15,7 @@ use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, check_name};
 use crate::payload::Payload;
 use crate::store::CheckpointRecord;
-use crate::wire::json::{self as wire, Page, WeightsInfo};
+use crate::wire::json::{Page, WeightsInfo};
 
 /// Whom all runs belong to: there is one key, and so one user.
 const MODEL_OWNER: &str = "tml:organization_user:local";
@@ -108,7 +108,7 @@ fn describe_checkpoint(record: &CheckpointRecord) -> Value {
 
 /// `POST weights_info`: what has to be known of a checkpoint to load it.
 pub async fn weights_info(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let asked: WeightsInfo = wire::parse(&body.bytes)?;
+    let (asked, _held) = body.json::<WeightsInfo>().await?;
     let record = app.store.get(&CheckpointId::parse(&asked.tinker_path)?)?;
     Ok(Json(json!({
         "base_model": record.base_model,

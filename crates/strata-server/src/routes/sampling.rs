@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
 use strata_engine::api::{Request, Response};
@@ -10,23 +11,24 @@ use strata_engine::api::{Request, Response};
 use crate::app::{App, unexpected};
 use crate::error::{ApiError, ApiResult};
 use crate::futures::Answer;
-use crate::names::CheckpointId;
-use crate::payload::{Payload, blocking};
+use crate::names::{CheckpointId, shown};
+use crate::payload::Payload;
 use crate::registry::{State as SamplerState, Weights, sampling_session_id};
-use crate::wire::json::{self as wire, CreateSamplingSession};
-use crate::wire::proto;
+use crate::wire::held::HeldBytes;
+use crate::wire::json::CreateSamplingSession;
 use crate::wire::sample::Sample;
+use crate::wire::{guard, proto};
 
 /// `POST create_sampling_session`: from the base model or a checkpoint. The engine loads while the client goes on.
 pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let asked: CreateSamplingSession = wire::parse(&body.bytes)?;
+    let (asked, _held) = body.json::<CreateSamplingSession>().await?;
     let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
     let (weights, source) = match asked.model_path {
         Some(path) => {
             let id = CheckpointId::parse(&path)?;
             let record = app.store.get(&id)?;
             app.model.check(&record.base_model).map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
-            (Weights::Checkpoint(path), Some(app.store.source(&record)))
+            (Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
         }
         None => {
             let Some(base_model) = &asked.base_model else {
@@ -56,7 +58,7 @@ pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiRe
 pub async fn get(State(app): State<Arc<App>>, Path(sampler_id): Path<String>) -> ApiResult<Json<Value>> {
     let sampler = app.registry.sampler(&sampler_id)?;
     if let SamplerState::Gone(reason) = sampler.state {
-        return Err(ApiError::NotFound(format!("sampling session {sampler_id} is gone: {reason}")));
+        return Err(ApiError::NotFound(format!("sampling session {} is gone: {reason}", shown(&sampler_id))));
     }
     let mut found = json!({ "sampler_id": sampler_id, "base_model": app.model.name });
     if let Weights::Checkpoint(path) = sampler.weights {
@@ -67,15 +69,14 @@ pub async fn get(State(app): State<Arc<App>>, Path(sampler_id): Path<String>) ->
 
 /// `POST asample`: acknowledged with the ids that its sequences will have.
 pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let size_bytes = body.bytes.len();
-    let (sampler_id, seq_id, sample) = blocking(size_bytes, move || {
-        let mut asked: Sample = wire::parse(&body.bytes)?;
+    let work = |bytes: Bytes, budget: &_| {
+        let mut asked = guard::parse::<Sample>(&bytes, budget).map_err(ApiError::BadRequest)?;
         let (Some(sampler_id), Some(seq_id)) = (asked.sampling_session_id.take(), asked.seq_id) else {
             return Err(ApiError::bad("asample needs a sampling_session_id and a seq_id"));
         };
-        Ok((sampler_id, seq_id, asked.into_request()?))
-    })
-    .await?;
+        Ok((sampler_id.0, seq_id, asked.into_request(budget)?))
+    };
+    let ((sampler_id, seq_id, sample), _held) = body.decode(work).await?;
     let request_id = format!("{sampler_id}:{seq_id}");
     let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| format!("{request_id}:{i}")).collect();
     let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
@@ -84,7 +85,7 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     }
     let num_samples = sample.num_samples;
     let weights = app.registry.begin_sample(&sampler_id, num_samples)?;
-    let completer = match app.begin(&request_id, size_bytes) {
+    let completer = match app.begin(&request_id, sample.held_bytes()) {
         Ok(Some(completer)) => completer,
         known_or_full => {
             app.registry.end_sample(&sampler_id, num_samples);

@@ -6,23 +6,24 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::State;
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use strata_engine::api::{Failure, LoraSpec, ModelId, Request, Response, TrainOp};
 
 use crate::app::{App, acknowledged, json_answer, unexpected};
 use crate::error::{ApiError, ApiResult};
 use crate::futures::Answer;
-use crate::payload::{Payload, blocking};
+use crate::names::shown;
+use crate::payload::{Operation, Payload};
 use crate::registry::{Metadata, State as ModelState};
+use crate::wire::held::HeldBytes;
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
-use crate::wire::proto;
+use crate::wire::{guard, proto};
 
 /// `POST create_model`
 pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let asked: CreateModel = wire::parse(&body.bytes)?;
+    let (asked, _held) = body.json::<CreateModel>().await?;
     app.model.check(&asked.base_model).map_err(ApiError::BadRequest)?;
     if let Some(optimizer) = &asked.optimizer_config {
         optimizer.check().map_err(ApiError::BadRequest)?;
@@ -37,7 +38,7 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
         train_mlp: lora.train_mlp,
         train_unembed: lora.train_unembed,
     };
-    let metadata = wire::metadata(asked.user_metadata).map_err(ApiError::BadRequest)?;
+    let metadata = wire::metadata(asked.user_metadata);
     create(&app, &asked.session_id, asked.model_seq_id, lora.clone(), metadata, json!({ "type": "create_model" }), |model_id| {
         Request::CreateModel { model_id, lora }
     })
@@ -91,26 +92,26 @@ pub fn create(
 
 /// `POST unload_model`, as older clients end a model.
 pub async fn unload_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let asked: ModelOnly = wire::parse(&body.bytes)?;
+    let (asked, _held) = body.json::<ModelOnly>().await?;
     app.registry.model(&asked.model_id)?;
     let request_id = format!("{}:unload", asked.model_id);
     if let Some(completer) = app.begin(&request_id, 0)? {
         app.notify_engine(app.registry.end_model(&asked.model_id, "its client unloaded it"));
-        completer.complete(json_answer(&json!({ "type": "unload_model", "model_id": asked.model_id })));
+        completer.complete(json_answer(&json!({ "type": "unload_model", "model_id": *asked.model_id })));
     }
     Ok(acknowledged(&request_id))
 }
 
 /// `POST get_info`
 pub async fn get_info(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let asked: ModelOnly = wire::parse(&body.bytes)?;
+    let (asked, _held) = body.json::<ModelOnly>().await?;
     let model = app.registry.model(&asked.model_id)?;
     if let ModelState::Gone(reason) = model.state {
-        return Err(ApiError::bad(format!("model {} is gone: {reason}", asked.model_id)));
+        return Err(ApiError::bad(format!("model {} is gone: {reason}", shown(&asked.model_id))));
     }
     Ok(Json(json!({
         "type": "get_info",
-        "model_id": asked.model_id,
+        "model_id": *asked.model_id,
         "model_data": {
             "arch": app.model.architecture,
             "model_name": app.model.name,
@@ -134,19 +135,20 @@ pub async fn forward(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Js
 }
 
 async fn pass(app: Arc<App>, body: Payload, forward_only: bool) -> ApiResult<Json<Value>> {
-    let size_bytes = body.bytes.len();
-    let (head, op) = blocking(size_bytes, move || {
-        if !body.is_protobuf {
-            let (head, asked) = op_body::<ForwardBackward>(&body.bytes)?;
-            return Ok((head, asked.and_then(|asked| asked.into_op(forward_only))));
+    let is_protobuf = body.is_protobuf;
+    let work = move |bytes: Bytes, budget: &_| {
+        if !is_protobuf {
+            let head = guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?;
+            let asked = guard::parse::<ForwardBackward>(&bytes, budget);
+            return Ok((head, asked.and_then(|asked| asked.into_op(forward_only, budget))));
         }
-        let asked = proto::decode_forward_backward(body.bytes).map_err(ApiError::BadRequest)?;
-        let seq_id = u64::try_from(asked.seq_id).map_err(|_| ApiError::bad(format!("seq_id {} is negative", asked.seq_id)))?;
-        let head = OpHead { model_id: asked.model_id.clone(), seq_id };
-        Ok((head, asked.into_op()))
-    })
-    .await?;
-    accept(&app, head, size_bytes, op, |_, response| match response {
+        let proto::ForwardBackwardHead { model_id, seq_id } = proto::decode_head(&bytes).map_err(ApiError::BadRequest)?;
+        let seq_id = u64::try_from(seq_id).map_err(|_| ApiError::bad(format!("seq_id {seq_id} is negative")))?;
+        let op = proto::decode_forward_backward(bytes, budget).and_then(|asked| asked.into_op(budget));
+        Ok((OpHead::new(model_id, seq_id), op))
+    };
+    let ((head, op), _held) = body.decode(work).await?;
+    accept(&app, head, op, |_, response| match response {
         Response::ForwardBackward(output) => Ok(Answer::ForwardBackward(proto::encode_forward_backward(&output))),
         other => Err(unexpected(&other)),
     })
@@ -154,8 +156,8 @@ async fn pass(app: Arc<App>, body: Payload, forward_only: bool) -> ApiResult<Jso
 
 /// `POST optim_step`
 pub async fn optim_step(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    let (head, asked) = op_body::<OptimStep>(&body.bytes)?;
-    accept(&app, head, body.bytes.len(), asked.and_then(OptimStep::into_op), |_, response| match response {
+    let (Operation { head, asked }, _held) = body.operation::<OptimStep>().await?;
+    accept(&app, head, asked.and_then(OptimStep::into_op), |_, response| match response {
         Response::OptimStep { metrics } => {
             let metrics: serde_json::Map<String, Value> =
                 metrics.into_iter().map(|(name, value)| (name, json!(value))).collect();
@@ -165,16 +167,6 @@ pub async fn optim_step(State(app): State<Arc<App>>, body: Payload) -> ApiResult
     })
 }
 
-/// Splits the body of an operation into its head, without which it cannot be accepted, and the rest, which may be wrong.
-///
-/// # Errors
-/// If the body is not JSON, or names no model or place.
-pub fn op_body<T: DeserializeOwned>(body: &[u8]) -> ApiResult<(OpHead, Result<T, String>)> {
-    let value: Value = wire::parse(body)?;
-    let head = OpHead::deserialize(&value)?;
-    Ok((head, T::deserialize(value).map_err(|error| format!("request body: {error}"))))
-}
-
 /// Accepts an operation once, and has it fail in its place if it is refused.
 ///
 /// # Errors
@@ -182,11 +174,10 @@ pub fn op_body<T: DeserializeOwned>(body: &[u8]) -> ApiResult<(OpHead, Result<T,
 pub fn accept(
     app: &Arc<App>,
     head: OpHead,
-    size_bytes: usize,
     op: Result<TrainOp, String>,
     finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
 ) -> ApiResult<Json<Value>> {
-    accept_or_else(app, head, size_bytes, op, finish, |_, _| {})
+    accept_or_else(app, head, op, finish, |_, _| {})
 }
 
 /// As [`accept`]; `on_failure` is told if the engine fails the operation.
@@ -196,18 +187,20 @@ pub fn accept(
 pub fn accept_or_else(
     app: &Arc<App>,
     head: OpHead,
-    size_bytes: usize,
     op: Result<TrainOp, String>,
     finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
     on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
 ) -> ApiResult<Json<Value>> {
     let OpHead { model_id, seq_id } = head;
+    let model_id = model_id.0;
     let request_id = format!("{model_id}:{seq_id}");
+    let op = op.unwrap_or_else(TrainOp::Refused);
+    // A request costs what it holds while it waits.
+    let held_bytes = op.held_bytes();
     let completer = app.registry.accept(&model_id, seq_id, |is_awaited| {
-        if is_awaited { app.futures.begin_urgent(&request_id, size_bytes) } else { app.futures.begin(&request_id, size_bytes) }
+        if is_awaited { app.futures.begin_urgent(&request_id, held_bytes) } else { app.futures.begin(&request_id, held_bytes) }
     })?;
     let Some(completer) = completer else { return Ok(acknowledged(&request_id)) };
-    let op = op.unwrap_or_else(TrainOp::Refused);
     app.dispatch(&request_id, completer, Request::Train { model_id, seq_id, op }, finish, on_failure);
     Ok(acknowledged(&request_id))
 }

@@ -1,6 +1,8 @@
 //! The whole app in this process, over an engine that answers by a script.
 
+mod allocations;
 mod checkpoints;
+mod edge;
 mod engine;
 mod requests;
 mod server;
@@ -11,7 +13,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::http::{Request as HttpRequest, StatusCode};
+use axum::http::{HeaderValue, Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tower::ServiceExt;
@@ -19,7 +21,16 @@ use tower::ServiceExt;
 use crate::app::{App, ModelInfo, ServerConfig};
 use crate::data_dir::DataDir;
 use crate::routes;
+pub use allocations::{allocated_bytes, peak_bytes};
 use engine::ScriptedEngine;
+
+use crate::transit::Transit;
+use crate::wire::budget::Budget;
+
+/// Decodes with a budget, and room for all of it.
+pub fn with_budget<T>(bytes_max: usize, decode: impl FnOnce(&Budget) -> T) -> T {
+    decode(&Budget::new(bytes_max, Transit::new(4 * bytes_max).charge()))
+}
 
 /// A server without a socket.
 struct TestServer {
@@ -62,14 +73,8 @@ impl TestServer {
         let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), DataDir::claim(data_dir.path()).unwrap());
         config.poll_hold = Duration::from_millis(50);
         change(&mut config);
-        let model = ModelInfo {
-            name: "org/base".into(),
-            architecture: "qwen3".into(),
-            tokenizer_id: "/models/base".into(),
-            max_context_tokens: 64,
-        };
         let engine = Arc::new(ScriptedEngine::default());
-        let app = App::new(config, model, engine.clone()).unwrap();
+        let app = App::new(config, model_info(), engine.clone()).unwrap();
         TestServer { router: routes::router(app.clone()), app, engine, data_dir }
     }
 
@@ -80,7 +85,9 @@ impl TestServer {
         Self::over(data_dir, |_| {})
     }
 
-    async fn send(&self, request: HttpRequest<Body>) -> Reply {
+    /// Sends a request to the name that its headers say, or to this machine.
+    async fn send(&self, mut request: HttpRequest<Body>) -> Reply {
+        request.headers_mut().entry("host").or_insert_with(|| HeaderValue::from_static("localhost:8000"));
         let response = self.router.clone().oneshot(request).await.unwrap();
         let status = response.status();
         let content_type = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
@@ -128,6 +135,15 @@ impl TestServer {
         let session_id = self.new_session().await;
         let created = self.outcome("create_model", create_model_body(&session_id, 0)).await;
         (session_id, created["model_id"].as_str().unwrap().to_owned())
+    }
+}
+
+fn model_info() -> ModelInfo {
+    ModelInfo {
+        name: "org/base".into(),
+        architecture: "qwen3".into(),
+        tokenizer_id: "/models/base".into(),
+        max_context_tokens: 64,
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::engine::ScriptedEngine;
-use crate::app::{ModelInfo, ServerConfig};
+use crate::app::ServerConfig;
 use crate::data_dir::DataDir;
 use crate::server::{RunningServer, Server, StartError};
 
@@ -23,19 +23,14 @@ async fn start(
 ) -> Result<RunningServer, StartError> {
     let mut config = ServerConfig::new(address.parse().unwrap(), DataDir::claim(data_dir.path()).unwrap());
     config.api_key = api_key.map(str::to_owned);
-    let model = ModelInfo {
-        name: "org/base".into(),
-        architecture: "qwen3".into(),
-        tokenizer_id: "/models/base".into(),
-        max_context_tokens: 64,
-    };
-    Server::start_over(config, engine, model).await
+    Server::start_over(config, engine, super::model_info()).await
 }
 
 /// Sends one request over a connection of its own and reads until the server closes it.
 async fn post(address: SocketAddr, path: &str, body: serde_json::Value) -> std::io::Result<String> {
     let body = body.to_string();
-    let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n");
+    let head = format!("{head}content-length: {}\r\n\r\n", body.len());
     let mut connection = TcpStream::connect(address).await?;
     connection.write_all((head + &body).as_bytes()).await?;
     let mut answer = String::new();

@@ -43,6 +43,7 @@ impl TestServer {
     async fn retrieve_protobuf(&self, request_id: &str) -> Reply {
         let body = json!({ "request_id": request_id }).to_string();
         let request = HttpRequest::post("/api/v1/retrieve_future").header("accept", "application/x-protobuf");
+        let request = request.header("content-type", "application/json");
         self.send(request.body(body.into()).unwrap()).await
     }
 }

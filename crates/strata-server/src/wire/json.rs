@@ -4,16 +4,24 @@ use std::collections::BTreeMap;
 
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
-use serde_json::Value;
 use strata_engine::api;
 
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
+use crate::names::shown;
 use crate::registry::Metadata;
+use crate::wire::budget::{Budget, map_bytes};
+use crate::wire::guard::{Excerpt, List, Map, MetadataTexts, Numbers, Present, Text};
 use crate::wire::proto::not_text;
-use crate::wire::tensor::{self, CsrIndices, ElementBudget};
+use crate::wire::tensor::{self, CsrIndices};
+
+/// An id of something on this server.
+pub type Id = Text<{ limits::ID_BYTES_MAX }>;
+/// A short text: a name, a kind, a version.
+pub type Name = Text<{ limits::ID_BYTES_MAX }>;
+/// A `tinker://` path; its parser refuses those that are too long, and says what a path looks like.
+pub type TinkerPath = Text<{ limits::TEXT_BYTES_MAX }>;
 
 /// Null as the default of a type that is not optional.
 pub(super) fn null_is_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
@@ -31,27 +39,27 @@ fn yes() -> bool {
 pub struct CreateSession {
     /// What the user attached.
     #[serde(default)]
-    pub user_metadata: Option<serde_json::Map<String, Value>>,
+    pub user_metadata: Option<MetadataTexts>,
     /// A name for people.
     #[serde(default)]
-    pub display_name: Option<String>,
+    pub display_name: Option<Text<{ limits::METADATA_BYTES_MAX }>>,
     /// Version of the client.
     #[serde(default)]
-    pub sdk_version: Option<String>,
+    pub sdk_version: Option<Name>,
 }
 
 /// Body of requests that name a session only.
 #[derive(Debug, Deserialize)]
 pub struct SessionOnly {
     /// The session.
-    pub session_id: String,
+    pub session_id: Id,
 }
 
 /// Body of requests that name a model only.
 #[derive(Debug, Deserialize)]
 pub struct ModelOnly {
     /// The model.
-    pub model_id: String,
+    pub model_id: Id,
 }
 
 /// Body of `sessions/{id}/finish`.
@@ -62,7 +70,7 @@ pub struct FinishSession {
     pub reason: Option<FinishReason>,
     /// More about why.
     #[serde(default)]
-    pub detail: Option<String>,
+    pub detail: Option<Excerpt>,
 }
 
 /// Why a client finished its session.
@@ -70,21 +78,21 @@ pub struct FinishSession {
 pub struct FinishReason {
     /// `success`, `errored` or `interrupted`.
     #[serde(default, rename = "type")]
-    pub kind: Option<String>,
+    pub kind: Option<Name>,
 }
 
 /// Body of `create_model`.
 #[derive(Debug, Deserialize)]
 pub struct CreateModel {
     /// The session.
-    pub session_id: String,
+    pub session_id: Id,
     /// The number of the model within its session.
     pub model_seq_id: u64,
     /// The base model.
-    pub base_model: String,
+    pub base_model: Name,
     /// What the user attached.
     #[serde(default)]
-    pub user_metadata: Option<serde_json::Map<String, Value>>,
+    pub user_metadata: Option<MetadataTexts>,
     /// The adapter.
     #[serde(default)]
     pub lora_config: Option<LoraConfig>,
@@ -117,7 +125,7 @@ pub struct LoraConfig {
 pub struct OptimizerConfig {
     /// `adamw` is the only one here.
     #[serde(rename = "type")]
-    pub kind: String,
+    pub kind: Name,
 }
 
 impl OptimizerConfig {
@@ -126,9 +134,9 @@ impl OptimizerConfig {
     /// # Errors
     /// If it is not AdamW.
     pub fn check(&self) -> Result<(), String> {
-        match self.kind.as_str() {
+        match &*self.kind {
             "adamw" | "adam" => Ok(()),
-            other => Err(format!("optimizer {other:?} is not supported; this server has adamw")),
+            other => Err(format!("optimizer {:?} is not supported; this server has adamw", shown(other))),
         }
     }
 }
@@ -138,18 +146,18 @@ impl OptimizerConfig {
 pub struct LoadWeights {
     /// The session, where the load makes a model.
     #[serde(default)]
-    pub session_id: Option<String>,
+    pub session_id: Option<Id>,
     /// The number of that model.
     #[serde(default)]
     pub model_seq_id: Option<u64>,
     /// The base model that the user expects.
     #[serde(default)]
-    pub base_model: Option<String>,
+    pub base_model: Option<Name>,
     /// What the user attached.
     #[serde(default)]
-    pub user_metadata: Option<serde_json::Map<String, Value>>,
+    pub user_metadata: Option<MetadataTexts>,
     /// The checkpoint.
-    pub path: String,
+    pub path: TinkerPath,
     /// Whether to restore the optimizer too.
     #[serde(default, deserialize_with = "null_is_default")]
     pub optimizer: bool,
@@ -158,13 +166,28 @@ pub struct LoadWeights {
     pub optimizer_config: Option<OptimizerConfig>,
 }
 
+/// What tells the two forms of `load_weights` apart.
+#[derive(Debug, Deserialize)]
+pub struct LoadKind {
+    /// The model, where the load is an operation of one that is there.
+    #[serde(default)]
+    pub model_id: Option<Present>,
+}
+
 /// What every operation of a model has.
 #[derive(Debug, Deserialize)]
 pub struct OpHead {
     /// The model.
-    pub model_id: String,
+    pub model_id: Id,
     /// Its place in the order of the model's operations.
     pub seq_id: u64,
+}
+
+impl OpHead {
+    /// The head of an operation of `model_id`.
+    pub fn new(model_id: String, seq_id: u64) -> Self {
+        OpHead { model_id: Text(model_id), seq_id }
+    }
 }
 
 /// Body of `optim_step`.
@@ -172,10 +195,29 @@ pub struct OpHead {
 pub struct OptimStep {
     /// AdamW settings.
     #[serde(default)]
-    adam_params: Option<api::AdamParams>,
+    adam_params: Option<OptimizerParams>,
     /// Settings of an optimizer by its type.
     #[serde(default)]
-    optimizer_params: Option<Value>,
+    optimizer_params: Option<OptimizerParams>,
+}
+
+/// Settings of an optimizer; those that are absent have the defaults of [`api::AdamParams`].
+#[derive(Debug, Default, Deserialize)]
+struct OptimizerParams {
+    #[serde(default, rename = "type")]
+    kind: Option<Name>,
+    #[serde(default)]
+    learning_rate: Option<f64>,
+    #[serde(default)]
+    beta1: Option<f64>,
+    #[serde(default)]
+    beta2: Option<f64>,
+    #[serde(default)]
+    eps: Option<f64>,
+    #[serde(default)]
+    weight_decay: Option<f64>,
+    #[serde(default)]
+    grad_clip_norm: Option<f64>,
 }
 
 impl OptimStep {
@@ -185,17 +227,21 @@ impl OptimStep {
     /// If it asks for another optimizer than AdamW.
     pub fn into_op(self) -> Result<api::TrainOp, String> {
         let params = match (self.adam_params, self.optimizer_params) {
-            (Some(params), _) => params,
-            (None, None) => api::AdamParams::default(),
-            (None, Some(params)) => {
-                if let Some(kind) = params.get("type") {
-                    let kind = OptimizerConfig { kind: kind.as_str().unwrap_or_default().into() };
-                    kind.check()?;
-                }
-                serde_json::from_value(params).map_err(|error| format!("optimizer_params: {error}"))?
-            }
+            (Some(params), _) => OptimizerParams { kind: None, ..params },
+            (None, params) => params.unwrap_or_default(),
         };
-        Ok(api::TrainOp::OptimStep(params))
+        if let Some(kind) = params.kind {
+            OptimizerConfig { kind }.check()?;
+        }
+        let default = api::AdamParams::default();
+        Ok(api::TrainOp::OptimStep(api::AdamParams {
+            learning_rate: params.learning_rate.unwrap_or(default.learning_rate),
+            beta1: params.beta1.unwrap_or(default.beta1),
+            beta2: params.beta2.unwrap_or(default.beta2),
+            eps: params.eps.unwrap_or(default.eps),
+            weight_decay: params.weight_decay.unwrap_or(default.weight_decay),
+            grad_clip_norm: params.grad_clip_norm.unwrap_or(default.grad_clip_norm),
+        }))
     }
 }
 
@@ -204,13 +250,13 @@ impl OptimStep {
 pub struct SaveWeights {
     /// A name for the checkpoint.
     #[serde(default)]
-    pub path: Option<String>,
+    pub path: Option<TinkerPath>,
     /// The number of the sampling session to make, where there is no name.
     #[serde(default)]
     pub sampling_session_seq_id: Option<u64>,
     /// `snapshot` or `inflight`.
     #[serde(default)]
-    pub kind: Option<String>,
+    pub kind: Option<Name>,
     /// Life of the checkpoint.
     #[serde(default)]
     pub ttl_seconds: Option<i64>,
@@ -219,53 +265,63 @@ pub struct SaveWeights {
     pub overwrite: bool,
     /// What the user attached.
     #[serde(default)]
-    pub user_metadata: Option<serde_json::Map<String, Value>>,
+    pub user_metadata: Option<MetadataTexts>,
 }
 
 /// Body of `create_sampling_session`.
 #[derive(Debug, Deserialize)]
 pub struct CreateSamplingSession {
     /// The session.
-    pub session_id: String,
+    pub session_id: Id,
     /// The number of the sampling session within its session.
     pub sampling_session_seq_id: u64,
     /// The base model, where it is to be sampled, or where the user says what a checkpoint belongs to.
     #[serde(default)]
-    pub base_model: Option<String>,
+    pub base_model: Option<Name>,
     /// The checkpoint to sample.
     #[serde(default)]
-    pub model_path: Option<String>,
+    pub model_path: Option<TinkerPath>,
 }
 
 /// A prompt or an input, in chunks.
 #[derive(Debug, Deserialize)]
 pub(super) struct ModelInput {
-    chunks: Vec<Chunk>,
+    chunks: List<Chunk, { limits::CHUNKS_MAX }>,
 }
 
 #[derive(Debug, Deserialize)]
 struct Chunk {
     #[serde(default, rename = "type")]
-    kind: Option<String>,
+    kind: Option<Name>,
     #[serde(default)]
-    tokens: Option<Vec<i64>>,
+    tokens: Option<List<i64, { limits::PROMPT_TOKENS_MAX }>>,
 }
 
 impl ModelInput {
     /// Its tokens.
     ///
     /// # Errors
-    /// If a chunk is not text.
-    pub(super) fn into_tokens(self) -> Result<Vec<i64>, String> {
-        let mut tokens = Vec::new();
-        for (i, chunk) in self.chunks.into_iter().enumerate() {
+    /// If a chunk is not text, or there are more than an input may have.
+    pub(super) fn into_tokens(self, budget: &Budget) -> Result<Vec<i64>, String> {
+        let mut parts = Vec::new();
+        budget.take_values::<Vec<i64>>(self.chunks.0.len())?;
+        for (i, chunk) in self.chunks.0.into_iter().enumerate() {
             match (chunk.kind.as_deref().unwrap_or("encoded_text"), chunk.tokens) {
-                ("encoded_text", Some(chunk_tokens)) => tokens.extend(chunk_tokens),
+                ("encoded_text", Some(tokens)) => parts.push(tokens.0),
                 ("encoded_text", None) => return Err(format!("model_input chunk {i} has no tokens")),
                 (other, _) => return Err(not_text(i, other)),
             }
         }
-        Ok(tokens)
+        let total = parts.iter().map(Vec::len).sum();
+        at_most("tokens of one input", total, limits::PROMPT_TOKENS_MAX)?;
+        if parts.len() == 1 {
+            // Grown by doubling: half of it may be empty, and it is about to wait.
+            let mut tokens = parts.swap_remove(0);
+            tokens.shrink_to_fit();
+            return Ok(tokens);
+        }
+        budget.take_values::<i64>(total)?;
+        Ok(parts.concat())
     }
 }
 
@@ -293,50 +349,55 @@ pub(super) fn at_most(what: &str, value: usize, max: usize) -> Result<(), String
 pub struct ForwardBackward {
     #[serde(alias = "forward_input")]
     forward_backward_input: ForwardBackwardInput,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     forward_only: bool,
 }
 
 #[derive(Debug, Deserialize)]
 struct ForwardBackwardInput {
-    data: Vec<JsonDatum>,
-    loss_fn: String,
+    data: List<JsonDatum, { limits::DATUMS_MAX }>,
+    loss_fn: Text<{ limits::NAME_BYTES_MAX }>,
     #[serde(default)]
-    loss_fn_config: Option<BTreeMap<String, f64>>,
+    loss_fn_config: Option<Map<f64, { limits::LOSS_SETTINGS_MAX }>>,
 }
 
 #[derive(Debug, Deserialize)]
 struct JsonDatum {
     model_input: ModelInput,
-    #[serde(default)]
-    loss_fn_inputs: BTreeMap<String, TensorData>,
+    #[serde(default, deserialize_with = "null_is_default")]
+    loss_fn_inputs: Map<TensorData, { limits::LOSS_INPUTS_MAX }>,
 }
 
 #[derive(Debug, Deserialize)]
 struct TensorData {
-    data: Value,
-    dtype: String,
+    data: Numbers,
+    dtype: Name,
     #[serde(default)]
-    shape: Option<Vec<i64>>,
+    shape: Option<List<i64, 8>>,
     #[serde(default)]
-    sparse_crow_indices: Option<Vec<i64>>,
+    sparse_crow_indices: Option<List<i64, { usize::MAX }>>,
     #[serde(default)]
-    sparse_col_indices: Option<Vec<i64>>,
+    sparse_col_indices: Option<List<i64, { usize::MAX }>>,
 }
 
 impl TensorData {
-    fn into_loss_input(self, budget: &mut ElementBudget) -> Result<api::LossInput, String> {
-        let values = match self.dtype.as_str() {
-            "float32" => api::LossValues::F32(serde_json::from_value(self.data).map_err(|e| e.to_string())?),
-            "int64" => api::LossValues::I64(serde_json::from_value(self.data).map_err(|e| e.to_string())?),
-            other => return Err(format!("dtype {other:?} is neither float32 nor int64")),
+    fn into_loss_input(self, budget: &Budget) -> Result<api::LossInput, String> {
+        let values = match (&*self.dtype, self.data) {
+            ("float32", Numbers::F32(values)) => api::LossValues::F32(values),
+            ("float32", Numbers::I64(values)) => {
+                budget.take_values::<f32>(values.len())?;
+                api::LossValues::F32(values.into_iter().map(|value| value as f32).collect())
+            }
+            ("int64", Numbers::I64(values)) => api::LossValues::I64(values),
+            ("int64", Numbers::F32(_)) => return Err("int64 data has a value that is no integer of 64 bits".into()),
+            (other, _) => return Err(format!("dtype {:?} is neither float32 nor int64", shown(other))),
         };
         let sparse = match (self.sparse_crow_indices, self.sparse_col_indices) {
             (None, None) => None,
-            (Some(row_offsets), Some(columns)) => Some(CsrIndices { row_offsets, columns }),
+            (Some(row_offsets), Some(columns)) => Some(CsrIndices { row_offsets: row_offsets.0, columns: columns.0 }),
             _ => return Err("a sparse tensor needs both sparse_crow_indices and sparse_col_indices".into()),
         };
-        tensor::loss_input(values, &self.shape.unwrap_or_default(), sparse, budget)
+        tensor::loss_input(values, &self.shape.unwrap_or_default().0, sparse, budget)
     }
 }
 
@@ -344,27 +405,26 @@ impl ForwardBackward {
     /// The operation it asks for; `forward_only` also where the path says so.
     ///
     /// # Errors
-    /// If an example has chunks that are not text, or a tensor that contradicts itself.
-    pub fn into_op(self, forward_only: bool) -> Result<api::TrainOp, String> {
+    /// If an example has chunks that are not text, or a tensor that contradicts itself or goes beyond the budget.
+    pub fn into_op(self, forward_only: bool, budget: &Budget) -> Result<api::TrainOp, String> {
         let input = self.forward_backward_input;
-        if input.data.len() > limits::DATUMS_MAX {
-            return Err(format!("{} examples in one request are above the limit of {}", input.data.len(), limits::DATUMS_MAX));
-        }
-        let mut budget = ElementBudget::new(limits::LOSS_ELEMENTS_MAX);
-        let mut data = Vec::with_capacity(input.data.len());
-        for (i, datum) in input.data.into_iter().enumerate() {
-            let tokens = datum.model_input.into_tokens().map_err(|error| format!("datum {i}: {error}"))?;
+        budget.take_values::<api::Datum>(input.data.0.len())?;
+        let mut data = Vec::with_capacity(input.data.0.len());
+        for (i, datum) in input.data.0.into_iter().enumerate() {
+            let tokens = datum.model_input.into_tokens(budget).map_err(|error| format!("datum {i}: {error}"))?;
+            budget.take(map_bytes::<String, api::LossInput>(datum.loss_fn_inputs.0.len()))?;
             let mut loss_inputs = BTreeMap::new();
-            for (name, tensor) in datum.loss_fn_inputs {
-                let tensor = tensor.into_loss_input(&mut budget);
-                let tensor = tensor.map_err(|error| format!("datum {i}: loss_fn_inputs[{name:?}]: {error}"))?;
+            for (name, tensor) in datum.loss_fn_inputs.0 {
+                let tensor = tensor.into_loss_input(budget);
+                let tensor = tensor.map_err(|error| format!("datum {i}: loss_fn_inputs[{:?}]: {error}", shown(&name)))?;
                 loss_inputs.insert(name, tensor);
             }
             data.push(api::Datum { tokens, loss_inputs });
         }
+        let config = input.loss_fn_config.map(|config| config.0).unwrap_or_default();
         Ok(api::TrainOp::ForwardBackward {
             data,
-            loss: api::LossSpec { name: input.loss_fn, config: input.loss_fn_config.unwrap_or_default() },
+            loss: api::LossSpec { name: input.loss_fn.0, config },
             forward_only: forward_only || self.forward_only,
         })
     }
@@ -374,14 +434,14 @@ impl ForwardBackward {
 #[derive(Debug, Deserialize)]
 pub struct FutureOnly {
     /// The request whose outcome is wanted.
-    pub request_id: String,
+    pub request_id: Id,
 }
 
 /// Body of `weights_info`.
 #[derive(Debug, Deserialize)]
 pub struct WeightsInfo {
     /// The checkpoint.
-    pub tinker_path: String,
+    pub tinker_path: TinkerPath,
 }
 
 /// Body of `.../ttl`.
@@ -408,36 +468,13 @@ impl<S: Send + Sync> FromRequestParts<S> for Page {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> ApiResult<Self> {
         let page = Query::<Page>::try_from_uri(&parts.uri);
-        page.map(|Query(page)| page).map_err(|error| ApiError::bad(format!("query: {}", error.body_text())))
+        page.map(|Query(page)| page).map_err(|error| ApiError::bad(format!("query: {}", shown(&error.body_text()))))
     }
 }
 
-/// Parses a body.
-///
-/// # Errors
-/// With serde's message, which names the field and the place.
-pub fn parse<T: DeserializeOwned>(body: &[u8]) -> ApiResult<T> {
-    Ok(serde_json::from_slice(body)?)
-}
-
-/// Metadata as text by text, which is how it is given back.
-///
-/// # Errors
-/// If it is above the limit.
-pub fn metadata(given: Option<serde_json::Map<String, Value>>) -> Result<Metadata, String> {
-    let Some(given) = given else { return Ok(None) };
-    let mut size_bytes = 0;
-    let mut metadata = BTreeMap::new();
-    for (key, value) in given {
-        let value = match value {
-            Value::String(text) => text,
-            other => other.to_string(),
-        };
-        size_bytes += key.len() + value.len();
-        metadata.insert(key, value);
-    }
-    at_most("bytes of user_metadata", size_bytes, limits::METADATA_BYTES_MAX)?;
-    Ok(Some(metadata))
+/// Metadata as it is kept and given back.
+pub fn metadata(given: Option<MetadataTexts>) -> Metadata {
+    given.map(|texts| texts.0)
 }
 
 /// A time to live, checked.
@@ -459,20 +496,113 @@ pub fn ttl(seconds: Option<i64>) -> Result<Option<time::Duration>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use crate::tests::{peak_bytes, with_budget};
+    use crate::wire::guard::parse;
+
+    fn parsed<T: serde::de::DeserializeOwned>(body: &str) -> Result<T, String> {
+        with_budget(16 << 20, |budget| parse(body.as_bytes(), budget))
+    }
 
     #[test]
     fn an_optimizer_that_is_not_here_is_refused() {
-        let step = |body: Value| serde_json::from_value::<OptimStep>(body).unwrap().into_op();
-        let op = step(json!({"adam_params": {"learning_rate": 0.5}})).unwrap();
+        let step = |body: &str| parsed::<OptimStep>(body).unwrap().into_op();
+        let op = step(r#"{"adam_params": {"learning_rate": 0.5, "beta1": null}}"#).unwrap();
         assert!(matches!(op, api::TrainOp::OptimStep(params) if params.learning_rate == 0.5 && params.beta2 == 0.95));
-        assert!(step(json!({"optimizer_params": {"type": "dimuon", "learning_rate": 1}})).unwrap_err().contains("dimuon"));
+        let op = step(r#"{"optimizer_params": {"type": "adamw", "learning_rate": 1}}"#).unwrap();
+        assert!(matches!(op, api::TrainOp::OptimStep(params) if params.learning_rate == 1.0 && params.beta1 == 0.9));
+        assert!(step(r#"{"optimizer_params": {"type": "dimuon", "learning_rate": 1}}"#).unwrap_err().contains("dimuon"));
     }
 
     #[test]
     fn metadata_comes_back_as_text() {
-        let given = json!({"a": "x", "b": 3}).as_object().cloned();
-        let metadata = metadata(given).unwrap().unwrap();
-        assert_eq!((metadata["a"].as_str(), metadata["b"].as_str()), ("x", "3"));
+        let body = r#"{"a": "x", "b": 3, "c": [1.5, {"d\"": null, "e": "f"}, true], "g": "\u00e9"}"#;
+        let texts = parsed::<MetadataTexts>(body).unwrap().0;
+        let values: Vec<&str> = texts.values().map(String::as_str).collect();
+        assert_eq!(values, ["x", "3", r#"[1.5,{"d\"":null,"e":"f"},true]"#, "é"]);
+    }
+
+    #[test]
+    fn lists_and_texts_are_refused_at_the_first_entry_too_many() {
+        for (body, word) in [
+            (format!(r#"{{"model_id": "{}"}}"#, "x".repeat(513)), "512"),
+            (format!(r#"{{"model_id": {{"a": "{}"}}}}"#, "x".repeat(100_000)), "invalid type"),
+            (format!(r#"{{"model_id": ["{}"]}}"#, "x".repeat(100_000)), "invalid type"),
+        ] {
+            let error = parsed::<ModelOnly>(&body).unwrap_err();
+            assert!(error.contains(word) && error.len() < 2000, "{error}");
+        }
+        let shape = format!(r#"{{"data": [], "dtype": "int64", "shape": [{}1]}}"#, "1,".repeat(8));
+        assert!(parsed::<TensorData>(&shape).unwrap_err().contains("at most 8"));
+        let metadata = format!(r#"{{"user_metadata": {{"a": [{}1]}}}}"#, "1,".repeat(50_000));
+        assert!(parsed::<CreateSession>(&metadata).unwrap_err().contains("user_metadata"));
+        let many: Vec<String> = (0..2000).map(|i| format!(r#""{i}": 1"#)).collect();
+        let metadata = format!(r#"{{"user_metadata": {{{}}}}}"#, many.join(","));
+        assert!(parsed::<CreateSession>(&metadata).unwrap_err().contains("1024"));
+    }
+
+    #[test]
+    fn a_text_in_the_wrong_place_is_not_repeated_at_length() {
+        let body = format!(r#"{{"data": "{}", "dtype": "int64"}}"#, "\u{7f}".repeat(1 << 20));
+        let (refused, peak) = peak_bytes(|| parsed::<TensorData>(&body));
+        assert!(refused.unwrap_err().contains("limit"));
+        assert!(peak < 4 << 20, "{peak}");
+    }
+
+    #[test]
+    fn numbers_have_the_type_that_the_tensor_says() {
+        let values = |body: &str| {
+            with_budget(1 << 20, |budget| {
+                parse::<TensorData>(body.as_bytes(), budget)?.into_loss_input(budget).map(|input| input.values)
+            })
+        };
+        let floats = |body: &str| match values(body) {
+            Ok(api::LossValues::F32(floats)) => floats,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(
+            floats(r#"{"data": [1, 2.5, 3, 1e400], "dtype": "float32"}"#.replace("1e400", "1e30").as_str()),
+            [1.0, 2.5, 3.0, 1e30]
+        );
+        assert_eq!(floats(r#"{"dtype": "float32", "data": [1, -2]}"#), [1.0, -2.0]);
+        assert!(matches!(values(r#"{"data": [1, -2], "dtype": "int64"}"#), Ok(api::LossValues::I64(v)) if v == [1, -2]));
+        assert!(values(r#"{"data": [1, 2.5], "dtype": "int64"}"#).unwrap_err().contains("no integer"));
+        assert!(values(r#"{"data": [1, "2"], "dtype": "int64"}"#).unwrap_err().contains("a number"));
+        assert!(values(r#"{"data": [1], "dtype": "int8"}"#).unwrap_err().contains("int8"));
+    }
+
+    /// Bodies made to become as large as they can.
+    fn greedy_bodies() -> Vec<(&'static str, String)> {
+        let datum = |inputs: &str| format!(r#"{{"model_input":{{"chunks":[]}},"loss_fn_inputs":{{{inputs}}}}}"#);
+        let pass = |data: String| format!(r#"{{"forward_backward_input":{{"loss_fn":"x","data":[{data}]}}}}"#);
+        let many = |what: &str, count: usize| format!("{}{what}", format!("{what},").repeat(count - 1));
+        let tensor = |data: &str| format!(r#""a":{{"dtype":"float32","data":[{data}]}}"#);
+        vec![
+            ("empty examples", pass(many(&datum(""), 20_000))),
+            ("examples of one tensor", pass(many(&datum(&tensor("")), 20_000))),
+            ("empty chunks", pass(format!(r#"{{"model_input":{{"chunks":[{}]}}}}"#, many("{}", 16_000)))),
+            ("integers as floats", pass(datum(&tensor(&many("1", 1 << 20))))),
+            ("integers, then a float", pass(datum(&tensor(&(many("1", 1 << 20) + ",0.5"))))),
+            ("tokens", pass(format!(r#"{{"model_input":{{"chunks":[{{"tokens":[{}]}}]}}}}"#, many("1", 1 << 20)))),
+            ("what is not asked for", format!(r#"{{"x":[{}]}}"#, many("[]", 1 << 20))),
+            ("a deep list", format!(r#"{{"forward_backward_input":{}"#, "[".repeat(1 << 20))),
+        ]
+    }
+
+    #[test]
+    fn decoding_stays_within_three_times_the_body_and_the_budget() {
+        for budget_bytes in [1 << 20, 64 << 20] {
+            for (what, body) in greedy_bodies() {
+                let (decoded, peak) = peak_bytes(|| {
+                    with_budget(budget_bytes, |budget| {
+                        parse::<ForwardBackward>(body.as_bytes(), budget)?.into_op(false, budget)
+                    })
+                });
+                let bound = 3 * (body.len() + budget_bytes);
+                assert!(peak <= bound, "{what}: {peak} bytes, above {bound}");
+                if budget_bytes == 1 << 20 {
+                    assert!(decoded.is_err(), "{what}");
+                }
+            }
+        }
     }
 }

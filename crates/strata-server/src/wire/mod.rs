@@ -1,5 +1,8 @@
 //! What is on the wire: protobuf and JSON bodies, and their translation from and to the engine's values.
 
+pub mod budget;
+pub mod guard;
+pub mod held;
 pub mod json;
 pub mod proto;
 pub mod render;

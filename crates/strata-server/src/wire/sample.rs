@@ -1,11 +1,15 @@
 //! The JSON body of `asample`, checked against everything that can be known without the model.
 
-use serde::Deserialize;
+use std::fmt;
+
+use serde::de::{Error, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use strata_engine::api;
 
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
-use crate::wire::json::{ModelInput, at_most, null_is_default, seed};
+use crate::wire::budget::Budget;
+use crate::wire::json::{Id, ModelInput, at_most, null_is_default, seed};
 
 /// Body of `asample`.
 #[derive(Debug, Deserialize)]
@@ -20,7 +24,7 @@ pub struct Sample {
     sampling_params: SamplingParams,
     /// What to sample from.
     #[serde(default)]
-    pub sampling_session_id: Option<String>,
+    pub sampling_session_id: Option<Id>,
     /// The number of the request within its sampling session.
     #[serde(default)]
     pub seq_id: Option<u64>,
@@ -54,12 +58,84 @@ struct SamplingParams {
     top_p: Option<f32>,
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "stop must be a string, a list of strings or a list of token ids")]
+/// What `stop` may be. Read by hand: serde's untagged enums put the whole value aside before they look at it.
+#[derive(Debug)]
 enum StopSpec {
-    String(String),
     Tokens(Vec<i64>),
     Strings(Vec<String>),
+}
+
+impl<'de> Deserialize<'de> for StopSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct StopVisitor;
+
+        impl<'de> Visitor<'de> for StopVisitor {
+            type Value = StopSpec;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("stop must be a string, a list of strings or a list of token ids")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<StopSpec, E> {
+                Ok(StopSpec::Strings(vec![text.to_owned()]))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<StopSpec, A::Error> {
+                let (mut tokens, mut texts) = (Vec::new(), Vec::new());
+                while let Some(stop) = access.next_element()? {
+                    match stop {
+                        StopItem::Token(token) => tokens.push(token),
+                        StopItem::Text(text) => texts.push(text),
+                    }
+                    if tokens.len().max(texts.len()) > limits::STOPS_MAX {
+                        return Err(A::Error::custom(format!("stop has more than {} entries", limits::STOPS_MAX)));
+                    }
+                }
+                match (tokens.is_empty(), texts.is_empty()) {
+                    (_, true) => Ok(StopSpec::Tokens(tokens)),
+                    (true, false) => Ok(StopSpec::Strings(texts)),
+                    (false, false) => {
+                        Err(A::Error::custom("stop must be a list of strings or a list of token ids, and has both"))
+                    }
+                }
+            }
+        }
+
+        deserializer.deserialize_any(StopVisitor)
+    }
+}
+
+enum StopItem {
+    Token(i64),
+    Text(String),
+}
+
+impl<'de> Deserialize<'de> for StopItem {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ItemVisitor;
+
+        impl Visitor<'_> for ItemVisitor {
+            type Value = StopItem;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("stop must be a string, a list of strings or a list of token ids")
+            }
+
+            fn visit_i64<E: Error>(self, token: i64) -> Result<StopItem, E> {
+                Ok(StopItem::Token(token))
+            }
+
+            fn visit_u64<E: Error>(self, token: u64) -> Result<StopItem, E> {
+                i64::try_from(token).map(StopItem::Token).map_err(|_| E::custom(format!("stop token {token} is out of range")))
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<StopItem, E> {
+                Ok(StopItem::Text(text.to_owned()))
+            }
+        }
+
+        deserializer.deserialize_any(ItemVisitor)
+    }
 }
 
 impl Sample {
@@ -67,17 +143,16 @@ impl Sample {
     ///
     /// # Errors
     /// If something in it is impossible whatever the model, or not supported.
-    pub fn into_request(self) -> ApiResult<api::SampleRequest> {
-        self.check().map_err(ApiError::BadRequest)
+    pub fn into_request(self, budget: &Budget) -> ApiResult<api::SampleRequest> {
+        self.check(budget).map_err(ApiError::BadRequest)
     }
 
-    fn check(self) -> Result<api::SampleRequest, String> {
+    fn check(self, budget: &Budget) -> Result<api::SampleRequest, String> {
         let params = self.sampling_params;
-        let prompt = self.prompt.into_tokens().map_err(|error| format!("prompt: {error}"))?;
+        let prompt = self.prompt.into_tokens(budget).map_err(|error| format!("prompt: {error}"))?;
         if prompt.is_empty() {
             return Err("the prompt is empty; it needs at least one token".into());
         }
-        at_most("prompt tokens", prompt.len(), limits::PROMPT_TOKENS_MAX)?;
         let num_samples = self.num_samples.unwrap_or(1);
         if num_samples == 0 {
             return Err("num_samples is 0; it needs to be at least 1".into());
@@ -116,7 +191,6 @@ impl Sample {
         }
         let stop = match params.stop {
             None => api::Stop::EndOfSequence,
-            Some(StopSpec::String(text)) => api::Stop::Strings(vec![text]),
             Some(StopSpec::Strings(texts)) => api::Stop::Strings(texts),
             Some(StopSpec::Tokens(tokens)) => api::Stop::Tokens(tokens),
         };
@@ -124,9 +198,11 @@ impl Sample {
             api::Stop::Strings(texts) if texts.iter().any(String::is_empty) => {
                 return Err("stop has an empty string, which every text contains".into());
             }
-            api::Stop::Strings(texts) => at_most("stop strings", texts.len(), limits::STOPS_MAX)?,
-            api::Stop::Tokens(tokens) => at_most("stop tokens", tokens.len(), limits::STOPS_MAX)?,
-            api::Stop::EndOfSequence => {}
+            api::Stop::Strings(texts) => {
+                let longest = texts.iter().map(String::len).max().unwrap_or(0);
+                at_most("bytes of a stop string", longest, limits::STOP_BYTES_MAX)?;
+            }
+            api::Stop::Tokens(_) | api::Stop::EndOfSequence => {}
         }
         Ok(api::SampleRequest {
             prompt,
@@ -150,15 +226,15 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::wire::json::parse;
+    use crate::tests::{peak_bytes, with_budget};
+    use crate::wire::guard::parse;
 
     fn sample(extra: Value) -> Result<api::SampleRequest, String> {
         let mut body = json!({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}, "sampling_params": {}});
         for (key, value) in extra.as_object().unwrap() {
             body[key] = value.clone();
         }
-        let sample: Sample = parse(body.to_string().as_bytes()).map_err(|error| error.to_string())?;
-        sample.check()
+        with_budget(1 << 20, |budget| parse::<Sample>(body.to_string().as_bytes(), budget)?.check(budget))
     }
 
     #[test]
@@ -178,6 +254,20 @@ mod tests {
         assert_eq!(stop(json!(["x", "y"])), Ok(api::Stop::Strings(vec!["x".into(), "y".into()])));
         assert!(stop(json!({"a": 1})).unwrap_err().contains("stop must be"));
         assert!(stop(json!([""])).unwrap_err().contains("empty string"));
+    }
+
+    #[test]
+    fn a_list_of_a_million_is_refused_where_a_few_are_taken() {
+        for stop in ["5,", r#""x","#] {
+            let list = format!("[{}5]", stop.repeat(1_000_000));
+            let body = format!(r#"{{"prompt": {{"chunks": [{{"tokens": [1]}}]}}, "sampling_params": {{"stop": {list}}}}}"#);
+            let (refused, peak) =
+                peak_bytes(|| with_budget(1 << 20, |budget| parse::<Sample>(body.as_bytes(), budget).map(drop)));
+            assert!(refused.unwrap_err().contains("more than 256"));
+            assert!(peak < 1 << 20, "{peak}");
+        }
+        let error = sample(json!({"sampling_params": {"stop": [5, "x"]}})).unwrap_err();
+        assert!(error.contains("both"), "{error}");
     }
 
     #[test]
@@ -203,6 +293,7 @@ mod tests {
             (json!({"prompt_alt_tokens_k": 2}), "prompt_alt_tokens_k"),
             (json!({"target_prompt_logprobs": {"data": []}}), "target_prompt_logprobs"),
             (json!({"prompt_logprobs_last_n": 3}), "prompt_logprobs_last_n"),
+            (json!({"sampling_params": {"stop": "x".repeat(5000)}}), "stop string"),
             (json!({"topk_prompt_logprobs": 1000}), "topk_prompt_logprobs"),
         ] {
             let error = sample(extra).unwrap_err();

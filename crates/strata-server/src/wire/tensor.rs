@@ -2,28 +2,7 @@
 
 use strata_engine::api::{LossInput, LossValues};
 
-/// How many elements one request may still fill.
-pub struct ElementBudget {
-    left: usize,
-    total: usize,
-}
-
-impl ElementBudget {
-    /// A budget of `total` elements.
-    pub fn new(total: usize) -> Self {
-        ElementBudget { left: total, total }
-    }
-
-    fn take(&mut self, count: usize) -> Result<(), String> {
-        match self.left.checked_sub(count) {
-            Some(left) => {
-                self.left = left;
-                Ok(())
-            }
-            None => Err(format!("the tensors of one request may have {} elements together, and this goes beyond", self.total)),
-        }
-    }
-}
+use crate::wire::budget::Budget;
 
 /// Row pointers and column indices of a sparse matrix in CSR layout.
 pub struct CsrIndices {
@@ -70,20 +49,18 @@ pub fn append_i32_tokens(bytes: &[u8], tokens: &mut Vec<i64>) -> Result<(), Stri
     Ok(())
 }
 
-/// Puts values and shape together; an empty shape means one dimension. Cells that a sparse tensor does not list are 0.
+/// Puts values and shape together; an empty shape means one dimension. Cells that a sparse tensor does not list are 0, and count.
 ///
 /// # Errors
 /// If the shape is impossible, does not fit the values, or goes beyond the budget.
-pub fn loss_input(
-    values: LossValues,
-    shape: &[i64],
-    sparse: Option<CsrIndices>,
-    budget: &mut ElementBudget,
-) -> Result<LossInput, String> {
+pub fn loss_input(values: LossValues, shape: &[i64], sparse: Option<CsrIndices>, budget: &Budget) -> Result<LossInput, String> {
     let num_values = match &values {
         LossValues::F32(v) => v.len(),
         LossValues::I64(v) => v.len(),
     };
+    if shape.len() > 2 {
+        return Err(format!("a shape of {} dimensions is none that a loss reads, which are 1 and 2", shape.len()));
+    }
     let extents = match (shape, &sparse) {
         ([], None) => vec![num_values],
         _ => shape
@@ -91,12 +68,8 @@ pub fn loss_input(
             .map(|&extent| usize::try_from(extent).map_err(|_| format!("shape {shape:?} has a negative extent")))
             .collect::<Result<Vec<usize>, String>>()?,
     };
-    if extents.len() > 2 {
-        return Err(format!("shape {shape:?} has {} dimensions, where a loss reads 1 or 2", extents.len()));
-    }
     let num_elements = extents.iter().try_fold(1usize, |product, &extent| product.checked_mul(extent));
     let num_elements = num_elements.ok_or_else(|| format!("shape {shape:?} overflows"))?;
-    budget.take(num_elements)?;
     let values = match sparse {
         None if num_values == num_elements => values,
         None => return Err(format!("{num_values} values do not fill shape {shape:?}")),
@@ -104,11 +77,21 @@ pub fn loss_input(
             let [rows, columns] = extents[..] else {
                 return Err(format!("a sparse tensor needs a shape of two dimensions, not {shape:?}"));
             };
+            // What is listed is small beside what it becomes, and what it becomes is taken before it is there.
+            budget.take_values::<usize>(num_values)?;
             let cells = csr_cells(&indices, rows, columns, num_values)?;
-            match values {
-                LossValues::F32(v) => LossValues::F32(scatter(&v, &cells, num_elements)),
-                LossValues::I64(v) => LossValues::I64(scatter(&v, &cells, num_elements)),
-            }
+            let dense = match values {
+                LossValues::F32(v) => {
+                    budget.take_values::<f32>(num_elements)?;
+                    LossValues::F32(scatter(&v, &cells, num_elements))
+                }
+                LossValues::I64(v) => {
+                    budget.take_values::<i64>(num_elements)?;
+                    LossValues::I64(scatter(&v, &cells, num_elements))
+                }
+            };
+            budget.give_back(num_values * size_of::<usize>());
+            dense
         }
     };
     Ok(LossInput { shape: extents, values })
@@ -150,10 +133,12 @@ fn csr_cells(indices: &CsrIndices, rows: usize, columns: usize, num_values: usiz
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{CsrIndices, append_i32_tokens, f32_values, i64_values};
+    use strata_engine::api::{LossInput, LossValues};
 
-    fn budget() -> ElementBudget {
-        ElementBudget::new(100)
+    /// With room for a hundred integers.
+    fn loss_input(values: LossValues, shape: &[i64], sparse: Option<CsrIndices>) -> Result<LossInput, String> {
+        crate::tests::with_budget(800, |budget| super::loss_input(values, shape, sparse, budget))
     }
 
     fn csr(row_offsets: &[i64], columns: &[i64]) -> Option<CsrIndices> {
@@ -162,14 +147,14 @@ mod tests {
 
     #[test]
     fn an_empty_shape_is_one_dimension() {
-        let input = loss_input(LossValues::F32(vec![1.0, 2.0]), &[], None, &mut budget()).unwrap();
+        let input = loss_input(LossValues::F32(vec![1.0, 2.0]), &[], None).unwrap();
         assert_eq!(input.shape, [2]);
     }
 
     #[test]
     fn a_sparse_tensor_is_filled_with_zeros() {
         let values = LossValues::I64(vec![7, 8, 9]);
-        let input = loss_input(values, &[3, 2], csr(&[0, 1, 1, 3], &[1, 0, 1]), &mut budget()).unwrap();
+        let input = loss_input(values, &[3, 2], csr(&[0, 1, 1, 3], &[1, 0, 1])).unwrap();
         let LossValues::I64(dense) = input.values else { panic!("dtype is kept") };
         assert_eq!((input.shape, dense), (vec![3, 2], vec![0, 7, 0, 0, 8, 9]));
     }
@@ -177,12 +162,12 @@ mod tests {
     #[test]
     fn shapes_and_indices_that_lie_are_refused() {
         let values = || LossValues::I64(vec![7, 8]);
-        let refused = |shape: &[i64], sparse| loss_input(values(), shape, sparse, &mut budget()).unwrap_err();
+        let refused = |shape: &[i64], sparse| loss_input(values(), shape, sparse).unwrap_err();
         assert!(refused(&[3], None).contains("do not fill"));
         assert!(refused(&[-2], None).contains("negative"));
         assert!(refused(&[1, 1, 2], None).contains("dimensions"));
         assert!(refused(&[i64::MAX, i64::MAX], None).contains("overflows"));
-        assert!(refused(&[101, 1], csr(&[0, 2], &[0, 0])).contains("100 elements"));
+        assert!(refused(&[101, 1], csr(&[vec![0; 101], vec![2]].concat(), &[0, 0])).contains("800 bytes"));
         assert!(refused(&[2], csr(&[0, 2], &[0, 0])).contains("two dimensions"));
         assert!(refused(&[2, 2], csr(&[0, 2], &[0, 0])).contains("row pointers"));
         assert!(refused(&[2, 2], csr(&[0, 3, 2], &[0, 0])).contains("must rise"));

@@ -1,6 +1,7 @@
 //! `strata serve`: a base model behind the Tinker API.
 
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,6 +14,9 @@ use crate::commands::shutdown::{self, Signals};
 use crate::logging::{self, LogFormat};
 use crate::machine;
 use crate::units::parse_duration;
+
+/// Open files that connections leave to others.
+const FILES_KEPT: usize = 128;
 
 /// Settings of the server. Every flag has a twin in the environment.
 #[derive(Debug, clap::Args)]
@@ -41,6 +45,18 @@ pub struct Args {
     /// How long SIGTERM and Ctrl-C wait for checkpoints that were asked for and are not written yet; a second signal ends at once.
     #[arg(long, env = "STRATA_SHUTDOWN_TIMEOUT", value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     pub shutdown_timeout: Duration,
+    /// Time in which the headers of a request arrive.
+    #[arg(long, env = "STRATA_HEADER_TIMEOUT", value_name = "TIME", default_value = "10s", value_parser = parse_duration)]
+    pub header_timeout: Duration,
+    /// Time in which the body of a request arrives.
+    #[arg(long, env = "STRATA_BODY_TIMEOUT", value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
+    pub body_timeout: Duration,
+    /// How long a connection may be open without a request on it.
+    #[arg(long, env = "STRATA_IDLE_TIMEOUT", value_name = "TIME", default_value = "2m", value_parser = parse_duration)]
+    pub idle_timeout: Duration,
+    /// Connections that are open at the same time; others wait [default: 16384, or less if the system allows fewer open files].
+    #[arg(long, env = "STRATA_MAX_CONNECTIONS", value_name = "COUNT")]
+    pub max_connections: Option<NonZeroUsize>,
     /// How log lines look; RUST_LOG says what is logged.
     #[arg(long, env = "STRATA_LOG_FORMAT", value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
@@ -71,6 +87,13 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let mut config = ServerConfig::new(address, data_dir.clone());
     config.api_key = args.api_key.clone();
     config.session_timeout = args.session_timeout;
+    config.transit_bytes = transit_bytes(args.resources.memory_bytes());
+    config.header_timeout = args.header_timeout;
+    config.body_timeout = args.body_timeout;
+    config.idle_timeout = args.idle_timeout;
+    // Some files are for checkpoints, the log and the runtime.
+    let connections_max = config.connections_max.min(machine::open_files_max().saturating_sub(FILES_KEPT).max(1));
+    config.connections_max = args.max_connections.map_or(connections_max, NonZeroUsize::get);
 
     let base = base_model::start(args.model.as_deref(), &args.resources, &data_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -84,6 +107,16 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended
+}
+
+/// The part of the memory that is for requests on their way in.
+fn transit_bytes(memory_bytes: u64) -> usize {
+    /// Below it, ordinary batches would be refused.
+    const MIN: u64 = 16 << 20;
+    /// Two bodies of the largest size.
+    const MAX: u64 = 512 << 20;
+    (memory_bytes / 8).clamp(MIN, MAX) as usize
+}
 }
 
 /// Says what is served and how to reach it.

@@ -1,0 +1,272 @@
+//! Connections: accepted up to a number, served one task each, and ended when they are slow or have nothing to do.
+//!
+//! A connection is idle, or it sends the headers of a request, or a request is being answered. The first may take long and counts from the
+//! last byte in either direction, the second counts from the first byte on, so that a client that drips gains nothing, and the third is the
+//! business of whoever reads the body or holds the poll.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::TokioIo;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::{Instant, Sleep};
+
+use crate::app::ServerConfig;
+use crate::limits;
+
+/// How long accepting pauses after an error that is not the client's, such as too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
+
+/// How long connections may take over what.
+#[derive(Clone, Copy)]
+pub struct Times {
+    header: Duration,
+    idle: Duration,
+}
+
+impl Times {
+    /// Those of a server.
+    pub fn of(config: &ServerConfig) -> Self {
+        Times { header: config.header_timeout, idle: config.idle_timeout }
+    }
+}
+
+/// Serves until `stopped`, then lets the requests at hand be answered.
+pub async fn serve(
+    listener: TcpListener,
+    router: Router,
+    times: Times,
+    connections_max: usize,
+    stopped: impl Future<Output = ()>,
+) {
+    let places = Arc::new(Semaphore::new(connections_max.clamp(1, Semaphore::MAX_PERMITS)));
+    let graceful = GracefulShutdown::new();
+    let mut stopped = std::pin::pin!(stopped);
+    loop {
+        // A connection that finds no place waits in the system's queue.
+        let accepted = async {
+            let place = places.clone().acquire_owned().await;
+            (listener.accept().await, place)
+        };
+        let (accepted, place) = tokio::select! {
+            () = &mut stopped => break,
+            accepted = accepted => accepted,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                let connection = serve_connection(stream, router.clone(), times, graceful.watcher());
+                tokio::spawn(async move {
+                    connection.await;
+                    drop(place);
+                });
+            }
+            Err(error) if is_of_one_connection(&error) => {}
+            Err(error) => {
+                tracing::error!("accepting a connection: {error}");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    graceful.shutdown().await;
+}
+
+fn is_of_one_connection(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}
+
+async fn serve_connection(stream: TcpStream, router: Router, times: Times, watcher: Watcher) {
+    // Answers are small and awaited: waiting to fill a packet would cost up to 40 ms each.
+    let _ = stream.set_nodelay(true);
+    let clock = Arc::new(Clock::new(times));
+    let io = TokioIo::new(Timed { stream, clock: clock.clone(), lingering: None });
+    let router = TowerToHyperService::new(router);
+    let service = {
+        let clock = clock.clone();
+        service_fn(move |request: Request<Incoming>| {
+            let answering = Answering::begin(clock.clone());
+            let response = router.call(request);
+            async move {
+                let response = response.await;
+                drop(answering);
+                response
+            }
+        })
+    };
+    let connection = http1::Builder::new()
+        // The clock does this: hyper's takes a connection that has nothing to do for one whose headers are late.
+        .header_read_timeout(None)
+        .max_headers(limits::HEADERS_MAX)
+        .max_header_size(limits::HEADER_BYTES_MAX)
+        .max_buf_size(limits::CONNECTION_BUFFER_BYTES)
+        .serve_connection(io, service);
+    tokio::select! {
+        served = watcher.watch(connection) => if let Err(error) = served {
+            tracing::debug!("a connection ended: {error}");
+        },
+        late = clock.overdue() => tracing::debug!("a connection was closed: {late}"),
+    }
+}
+
+/// What a connection is doing.
+#[derive(Clone, Copy, PartialEq)]
+enum Phase {
+    Idle,
+    Headers,
+    Answering,
+}
+
+/// Since when a connection has been doing what.
+struct Clock {
+    times: Times,
+    state: Mutex<(Phase, Instant)>,
+    changed: Notify,
+}
+
+impl Clock {
+    fn new(times: Times) -> Self {
+        Clock { times, state: Mutex::new((Phase::Idle, Instant::now())), changed: Notify::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Phase, Instant)> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn enter(&self, phase: Phase) {
+        *self.lock() = (phase, Instant::now());
+        self.changed.notify_one();
+    }
+
+    fn read_something(&self) {
+        let mut state = self.lock();
+        if state.0 == Phase::Idle {
+            *state = (Phase::Headers, Instant::now());
+            self.changed.notify_one();
+        }
+    }
+
+    fn wrote_something(&self) {
+        let mut state = self.lock();
+        if state.0 == Phase::Idle {
+            state.1 = Instant::now();
+        }
+    }
+
+    /// Waits until the connection takes too long, and says over what.
+    async fn overdue(&self) -> &'static str {
+        loop {
+            let (phase, since) = *self.lock();
+            let (time, late) = match phase {
+                Phase::Idle => (self.times.idle, "it was idle"),
+                Phase::Headers => (self.times.header, "the headers of its request did not arrive in time"),
+                Phase::Answering => {
+                    self.changed.notified().await;
+                    continue;
+                }
+            };
+            let deadline = since + time;
+            if Instant::now() >= deadline {
+                return late;
+            }
+            tokio::select! {
+                () = tokio::time::sleep_until(deadline) => {}
+                () = self.changed.notified() => {}
+            }
+        }
+    }
+}
+
+/// A request is being answered while this is there.
+struct Answering(Arc<Clock>);
+
+impl Answering {
+    fn begin(clock: Arc<Clock>) -> Self {
+        clock.enter(Phase::Answering);
+        Answering(clock)
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.0.enter(Phase::Idle);
+    }
+}
+
+/// A stream that tells the clock what it moves, and that reads on for a moment when it is shut down: the system resets a connection that is
+/// closed with bytes unread, and the answer that was just sent is lost with it.
+struct Timed {
+    stream: TcpStream,
+    clock: Arc<Clock>,
+    lingering: Option<Pin<Box<Sleep>>>,
+}
+
+impl AsyncRead for Timed {
+    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = ready!(Pin::new(&mut self.stream).poll_read(context, buffer));
+        if buffer.filled().len() > before {
+            self.clock.read_something();
+        }
+        Poll::Ready(read)
+    }
+}
+
+impl AsyncWrite for Timed {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.stream).poll_write(context, bytes));
+        self.clock.wrote_something();
+        Poll::Ready(written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(context, parts));
+        self.clock.wrote_something();
+        Poll::Ready(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.lingering.is_none() {
+            ready!(Pin::new(&mut self.stream).poll_shutdown(context))?;
+            self.lingering = Some(Box::pin(tokio::time::sleep(limits::LINGER_TIME_MAX)));
+        }
+        let mut dropped = [0; 8192];
+        loop {
+            if let Some(time) = &mut self.lingering
+                && time.as_mut().poll(context).is_ready()
+            {
+                return Poll::Ready(Ok(()));
+            }
+            let mut buffer = ReadBuf::new(&mut dropped);
+            match ready!(Pin::new(&mut self.stream).poll_read(context, &mut buffer)) {
+                Ok(()) if !buffer.filled().is_empty() => {}
+                // The client has closed too, in whichever way.
+                Ok(()) | Err(_) => return Poll::Ready(Ok(())),
+            }
+        }
+    }
+}
