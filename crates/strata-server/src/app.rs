@@ -2,16 +2,18 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use strata_engine::api::{Failure, Outcome, Request, Response};
+use strata_engine::api::{Client, Failure, Outcome, Refusal, Request, Response};
+use strata_engine::ledger::{Charge, Ledger, Shortage};
 use tokio::sync::{Semaphore, watch};
 
+use crate::clock;
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
-use crate::futures::{Answer, Begun, Completer, Futures, Retention};
+use crate::futures::{Answer, Completer, Futures, Retention};
 use crate::limits;
 use crate::names::shown;
 use crate::registry::Registry;
@@ -141,7 +143,43 @@ impl App {
             model,
             engine,
         };
-        Ok(Arc::new(app))
+        let app = Arc::new(app);
+        let weak = Arc::downgrade(&app);
+        app.engine.ledger().on_shortage(move |_| weak.upgrade().is_some_and(|app| app.make_room()));
+        Ok(app)
+    }
+
+    /// Gives up what is missed least when memory is short. Answers whether there was anything.
+    fn make_room(&self) -> bool {
+        if self.futures.evict() {
+            return true;
+        }
+        let forgotten = self.registry.forget_ended().or_else(|| {
+            let silent = self.registry.end_empty();
+            silent.inspect(|session_id| tracing::info!(session_id, "a silent session without models makes room for others"))
+        });
+        forgotten.is_some_and(|session_id| {
+            self.futures.forget_session(&session_id);
+            true
+        })
+    }
+
+    /// The account that requests and results are charged to.
+    pub fn ledger(&self) -> &Ledger {
+        self.engine.ledger()
+    }
+
+    /// Charges a client for something that is kept for it.
+    ///
+    /// # Errors
+    /// If there is no room.
+    pub fn charge(&self, client: &Client, bytes: u64) -> ApiResult<Charge> {
+        self.ledger().charge(client, bytes).map_err(|shortage| match shortage {
+            Shortage::Now { .. } => ApiError::Busy("this server has no room for more at the moment; send it again later".into()),
+            Shortage::Ever { bytes, bytes_max } => {
+                ApiError::TooLarge(format!("this takes {bytes} bytes of memory, above the limit of {bytes_max}"))
+            }
+        })
     }
 
     /// Whether the engine works.
@@ -149,32 +187,28 @@ impl App {
         self.engine.is_alive()
     }
 
-    /// Opens a future for a request that the server accepts at its own place, not in the order of a model. `None` if it was accepted before.
+    /// Hands a request to the engine. When it is done, `finish` makes the answer of its future from the response, or `on_failure` is told
+    /// that there is none.
     ///
     /// # Errors
-    /// If too much is queued.
-    pub fn begin(&self, request_id: &str, cost_bytes: usize) -> ApiResult<Option<Completer>> {
-        match self.futures.begin(request_id, cost_bytes) {
-            Begun::New(completer) => Ok(Some(completer)),
-            Begun::Known => Ok(None),
-            Begun::Full => Err(ApiError::Busy("too many requests are queued; send this one again in a moment".into())),
-        }
-    }
-
-    /// Hands a request to the engine. On the engine's thread, `finish` makes the answer of its future from the response, or `on_failure` is told
-    /// that there is none.
+    /// If the engine refuses it: the future is then closed again, and neither is called.
     pub fn dispatch(
         self: &Arc<Self>,
         request_id: &str,
+        client: Client,
         completer: Completer,
         request: Request,
         finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
         on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
-    ) {
+    ) -> Result<(), Refusal> {
         let kind = kind_of(&request);
         let is_sample = matches!(request, Request::Sample { .. });
-        let (app, request_id, started) = (self.clone(), request_id.to_owned(), Instant::now());
-        let reply = move |outcome: Outcome| {
+        let (weak, started) = (Arc::downgrade(self), Instant::now());
+        let id: Arc<str> = request_id.into();
+        let request_id = id.clone();
+        let reply = move |outcome: Outcome, charge: Option<Charge>| {
+            // A server that is gone has nobody to answer.
+            let Some(app) = Weak::upgrade(&weak) else { return };
             let answer = match outcome {
                 Ok(response) => finish(&app, response).unwrap_or_else(Answer::Failed),
                 Err(failure) => {
@@ -185,52 +219,76 @@ impl App {
             let elapsed_us = u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX);
             match &answer {
                 Answer::Failed(Failure::Server(reason)) => {
-                    tracing::error!(request_id, kind, elapsed_us, "failed: {reason}");
+                    tracing::error!(request_id = &*request_id, kind, elapsed_us, "failed: {reason}");
                 }
-                Answer::Failed(Failure::User(reason)) => tracing::warn!(request_id, kind, elapsed_us, "refused: {reason}"),
+                Answer::Failed(Failure::User(reason)) => tracing::warn!(request_id = &*request_id, kind, elapsed_us, "refused: {reason}"),
                 // A busy sampler finishes thousands a second.
-                _ if is_sample => tracing::debug!(request_id, kind, elapsed_us, "done"),
-                _ => tracing::info!(request_id, kind, elapsed_us, "done"),
+                _ if is_sample => tracing::debug!(request_id = &*request_id, kind, elapsed_us, "done"),
+                _ => tracing::info!(request_id = &*request_id, kind, elapsed_us, "done"),
             }
             // The log has seen the paths; clients do not.
-            completer.complete(match answer {
+            let answer = match answer {
                 Answer::Failed(failure) => Answer::Failed(app.for_clients(&failure)),
                 answer => answer,
-            });
+            };
+            completer.complete(answer, charge);
         };
-        self.engine.submit(request, Box::new(reply));
+        self.engine.submit(id, client, request, Box::new(reply))
     }
 
     /// Tells the engine something whose outcome nobody waits for.
-    pub fn notify_engine(&self, requests: Vec<Request>) {
+    pub fn notify_engine(&self, client: &Client, requests: Vec<Request>) {
         for request in requests {
             let kind = kind_of(&request);
-            let reply = move |outcome: Outcome| {
+            let reply = move |outcome: Outcome, _| {
                 if let Err(failure) = outcome {
-                    tracing::warn!(kind, category = failure_category(&failure), "{failure}");
+                    tracing::debug!(kind, category = failure_category(&failure), "{failure}");
                 }
             };
-            self.engine.submit(request, Box::new(reply));
+            if let Err(refusal) = self.engine.submit(kind.into(), client.clone(), request, Box::new(reply)) {
+                tracing::warn!(kind, "{refusal}");
+            }
         }
     }
 
     /// Hands a request to the engine whose failure changes the registry, and whose outcome nobody waits for.
-    pub fn submit(self: &Arc<Self>, request: Request, on_failure: impl FnOnce(&App, &Failure) + Send + 'static) {
-        let app = self.clone();
-        let reply = move |outcome: Outcome| {
-            if let Err(failure) = outcome {
+    pub fn submit(
+        self: &Arc<Self>,
+        client: Client,
+        request: Request,
+        on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let (kind, weak) = (kind_of(&request), Arc::downgrade(self));
+        let reply = move |outcome: Outcome, _| {
+            if let (Err(failure), Some(app)) = (outcome, Weak::upgrade(&weak)) {
                 tracing::warn!(category = failure_category(&failure), "{failure}");
                 on_failure(&app, &app.for_clients(&failure));
             }
         };
-        self.engine.submit(request, Box::new(reply));
+        self.engine.submit(kind.into(), client, request, Box::new(reply))
+    }
+
+    /// Ends all that a session has, and all work for it.
+    pub fn end_session(&self, client: &Client) {
+        self.futures.session_over(&client.session);
+        self.notify_engine(client, vec![Request::EndSession]);
+        for session_id in self.registry.forget_surplus() {
+            self.futures.forget_session(&session_id);
+        }
+    }
+
+    /// Stops the work on a request, if it is open.
+    pub fn cancel(&self, request_id: &str) {
+        let nobody = Client { owner: "".into(), session: "".into() };
+        self.notify_engine(&nobody, vec![Request::Cancel { request_id: request_id.into() }]);
     }
 
     /// A failure without the server's own paths in it: a checkpoint goes by its `tinker://` path, and the rest of the data directory by what
     /// it is.
     fn for_clients(&self, failure: &Failure) -> Failure {
         let prefix = |dir: &Path| format!("{}/", dir.display().to_string().trim_end_matches('/'));
-        let (data_dir, checkpoints_dir) = (prefix(&self.config.data_dir), prefix(&self.config.data_dir.join("checkpoints")));
+        let dir = self.config.data_dir.path();
+        let (data_dir, checkpoints_dir) = (prefix(dir), prefix(&dir.join("checkpoints")));
         let without_paths =
             |text: &str| text.replace(&checkpoints_dir, "tinker://").replace(&data_dir, "the data directory's ");
         match failure {
@@ -252,10 +310,11 @@ impl App {
 
     /// One round of looking for what is over: sessions, results, checkpoints.
     pub async fn reap(self: &Arc<Self>) {
-        let now = Instant::now();
-        for (session_id, freed) in self.registry.expire(now) {
-            tracing::info!(session_id, "session ended: no heartbeat for {} s", self.config.session_timeout.as_secs());
-            self.notify_engine(freed);
+        let now = clock::now();
+        for client in self.registry.expire(now) {
+            let seconds = self.config.session_timeout.as_secs();
+            tracing::info!(session_id = &*client.session, "session ended: no heartbeat for {seconds} s");
+            self.end_session(&client);
         }
         self.futures.sweep(now);
         let app = self.clone();
@@ -286,6 +345,16 @@ pub fn json_answer(value: &Value) -> Answer {
     Answer::Json(value.to_string().into())
 }
 
+/// What a client is told whose request the engine refuses.
+pub fn refused(refusal: Refusal) -> ApiError {
+    match refusal {
+        Refusal::Busy(reason) => ApiError::Busy(reason),
+        Refusal::User(reason) => ApiError::BadRequest(reason),
+        Refusal::Seen => ApiError::BadRequest(refusal.to_string()),
+        Refusal::Stopped => ApiError::Unavailable("the engine is not running: the server has to be restarted".into()),
+    }
+}
+
 /// The acknowledgement of a request whose outcome is fetched later.
 pub fn acknowledged(request_id: &str) -> axum::Json<Value> {
     axum::Json(json!({ "request_id": request_id }))
@@ -308,5 +377,7 @@ fn kind_of(request: &Request) -> &'static str {
         Request::CreateSampler { .. } => "create_sampler",
         Request::DropSampler { .. } => "drop_sampler",
         Request::Sample { .. } => "sample",
+        Request::Cancel { .. } => "cancel",
+        Request::EndSession => "end_session",
     }
 }

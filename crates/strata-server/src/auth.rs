@@ -1,10 +1,13 @@
 //! Who may ask.
 
-use std::sync::Arc;
+use std::convert::Infallible;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, OnceLock};
 
-use axum::extract::{Request, State};
+use axum::extract::{FromRequestParts, Request, State};
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
+use axum::http::request::Parts;
 use axum::middleware::Next;
 use axum::response::Response;
 
@@ -24,6 +27,20 @@ pub async fn require_key(State(app): State<Arc<App>>, request: Request, next: Ne
         None => "an API key is needed in the header X-API-Key",
     };
     refuse(request, ApiError::Unauthorized(refusal.into())).await
+}
+
+/// Whom a request's key stands for. Where the server has no key of its own, each key that clients make up is an owner.
+pub struct Owner(pub Arc<str>);
+
+impl<S: Send + Sync> FromRequestParts<S> for Owner {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Infallible> {
+        // Keys are kept nowhere, so that they cannot get out; their hashes differ from process to process.
+        static HASHER: OnceLock<RandomState> = OnceLock::new();
+        let key = given_key(&parts.headers).unwrap_or("");
+        Ok(Owner(format!("{:016x}", HASHER.get_or_init(RandomState::new).hash_one(key)).into()))
+    }
 }
 
 fn given_key(headers: &HeaderMap) -> Option<&str> {

@@ -2,17 +2,22 @@
 //!
 //! [`Futures`] is a cheap handle. The table is behind a std mutex: it is held for a few map operations and never across an await.
 //! A reader that comes early waits on its entry's `Notify`; nobody polls. Results stay readable for a while after they were read,
-//! because an answer can be lost on the way, and are bounded in bytes: what was read goes first, then what is oldest.
+//! because an answer can be lost on the way.
+//!
+//! Every result holds the [`Charge`] that its request was accepted with, shrunk to its size: an unread result takes of its session's share of
+//! memory until it is read, and so a client that never reads fills its own share and nobody else's. When the account runs short, results that
+//! were read go first, and then those whose session is over.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
-use strata_engine::api::Failure;
+use strata_engine::api::{Client, Failure};
+use strata_engine::ledger::Charge;
 use tokio::sync::Notify;
 
+use crate::clock;
 use crate::limits;
 
 /// How a request ended.
@@ -56,19 +61,11 @@ pub enum Begun {
     New(Completer),
     /// A request of this id was accepted before.
     Known,
-    /// Too much is queued already.
-    Full,
 }
 
-/// Bounds on what a store keeps; the defaults are those of [`limits`].
+/// How long things are kept; the defaults are those of [`limits`].
 #[derive(Clone, Debug)]
 pub struct Retention {
-    /// Requests whose outcome is open.
-    pub pending_max: usize,
-    /// Body bytes of requests whose outcome is open.
-    pub pending_bytes_max: usize,
-    /// Bytes of results.
-    pub result_bytes_max: usize,
     /// How long a result waits for its first reader.
     pub unread: Duration,
     /// How long a result stays after its first reader.
@@ -80,9 +77,6 @@ pub struct Retention {
 impl Default for Retention {
     fn default() -> Self {
         Retention {
-            pending_max: limits::PENDING_FUTURES_MAX,
-            pending_bytes_max: limits::PENDING_BYTES_MAX,
-            result_bytes_max: limits::RESULT_BYTES_MAX,
             unread: limits::RESULT_UNREAD_RETENTION,
             read: limits::RESULT_READ_RETENTION,
             gone_max: limits::GONE_FUTURES_MAX,
@@ -99,8 +93,6 @@ pub struct Futures {
 struct Shared {
     retention: Retention,
     table: Mutex<Table>,
-    pending_count: AtomicUsize,
-    pending_bytes: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -110,69 +102,51 @@ struct Table {
     unread: VecDeque<(Instant, Arc<str>)>,
     /// Results someone has read, in the order of their first readers.
     read: VecDeque<(Instant, Arc<str>)>,
-    result_bytes: usize,
+    /// Sessions that are over: their results are kept as long as there is room.
+    over: HashSet<Arc<str>>,
     gone: HashSet<Arc<str>>,
     gone_order: VecDeque<Arc<str>>,
 }
 
 struct Entry {
     slot: Arc<Slot>,
+    client: Client,
     was_read: bool,
+    charge: Option<Charge>,
 }
 
 #[derive(Default)]
 struct Slot {
     answer: OnceLock<Arc<Answer>>,
+    /// Whether the request was refused after all.
+    withdrawn: OnceLock<()>,
     done: Notify,
 }
 
-/// Takes the outcome of one accepted request. Dropped without one, the request fails rather than staying open for ever.
+/// Takes the outcome of one accepted request. Dropped without one, the request was refused: its id is free again.
 pub struct Completer {
     shared: Arc<Shared>,
     id: Arc<str>,
     slot: Arc<Slot>,
-    cost_bytes: usize,
+    charge: Option<Charge>,
 }
 
 impl Futures {
     /// An empty store.
     pub fn new(retention: Retention) -> Self {
-        let shared = Shared {
-            retention,
-            table: Mutex::default(),
-            pending_count: AtomicUsize::new(0),
-            pending_bytes: AtomicUsize::new(0),
-        };
-        Futures { shared: Arc::new(shared) }
+        Futures { shared: Arc::new(Shared { retention, table: Mutex::default() }) }
     }
 
-    /// Accepts a request id whose body holds `cost_bytes` in memory until it is done.
-    pub fn begin(&self, id: &str, cost_bytes: usize) -> Begun {
-        self.begin_unless(id, cost_bytes, |count, bytes| {
-            count >= self.shared.retention.pending_max
-                || bytes.saturating_add(cost_bytes) > self.shared.retention.pending_bytes_max
-        })
-    }
-
-    /// As [`Futures::begin`], even when the queue is full: for the request that others in the queue wait for.
-    pub fn begin_urgent(&self, id: &str, cost_bytes: usize) -> Begun {
-        self.begin_unless(id, cost_bytes, |_, _| false)
-    }
-
-    fn begin_unless(&self, id: &str, cost_bytes: usize, is_full: impl Fn(usize, usize) -> bool) -> Begun {
+    /// Opens the future of a client's request.
+    pub fn begin(&self, id: &str, client: &Client) -> Begun {
         let mut table = self.shared.lock();
         if table.entries.contains_key(id) || table.gone.contains(id) {
             return Begun::Known;
         }
-        let pending = &self.shared;
-        if is_full(pending.pending_count.load(Ordering::Relaxed), pending.pending_bytes.load(Ordering::Relaxed)) {
-            return Begun::Full;
-        }
-        pending.pending_count.fetch_add(1, Ordering::Relaxed);
-        pending.pending_bytes.fetch_add(cost_bytes, Ordering::Relaxed);
         let (id, slot): (Arc<str>, Arc<Slot>) = (id.into(), Arc::default());
-        table.entries.insert(id.clone(), Entry { slot: slot.clone(), was_read: false });
-        Begun::New(Completer { shared: self.shared.clone(), id, slot, cost_bytes })
+        let entry = Entry { slot: slot.clone(), client: client.clone(), was_read: false, charge: None };
+        table.entries.insert(id.clone(), entry);
+        Begun::New(Completer { shared: self.shared.clone(), id, slot, charge: None })
     }
 
     /// Whether a request of this id was accepted.
@@ -195,7 +169,8 @@ impl Futures {
         tokio::pin!(done);
         // Registered before looking, so that an outcome between the look and the wait is not missed.
         done.as_mut().enable();
-        if slot.answer.get().is_none() && tokio::time::timeout(hold, done).await.is_err() && slot.answer.get().is_none() {
+        let is_over = || slot.answer.get().is_some() || slot.withdrawn.get().is_some();
+        if !is_over() && tokio::time::timeout(hold, done).await.is_err() && !is_over() {
             return Waited::Pending;
         }
         match slot.answer.get() {
@@ -203,24 +178,58 @@ impl Futures {
                 self.shared.mark_read(id);
                 Waited::Ready(answer.clone())
             }
-            None => Waited::Pending,
+            None => Waited::Unknown,
         }
     }
 
     /// Lets go of results whose time is over.
     pub fn sweep(&self, now: Instant) {
-        let mut table = self.shared.lock();
-        while let Some((at, _)) = table.read.front()
-            && now.saturating_duration_since(*at) > self.shared.retention.read
-        {
-            table.evict_read(&self.shared.retention);
+        let (mut freed, mut table) = (Vec::new(), self.shared.lock());
+        let retention = &self.shared.retention;
+        while table.read.front().is_some_and(|(at, _)| now.saturating_duration_since(*at) > retention.read) {
+            freed.extend(table.evict_read(retention));
         }
         while let Some((at, id)) = table.unread.front()
-            && (now.saturating_duration_since(*at) > self.shared.retention.unread
+            && (now.saturating_duration_since(*at) > retention.unread
                 || table.entries.get(id).is_none_or(|entry| entry.was_read))
         {
-            table.evict_unread(&self.shared.retention);
+            freed.extend(table.evict_unread(retention));
         }
+        drop(table);
+    }
+
+    /// Notes that a session is over: nobody is expected to come for its results.
+    pub fn session_over(&self, session_id: &str) {
+        self.shared.lock().over.insert(session_id.into());
+    }
+
+    /// Forgets a session that is over, with all its results.
+    pub fn forget_session(&self, session_id: &str) {
+        let mut table = self.shared.lock();
+        table.over.remove(session_id);
+        let of_it = |entry: &Entry| *entry.client.session == *session_id && entry.slot.answer.get().is_some();
+        let ids: Vec<Arc<str>> = table.entries.iter().filter(|(_, e)| of_it(e)).map(|(id, _)| id.clone()).collect();
+        let freed: Vec<Entry> = ids.iter().filter_map(|id| table.entries.remove(id)).collect();
+        table.unread.retain(|(_, id)| !ids.contains(id));
+        table.read.retain(|(_, id)| !ids.contains(id));
+        drop(table);
+        drop(freed);
+    }
+
+    /// Gives up the result that is missed least: the first that was read, or else one of a session that is over. Answers whether there was one.
+    pub fn evict(&self) -> bool {
+        let mut table = self.shared.lock();
+        let mut freed = table.evict_read(&self.shared.retention);
+        if freed.is_none() && !table.over.is_empty() {
+            let is_orphan = |id: &Arc<str>| table.entries.get(id).is_some_and(|e| table.over.contains(&e.client.session));
+            let orphan = table.unread.iter().find(|(_, id)| is_orphan(id)).map(|(_, id)| id.clone());
+            if let Some(id) = orphan {
+                table.unread.retain(|(_, other)| *other != id);
+                freed = table.forget(id, &self.shared.retention);
+            }
+        }
+        drop(table);
+        freed.is_some()
     }
 }
 
@@ -239,27 +248,30 @@ impl Shared {
         if let Some(entry) = table.entries.get_mut(id) {
             entry.was_read = true;
         }
-        table.read.push_back((Instant::now(), key));
+        table.read.push_back((clock::now(), key));
     }
 }
 
 impl Table {
-    fn evict_read(&mut self, retention: &Retention) {
-        if let Some((_, id)) = self.read.pop_front() {
-            self.forget(id, retention);
+    // Entries are handed out to be dropped without the lock: what they hold goes back to the ledger.
+
+    fn evict_read(&mut self, retention: &Retention) -> Option<Entry> {
+        loop {
+            let (_, id) = self.read.pop_front()?;
+            if let Some(entry) = self.forget(id, retention) {
+                return Some(entry);
+            }
         }
     }
 
-    fn evict_unread(&mut self, retention: &Retention) {
-        let Some((_, id)) = self.unread.pop_front() else { return };
-        if self.entries.get(&id).is_some_and(|entry| !entry.was_read) {
-            self.forget(id, retention);
-        }
+    fn evict_unread(&mut self, retention: &Retention) -> Option<Entry> {
+        let (_, id) = self.unread.pop_front()?;
+        let is_unread = self.entries.get(&id).is_some_and(|entry| !entry.was_read);
+        is_unread.then(|| self.forget(id, retention)).flatten()
     }
 
-    fn forget(&mut self, id: Arc<str>, retention: &Retention) {
-        let Some(entry) = self.entries.remove(&id) else { return };
-        self.result_bytes -= entry.slot.answer.get().map_or(0, |answer| answer.size_bytes());
+    fn forget(&mut self, id: Arc<str>, retention: &Retention) -> Option<Entry> {
+        let entry = self.entries.remove(&id)?;
         self.gone.insert(id.clone());
         self.gone_order.push_back(id);
         while self.gone_order.len() > retention.gone_max {
@@ -267,32 +279,31 @@ impl Table {
                 self.gone.remove(&oldest);
             }
         }
+        Some(entry)
     }
 }
 
 impl Completer {
-    /// Stores the outcome and wakes its readers.
-    pub fn complete(self, answer: Answer) {
-        self.store(answer);
+    /// Has `charge` pay for the outcome of a request that the engine does not charge for.
+    pub fn paid_by(mut self, charge: Charge) -> Self {
+        self.charge = Some(charge);
+        self
     }
 
-    fn store(&self, answer: Answer) {
-        let size_bytes = answer.size_bytes();
+    /// Stores the outcome with what pays for it, and wakes its readers.
+    pub fn complete(mut self, answer: Answer, charge: Option<Charge>) {
+        let mut charge = charge.or_else(|| self.charge.take());
+        if let Some(charge) = &mut charge {
+            charge.shrink_to(answer.size_bytes() as u64 + limits::FUTURE_BYTES);
+        }
         if self.slot.answer.set(Arc::new(answer)).is_err() {
             return;
         }
-        self.shared.pending_count.fetch_sub(1, Ordering::Relaxed);
-        self.shared.pending_bytes.fetch_sub(self.cost_bytes, Ordering::Relaxed);
         {
             let mut table = self.shared.lock();
-            table.result_bytes += size_bytes;
-            table.unread.push_back((Instant::now(), self.id.clone()));
-            while table.result_bytes > self.shared.retention.result_bytes_max && table.read.front().is_some() {
-                table.evict_read(&self.shared.retention);
-            }
-            // The newest result stays even if it alone is above the bound: its reader is still to come.
-            while table.result_bytes > self.shared.retention.result_bytes_max && table.unread.len() > 1 {
-                table.evict_unread(&self.shared.retention);
+            if let Some(entry) = table.entries.get_mut(&self.id) {
+                entry.charge = charge;
+                table.unread.push_back((clock::now(), self.id.clone()));
             }
         }
         self.slot.done.notify_waiters();
@@ -302,13 +313,18 @@ impl Completer {
 impl Drop for Completer {
     fn drop(&mut self) {
         if self.slot.answer.get().is_none() {
-            self.store(Answer::Failed(Failure::Server("the request was dropped before it was done".into())));
+            let withdrawn = self.shared.lock().entries.remove(&self.id);
+            let _ = self.slot.withdrawn.set(());
+            self.slot.done.notify_waiters();
+            drop(withdrawn);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use strata_engine::ledger::Ledger;
+
     use super::*;
 
     const SHORT: Duration = Duration::from_millis(20);
@@ -318,10 +334,14 @@ mod tests {
         Answer::Json(Bytes::copy_from_slice(text.as_bytes()))
     }
 
+    fn client(session: &str) -> Client {
+        Client { owner: "o".into(), session: session.into() }
+    }
+
     fn begin(futures: &Futures, id: &str) -> Completer {
-        match futures.begin(id, 1) {
+        match futures.begin(id, &client("s")) {
             Begun::New(completer) => completer,
-            _ => panic!("{id} is new"),
+            Begun::Known => panic!("{id} is new"),
         }
     }
 
@@ -334,11 +354,10 @@ mod tests {
             async move { futures.wait("a", LONG).await }
         });
         tokio::time::sleep(SHORT).await;
-        completer.complete(json("{}"));
+        completer.complete(json("{}"), None);
         assert_eq!(reader.await.unwrap(), Waited::Ready(Arc::new(json("{}"))));
         assert_eq!(futures.wait("a", SHORT).await, Waited::Ready(Arc::new(json("{}"))));
-        assert!(matches!(futures.begin("a", 1), Begun::Known));
-        assert_eq!(futures.shared.pending_count.load(Ordering::Relaxed), 0);
+        assert!(matches!(futures.begin("a", &client("s")), Begun::Known));
     }
 
     #[tokio::test]
@@ -352,50 +371,59 @@ mod tests {
     #[tokio::test]
     async fn results_are_gone_after_their_time_and_stay_known() {
         let futures = Futures::new(Retention { unread: Duration::ZERO, read: Duration::ZERO, ..Retention::default() });
-        begin(&futures, "unread").complete(json("{}"));
-        begin(&futures, "read").complete(json("{}"));
+        begin(&futures, "unread").complete(json("{}"), None);
+        begin(&futures, "read").complete(json("{}"), None);
         futures.wait("read", SHORT).await;
         futures.sweep(Instant::now() + SHORT);
         assert_eq!(futures.wait("unread", SHORT).await, Waited::Gone);
         assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
-        assert!(matches!(futures.begin("read", 1), Begun::Known));
+        assert!(matches!(futures.begin("read", &client("s")), Begun::Known));
     }
 
     #[tokio::test]
-    async fn above_the_byte_bound_read_results_go_before_unread_ones() {
-        let futures = Futures::new(Retention { result_bytes_max: 8, ..Retention::default() });
-        begin(&futures, "old").complete(json("1234"));
-        begin(&futures, "read").complete(json("1234"));
-        futures.wait("read", SHORT).await;
-        begin(&futures, "new").complete(json("1234"));
-        assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
-        assert!(matches!(futures.wait("old", SHORT).await, Waited::Ready(_)));
-        assert!(matches!(futures.wait("new", SHORT).await, Waited::Ready(_)));
-    }
-
-    #[tokio::test]
-    async fn a_dropped_request_fails() {
+    async fn a_shortage_takes_what_was_read_and_what_nobody_comes_for_and_nothing_else() {
         let futures = Futures::new(Retention::default());
-        drop(begin(&futures, "a"));
-        let Waited::Ready(answer) = futures.wait("a", SHORT).await else { panic!("it is done") };
-        assert!(matches!(&*answer, Answer::Failed(Failure::Server(_))));
+        let ledger = Ledger::new(1 << 20);
+        let complete = |id: &str, session: &str| {
+            let Begun::New(completer) = futures.begin(id, &client(session)) else { panic!("{id} is new") };
+            completer.complete(json("1234"), Some(ledger.charge(&client(session), 1000).unwrap()));
+        };
+        complete("unread", "s");
+        complete("orphan", "over");
+        complete("read", "s");
+        assert_eq!(ledger.used(), 3 * (4 + limits::FUTURE_BYTES), "a result costs what it holds");
+        futures.wait("read", SHORT).await;
+        futures.session_over("over");
+        assert!(futures.evict() && futures.evict() && !futures.evict());
+        assert_eq!(ledger.used(), 4 + limits::FUTURE_BYTES);
+        assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
+        assert_eq!(futures.wait("orphan", SHORT).await, Waited::Gone);
+        assert!(matches!(futures.wait("unread", SHORT).await, Waited::Ready(_)));
+        futures.forget_session("s");
+        assert_eq!(ledger.used(), 0);
     }
 
-    #[test]
-    fn a_full_queue_refuses_all_but_the_urgent() {
-        let futures = Futures::new(Retention { pending_bytes_max: 10, ..Retention::default() });
-        let Begun::New(_open) = futures.begin("a", 8) else { panic!("there is room") };
-        assert!(matches!(futures.begin("b", 8), Begun::Full));
-        assert!(matches!(futures.begin_urgent("b", 8), Begun::New(_)));
+    #[tokio::test]
+    async fn a_refused_request_leaves_its_id_free() {
+        let futures = Futures::new(Retention::default());
+        let refused = begin(&futures, "a");
+        let reader = tokio::spawn({
+            let futures = futures.clone();
+            async move { futures.wait("a", LONG).await }
+        });
+        tokio::time::sleep(SHORT).await;
+        drop(refused);
+        assert_eq!(reader.await.unwrap(), Waited::Unknown);
+        begin(&futures, "a").complete(json("{}"), None);
     }
 
     #[test]
     fn ids_that_are_gone_are_forgotten_beyond_a_bound() {
         let futures = Futures::new(Retention { unread: Duration::ZERO, gone_max: 1, ..Retention::default() });
-        begin(&futures, "a").complete(json("{}"));
-        begin(&futures, "b").complete(json("{}"));
+        begin(&futures, "a").complete(json("{}"), None);
+        begin(&futures, "b").complete(json("{}"), None);
         futures.sweep(Instant::now() + SHORT);
-        assert!(matches!(futures.begin("b", 1), Begun::Known));
-        assert!(matches!(futures.begin("a", 1), Begun::New(_)));
+        assert!(matches!(futures.begin("b", &client("s")), Begun::Known));
+        assert!(matches!(futures.begin("a", &client("s")), Begun::New(_)));
     }
 }

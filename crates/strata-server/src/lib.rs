@@ -5,7 +5,7 @@
 //!   share, and the way from a request to a future.
 //! - `routes`: the endpoints, a file for each part of the API; `edge`, `auth`: who is answered; `payload`, `error`: what all of them need.
 //! - `wire`: protobuf and JSON bodies, translated from and to the engine's values. `transit`: the memory that requests take on their way in.
-//! - `futures`: outcomes that clients come back for. `registry`, `sequence`: sessions, models, sampling sessions and the order of operations.
+//! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`: the time they end by.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
 //! - [`limits`]: every bound on what comes from outside.
 //!
@@ -20,6 +20,7 @@
 
 mod app;
 mod auth;
+mod clock;
 mod connection;
 mod data_dir;
 mod edge;
@@ -30,7 +31,6 @@ mod names;
 mod payload;
 mod registry;
 mod routes;
-mod sequence;
 mod server;
 mod store;
 mod submit;

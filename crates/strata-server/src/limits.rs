@@ -72,8 +72,6 @@ pub const LOSS_SETTINGS_MAX: usize = 256;
 pub const NUM_SAMPLES_MAX: usize = 4096;
 /// Tokens of one prompt; the engine holds prompts to its context length as well.
 pub const PROMPT_TOKENS_MAX: usize = 1 << 22;
-/// Sequences of all sampling requests that wait or run; beyond it clients are asked to slow down.
-pub const QUEUED_SEQUENCES_MAX: usize = 65_536;
 /// Most probable tokens returned for a position.
 pub const TOPK_MAX: usize = 128;
 /// Stop tokens or strings of a sampling request.
@@ -81,8 +79,6 @@ pub const STOPS_MAX: usize = 256;
 /// Length of a stop string.
 pub const STOP_BYTES_MAX: usize = 4096;
 
-/// Sessions that are alive.
-pub const SESSIONS_MAX: usize = 4096;
 /// Sessions that ended but can still be listed.
 pub const ENDED_SESSIONS_MAX: usize = 4096;
 /// Models of one session, over its whole life.
@@ -91,21 +87,19 @@ pub const MODELS_PER_SESSION_MAX: usize = 256;
 pub const SAMPLERS_PER_SESSION_MAX: usize = 4096;
 /// Unnamed snapshots that one session keeps in memory; a new one frees the least recently used that has no sample running.
 pub const SNAPSHOTS_PER_SESSION_MAX: usize = 16;
-/// How far an operation of a model may run ahead of the first that is missing.
-pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
 
-/// Requests whose outcome is still open.
-pub const PENDING_FUTURES_MAX: usize = 131_072;
-/// Body bytes of requests whose outcome is still open.
-pub const PENDING_BYTES_MAX: usize = 4 << 30;
-/// Bytes of finished results that are kept for their readers.
-pub const RESULT_BYTES_MAX: usize = 1 << 30;
 /// How long a result waits for its first reader.
 pub const RESULT_UNREAD_RETENTION: Duration = Duration::from_secs(3600);
 /// How long a result can be read again, as a client does when the answer was lost on the way.
 pub const RESULT_READ_RETENTION: Duration = Duration::from_secs(300);
 /// Ids of results that are gone and still answered as such, rather than as unknown.
-pub const GONE_FUTURES_MAX: usize = 262_144;
+pub const GONE_FUTURES_MAX: usize = 65_536;
+/// What a result takes of memory besides its own bytes: its entries in tables.
+pub const FUTURE_BYTES: u64 = 512;
+/// What a session takes of memory besides its metadata; a model or a sampling session in it takes as much again.
+pub const SESSION_BYTES: u64 = 1024;
+/// How long a session that has neither models nor samplers may be silent before it makes room for others.
+pub const EMPTY_SESSION_PATIENCE: Duration = Duration::from_secs(30);
 
 /// How long a poll for a result is held; the SDK gives up on a poll after 45 s.
 pub const POLL_HOLD: Duration = Duration::from_secs(25);

@@ -2,19 +2,22 @@
 //!
 //! Everything is behind one std mutex, held for map operations only: never across an await, and never while the engine is called, because
 //! the engine may answer at once and its answers come back here. Methods that free something return what the engine has to be told.
+//!
+//! What is known of a session, a model or a sampling session is charged to its session like a request, until it is forgotten. When the account
+//! runs short, sessions that are over are forgotten first; then those that have nothing and are silent end.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use strata_engine::api::{LoraSpec, ModelId, Request, SamplerId};
+use strata_engine::api::{Client, LoraSpec, ModelId, Request, SamplerId};
+use strata_engine::ledger::Charge;
 use time::OffsetDateTime;
 
+use crate::clock;
 use crate::error::{ApiError, ApiResult};
-use crate::futures::{Begun, Completer};
 use crate::limits;
 use crate::names::shown;
-use crate::sequence::{AcceptedIds, Place};
 
 /// What a user attached to something.
 pub type Metadata = Option<BTreeMap<String, String>>;
@@ -41,7 +44,12 @@ pub struct Session {
     pub models: Vec<ModelId>,
     /// Its sampling sessions, oldest first.
     pub samplers: Vec<String>,
+    /// Who it is to the engine.
+    pub client: Client,
+    /// Its place in the order of all sessions.
+    number: u64,
     last_seen: Instant,
+    _charge: Arc<Charge>,
 }
 
 /// How a model or a sampling session stands.
@@ -89,6 +97,7 @@ pub struct SamplingSession {
     session_id: String,
     last_used: Instant,
     running: usize,
+    _charge: Arc<Charge>,
 }
 
 impl SamplingSession {
@@ -126,17 +135,18 @@ pub struct Registry {
 struct Inner {
     sessions: HashMap<String, Session>,
     /// Sessions in the order they were made.
-    session_order: Vec<String>,
+    session_order: BTreeMap<u64, String>,
+    sessions_made: u64,
     ended: VecDeque<String>,
     models: HashMap<ModelId, ModelEntry>,
     samplers: HashMap<String, SamplingSession>,
-    queued_sequences: usize,
 }
 
 struct ModelEntry {
     model: TrainedModel,
     session_id: String,
-    accepted: AcceptedIds,
+    client: Client,
+    _charge: Charge,
 }
 
 impl Registry {
@@ -149,27 +159,60 @@ impl Registry {
         self.inner.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Makes a session and returns its id.
-    ///
-    /// # Errors
-    /// If there are too many.
-    pub fn create_session(&self, user_metadata: Metadata, display_name: Option<String>) -> ApiResult<String> {
+    /// Makes a session under an id that no other has; `charge` pays for what is known of it.
+    pub fn create_session(&self, client: Client, user_metadata: Metadata, display_name: Option<String>, charge: Charge) {
         let mut inner = self.lock();
-        if inner.sessions.len() - inner.ended.len() >= limits::SESSIONS_MAX {
-            return Err(ApiError::Busy(format!("{} sessions are alive, which is the limit", limits::SESSIONS_MAX)));
-        }
-        let id = uuid::Uuid::new_v4().to_string();
+        inner.sessions_made += 1;
+        let (id, number) = (client.session.to_string(), inner.sessions_made);
         let session = Session {
             status: SessionStatus::Active,
             user_metadata,
             display_name,
             models: Vec::new(),
             samplers: Vec::new(),
-            last_seen: Instant::now(),
+            client,
+            number,
+            last_seen: clock::now(),
+            _charge: Arc::new(charge),
         };
-        inner.sessions.insert(id.clone(), session);
-        inner.session_order.push(id.clone());
-        Ok(id)
+        inner.session_order.insert(number, id.clone());
+        inner.sessions.insert(id, session);
+    }
+
+    /// Who a session is to the engine.
+    ///
+    /// # Errors
+    /// If there is no such session.
+    pub fn client(&self, session_id: &str) -> ApiResult<Client> {
+        self.lock().sessions.get(session_id).map(|s| s.client.clone()).ok_or_else(|| unknown_session(session_id))
+    }
+
+    /// Makes room when memory is short: forgets the session that was over first, with the id of whose results nobody will ask for any more.
+    pub fn forget_ended(&self) -> Option<String> {
+        let mut inner = self.lock();
+        let id = inner.ended.pop_front()?;
+        let forgotten = inner.forget(&id);
+        drop(inner);
+        drop(forgotten);
+        Some(id)
+    }
+
+    /// Makes room when memory is short: ends and forgets the session that was silent longest, of those that have nothing.
+    pub fn end_empty(&self) -> Option<String> {
+        let now = clock::now();
+        let mut inner = self.lock();
+        let is_empty = |s: &Session| {
+            s.status == SessionStatus::Active
+                && s.models.is_empty()
+                && s.samplers.is_empty()
+                && now.saturating_duration_since(s.last_seen) > limits::EMPTY_SESSION_PATIENCE
+        };
+        let stalest = inner.sessions.iter().filter(|(_, s)| is_empty(s)).min_by_key(|(_, s)| s.last_seen);
+        let id = stalest.map(|(id, _)| id.clone())?;
+        let forgotten = inner.forget(&id);
+        drop(inner);
+        drop(forgotten);
+        Some(id)
     }
 
     /// Notes that a session is alive.
@@ -177,7 +220,7 @@ impl Registry {
     /// # Errors
     /// If it is over, or there is none.
     pub fn heartbeat(&self, session_id: &str) -> ApiResult<()> {
-        self.lock().active_session(session_id).map(|session| session.last_seen = Instant::now())
+        self.lock().active_session(session_id).map(|session| session.last_seen = clock::now())
     }
 
     /// Whether a session is alive.
@@ -185,21 +228,21 @@ impl Registry {
         self.lock().sessions.get(session_id).is_some_and(|session| session.status == SessionStatus::Active)
     }
 
-    /// Ends a session; ending it twice is the same as once. Returns what the engine has to free.
+    /// Ends a session; ending it twice is the same as once. Answers whom the engine has to end, if it was not over.
     ///
     /// # Errors
     /// If there is none.
-    pub fn end_session(&self, session_id: &str, reason: &str) -> ApiResult<Vec<Request>> {
+    pub fn end_session(&self, session_id: &str, reason: &str) -> ApiResult<Option<Client>> {
         let mut inner = self.lock();
         let session = inner.sessions.get(session_id).ok_or_else(|| unknown_session(session_id))?;
         match session.status {
-            SessionStatus::Ended(_) => Ok(Vec::new()),
+            SessionStatus::Ended(_) => Ok(None),
             SessionStatus::Active => Ok(inner.end(session_id, reason)),
         }
     }
 
-    /// Ends sessions that have not been heard of. Returns their ids and what the engine has to free.
-    pub fn expire(&self, now: Instant) -> Vec<(String, Vec<Request>)> {
+    /// Ends sessions that have not been heard of. Answers whom the engine has to end.
+    pub fn expire(&self, now: Instant) -> Vec<Client> {
         let mut inner = self.lock();
         let is_expired = |session: &Session| {
             session.status == SessionStatus::Active && now.saturating_duration_since(session.last_seen) > self.session_timeout
@@ -207,18 +250,18 @@ impl Registry {
         let expired: Vec<String> =
             inner.sessions.iter().filter(|(_, session)| is_expired(session)).map(|(id, _)| id.clone()).collect();
         let reason = format!("its session was not heard of for {} s", self.session_timeout.as_secs());
-        expired
-            .into_iter()
-            .map(|id| {
-                let freed = inner.end(&id, &reason);
-                (id, freed)
-            })
-            .collect()
+        expired.into_iter().filter_map(|id| inner.end(&id, &reason)).collect()
+    }
+
+    /// Forgets sessions that were over before many others.
+    pub fn forget_surplus(&self) -> Vec<String> {
+        let surplus = self.lock().ended.len().saturating_sub(limits::ENDED_SESSIONS_MAX);
+        (0..surplus).filter_map(|_| self.forget_ended()).collect()
     }
 
     /// Session ids, newest first.
     pub fn sessions(&self) -> Vec<String> {
-        self.lock().session_order.iter().rev().cloned().collect()
+        self.lock().session_order.values().rev().cloned().collect()
     }
 
     /// A session by its id.
@@ -239,6 +282,7 @@ impl Registry {
         model_seq_id: u64,
         lora: LoraSpec,
         user_metadata: Metadata,
+        charge: Charge,
     ) -> ApiResult<(ModelId, bool)> {
         let mut inner = self.lock();
         let id = model_id(session_id, model_seq_id);
@@ -252,11 +296,12 @@ impl Registry {
                 limits::MODELS_PER_SESSION_MAX
             )));
         }
-        session.last_seen = Instant::now();
+        session.last_seen = clock::now();
         session.models.push(id.clone());
+        let client = session.client.clone();
         let last_request_at = OffsetDateTime::now_utc();
         let model = TrainedModel { lora, user_metadata, state: State::Active, last_request_at };
-        let entry = ModelEntry { model, session_id: session_id.to_owned(), accepted: AcceptedIds::new() };
+        let entry = ModelEntry { model, session_id: session_id.to_owned(), client, _charge: charge };
         inner.models.insert(id.clone(), entry);
         Ok((id, true))
     }
@@ -289,43 +334,22 @@ impl Registry {
         self.lock().end_model(model_id, reason)
     }
 
-    /// Accepts an operation of a model: once for each id, in any order. `begin` is asked to open its future, urgently or not.
-    /// `None` if it was accepted before.
+    /// Notes that a model is asked for something. Answers whose it is.
     ///
     /// # Errors
-    /// If there is no such model, the id is impossible, or too much is queued.
-    pub fn accept(&self, model_id: &str, seq_id: u64, begin: impl FnOnce(bool) -> Begun) -> ApiResult<Option<Completer>> {
+    /// If there is no such model, or it is gone.
+    pub fn use_model(&self, model_id: &str) -> ApiResult<Client> {
         let mut inner = self.lock();
         let Some(entry) = inner.models.get_mut(model_id) else { return Err(unknown_model(model_id)) };
         if let State::Gone(reason) = &entry.model.state {
-            return Err(ApiError::bad(format!("model {model_id} is gone: {reason}")));
+            return Err(ApiError::bad(format!("model {} is gone: {reason}", shown(model_id))));
         }
-        if seq_id == 0 {
-            return Err(ApiError::bad("seq_id 0 is the creation of the model; operations count from 1"));
-        }
-        let place = entry.accepted.place(seq_id);
-        if place == Place::Seen {
-            return Ok(None);
-        }
-        if place == Place::TooFar {
-            return Err(ApiError::bad(format!(
-                "seq_id {seq_id} of model {model_id} is more than {} ahead of {}, the first that is missing",
-                limits::SEQUENCE_AHEAD_MAX,
-                entry.accepted.first_missing()
-            )));
-        }
-        let completer = match begin(place == Place::Next) {
-            Begun::New(completer) => completer,
-            Begun::Known => return Ok(None),
-            Begun::Full => return Err(too_busy()),
-        };
-        entry.accepted.insert(seq_id);
         entry.model.last_request_at = OffsetDateTime::now_utc();
-        let session_id = entry.session_id.clone();
-        if let Some(session) = inner.sessions.get_mut(&session_id) {
-            session.last_seen = Instant::now();
+        let client = entry.client.clone();
+        if let Some(session) = inner.sessions.get_mut(&*client.session) {
+            session.last_seen = clock::now();
         }
-        Ok(Some(completer))
+        Ok(client)
     }
 
     /// The session of a model.
@@ -341,7 +365,13 @@ impl Registry {
     ///
     /// # Errors
     /// If the session is over or has too many sampling sessions.
-    pub fn add_sampler(&self, session_id: &str, sampler_id: &str, weights: Weights) -> ApiResult<(bool, Vec<Request>)> {
+    pub fn add_sampler(
+        &self,
+        session_id: &str,
+        sampler_id: &str,
+        weights: Weights,
+        charge: Charge,
+    ) -> ApiResult<(bool, Vec<Request>)> {
         let mut inner = self.lock();
         if inner.samplers.contains_key(sampler_id) {
             return Ok((false, Vec::new()));
@@ -352,12 +382,13 @@ impl Registry {
             weights,
             state: State::Active,
             session_id: session_id.to_owned(),
-            last_used: Instant::now(),
+            last_used: clock::now(),
             running: 0,
+            _charge: Arc::new(charge),
         };
         inner.samplers.insert(sampler_id.to_owned(), sampler);
         if let Some(session) = inner.sessions.get_mut(session_id) {
-            session.last_seen = Instant::now();
+            session.last_seen = clock::now();
             session.samplers.push(sampler_id.to_owned());
         }
         Ok((true, freed))
@@ -387,37 +418,29 @@ impl Registry {
         }
     }
 
-    /// Notes that `num_samples` sequences are to be drawn. Returns what the engine calls the weights.
+    /// Notes that samples are to be drawn. Answers what the engine calls the weights, and who asks.
     ///
     /// # Errors
-    /// If there is no such sampling session, its weights are freed, or too much is queued.
-    pub fn begin_sample(&self, sampler_id: &str, num_samples: usize) -> ApiResult<SamplerId> {
+    /// If there is no such sampling session, or its weights are freed.
+    pub fn begin_sample(&self, sampler_id: &str) -> ApiResult<(SamplerId, Client)> {
         let mut inner = self.lock();
-        let queued = inner.queued_sequences.saturating_add(num_samples);
         let Some(sampler) = inner.samplers.get_mut(sampler_id) else { return Err(unknown_sampler(sampler_id)) };
         if let State::Gone(reason) = &sampler.state {
-            return Err(ApiError::bad(format!("sampling session {sampler_id} is gone: {reason}")));
-        }
-        if queued > limits::QUEUED_SEQUENCES_MAX {
-            return Err(too_busy());
+            return Err(ApiError::bad(format!("sampling session {} is gone: {reason}", shown(sampler_id))));
         }
         sampler.running += 1;
-        sampler.last_used = Instant::now();
+        sampler.last_used = clock::now();
         let (name, session_id) = (sampler.engine_name(sampler_id), sampler.session_id.clone());
-        inner.queued_sequences = queued;
-        if let Some(session) = inner.sessions.get_mut(&session_id) {
-            session.last_seen = Instant::now();
-        }
-        Ok(name)
+        let session = inner.sessions.get_mut(&session_id).ok_or_else(|| unknown_session(&session_id))?;
+        session.last_seen = clock::now();
+        Ok((name, session.client.clone()))
     }
 
-    /// Notes that the sequences of one [`Registry::begin_sample`] are drawn, or never will be.
-    pub fn end_sample(&self, sampler_id: &str, num_samples: usize) {
-        let mut inner = self.lock();
-        inner.queued_sequences = inner.queued_sequences.saturating_sub(num_samples);
-        if let Some(sampler) = inner.samplers.get_mut(sampler_id) {
+    /// Notes that the samples of one [`Registry::begin_sample`] are drawn, or never will be.
+    pub fn end_sample(&self, sampler_id: &str) {
+        if let Some(sampler) = self.lock().samplers.get_mut(sampler_id) {
             sampler.running = sampler.running.saturating_sub(1);
-            sampler.last_used = Instant::now();
+            sampler.last_used = clock::now();
         }
     }
 }
@@ -431,31 +454,26 @@ impl Inner {
         }
     }
 
-    fn end(&mut self, session_id: &str, reason: &str) -> Vec<Request> {
-        let Some(session) = self.sessions.get_mut(session_id) else { return Vec::new() };
+    fn end(&mut self, session_id: &str, reason: &str) -> Option<Client> {
+        let session = self.sessions.get_mut(session_id)?;
         session.status = SessionStatus::Ended(reason.to_owned());
-        let (models, samplers) = (session.models.clone(), session.samplers.clone());
-        let mut freed = Vec::new();
-        for id in models {
-            freed.extend(self.end_model(&id, reason));
+        let client = session.client.clone();
+        for id in &session.models {
+            if let Some(entry) = self.models.get_mut(id)
+                && entry.model.state == State::Active
+            {
+                entry.model.state = State::Gone(reason.to_owned());
+            }
         }
-        for id in samplers {
-            if let Some(sampler) = self.samplers.get_mut(&id)
+        for id in &session.samplers {
+            if let Some(sampler) = self.samplers.get_mut(id)
                 && sampler.state == State::Active
             {
                 sampler.state = State::Gone(reason.to_owned());
-                if !matches!(sampler.weights, Weights::Inflight(_)) {
-                    freed.push(Request::DropSampler { sampler_id: id });
-                }
             }
         }
         self.ended.push_back(session_id.to_owned());
-        while self.ended.len() > limits::ENDED_SESSIONS_MAX {
-            if let Some(oldest) = self.ended.pop_front() {
-                self.forget(&oldest);
-            }
-        }
-        freed
+        Some(client)
     }
 
     fn end_model(&mut self, model_id: &str, reason: &str) -> Vec<Request> {
@@ -478,15 +496,13 @@ impl Inner {
         freed
     }
 
-    fn forget(&mut self, session_id: &str) {
-        let Some(session) = self.sessions.remove(session_id) else { return };
-        for id in &session.models {
-            self.models.remove(id);
-        }
-        for id in &session.samplers {
-            self.samplers.remove(id);
-        }
-        self.session_order.retain(|id| id != session_id);
+    /// Takes a session out of all tables. What is handed out is to be dropped without the lock: what it holds goes back to the ledger.
+    fn forget(&mut self, session_id: &str) -> Option<(Session, Vec<ModelEntry>, Vec<SamplingSession>)> {
+        let session = self.sessions.remove(session_id)?;
+        let models = session.models.iter().filter_map(|id| self.models.remove(id)).collect();
+        let samplers = session.samplers.iter().filter_map(|id| self.samplers.remove(id)).collect();
+        self.session_order.remove(&session.number);
+        Some((session, models, samplers))
     }
 
     /// Frees the least recently used snapshot of a session that has too many. Snapshots are what a reinforcement-learning loop makes at every
@@ -544,8 +560,4 @@ fn unknown_model(model_id: &str) -> ApiError {
 
 fn unknown_sampler(sampler_id: &str) -> ApiError {
     ApiError::NotFound(format!("there is no sampling session {:?}", shown(sampler_id)))
-}
-
-fn too_busy() -> ApiError {
-    ApiError::Busy("too many requests are queued; send this one again in a moment".into())
 }

@@ -11,6 +11,7 @@ use time::OffsetDateTime;
 
 use crate::app::{App, json_answer, unexpected};
 use crate::error::{ApiError, ApiResult};
+use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::payload::{Operation, Payload};
 use crate::registry::{TrainedModel, Weights, inflight_name, sampling_session_id};
@@ -88,6 +89,8 @@ fn new_record(
 /// Sampling weights that live in memory: frozen, or shared by all inflight samplers of the model and replaced in place.
 fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &str) -> ApiResult<Json<Value>> {
     let session_id = app.registry.session_of_model(&head.model_id)?;
+    let client = app.registry.client(&session_id)?;
+    let charge = app.charge(&client, limits::SESSION_BYTES)?;
     let sampler_id = sampling_session_id(&session_id, sampling_session_seq_id);
     let op = match kind {
         "snapshot" => Ok((Weights::Snapshot, TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: false })),
@@ -99,8 +102,9 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
     };
     let mut is_new = false;
     let op = op.and_then(|(weights, op)| {
-        let (added, freed) = app.registry.add_sampler(&session_id, &sampler_id, weights).map_err(|error| error.to_string())?;
-        app.notify_engine(freed);
+        let added = app.registry.add_sampler(&session_id, &sampler_id, weights, charge);
+        let (added, freed) = added.map_err(|error| error.to_string())?;
+        app.notify_engine(&client, freed);
         is_new = added;
         // A retried request comes here too, and is then recognised by its place; what it finds wrong does not count.
         if is_new { Ok(op) } else { Err(format!("sampling session {sampler_id} exists already")) }
@@ -160,8 +164,9 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let metadata = wire::metadata(asked.user_metadata);
     let source = app.store.source(&record);
     let answer = json!({ "type": "load_weights", "path": path });
+    let lora = record.lora.clone();
     training::create(&app, session_id, model_seq_id, record.lora, metadata, answer, |model_id| {
-        Request::CreateModelFromCheckpoint { model_id, source, with_optimizer: asked.optimizer }
+        Request::CreateModelFromCheckpoint { model_id, source, lora, with_optimizer: asked.optimizer }
     })
 }
 

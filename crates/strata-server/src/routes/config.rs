@@ -17,7 +17,7 @@ pub async fn client_config(_body: Payload) -> Json<Value> {
 
 /// `POST client/dynamic_config`: flags that the client asks for again and again.
 pub async fn client_dynamic_config(_body: Payload) -> Json<Value> {
-    Json(json!({ "refresh_interval_sec": 300, "sample_cancel_enabled": false }))
+    Json(json!({ "refresh_interval_sec": 300, "sample_cancel_enabled": true }))
 }
 
 /// `GET healthz`: whether the engine works.

@@ -60,6 +60,13 @@ pub async fn retrieve(State(app): State<Arc<App>>, headers: HeaderMap, body: Pay
     })
 }
 
+/// `POST cancel_future`: stops the work on a request that is open. Its future then fails; one that is done stays as it is.
+pub async fn cancel(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<serde_json::Value>> {
+    let (FutureOnly { request_id }, _) = body.json().await?;
+    app.cancel(&request_id);
+    Ok(Json(json!({})))
+}
+
 /// A result as JSON. Its numbers take far more memory as values and text than as protobuf, which is charged for as for a request.
 async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes) -> Result<serde_json::Value, String>) -> ApiResult<Response> {
     let mut charge = app.transit.charge();

@@ -53,6 +53,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/samplers/{sampler_id}", get(sampling::get))
         .route("/asample", post(sampling::sample))
         .route("/retrieve_future", post(futures::retrieve))
+        .route("/cancel_future", post(futures::cancel))
         .route("/weights_info", post(runs::weights_info))
         .route("/checkpoints", get(runs::all_checkpoints))
         .route("/training_runs", get(runs::list))

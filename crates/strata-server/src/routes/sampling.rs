@@ -6,15 +6,15 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
-use strata_engine::api::{Request, Response};
+use strata_engine::api::{Refusal, Request, Response};
 
-use crate::app::{App, unexpected};
+use crate::app::{App, refused, unexpected};
 use crate::error::{ApiError, ApiResult};
-use crate::futures::Answer;
+use crate::futures::{Answer, Begun};
+use crate::limits;
 use crate::names::{CheckpointId, shown};
 use crate::payload::Payload;
 use crate::registry::{State as SamplerState, Weights, sampling_session_id};
-use crate::wire::held::HeldBytes;
 use crate::wire::json::CreateSamplingSession;
 use crate::wire::sample::Sample;
 use crate::wire::{guard, proto};
@@ -38,17 +38,24 @@ pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiRe
             (Weights::Base, None)
         }
     };
-    let (is_new, freed) = app.registry.add_sampler(&asked.session_id, &sampler_id, weights)?;
-    app.notify_engine(freed);
+    let client = app.registry.client(&asked.session_id)?;
+    let charge = app.charge(&client, limits::SESSION_BYTES)?;
+    let (is_new, freed) = app.registry.add_sampler(&asked.session_id, &sampler_id, weights, charge)?;
+    app.notify_engine(&client, freed);
     if is_new {
         let failed_id = sampler_id.clone();
-        app.submit(Request::CreateSampler { sampler_id: sampler_id.clone(), source }, move |app, failure| {
+        let request = Request::CreateSampler { sampler_id: sampler_id.clone(), source };
+        let submitted = app.submit(client.clone(), request, move |app, failure| {
             tracing::warn!(sampler_id = failed_id, "sampling weights could not be made: {failure}");
             app.registry.end_sampler(&failed_id, &format!("its weights could not be loaded: {failure}"));
         });
+        if let Err(refusal) = submitted {
+            app.registry.remove_sampler(&sampler_id);
+            return Err(refused(refusal));
+        }
         if !app.registry.is_active(&asked.session_id) {
             // The session ended in between, when the engine did not know the weights yet.
-            app.notify_engine(vec![Request::DropSampler { sampler_id: sampler_id.clone() }]);
+            app.notify_engine(&client, vec![Request::DropSampler { sampler_id: sampler_id.clone() }]);
         }
     }
     Ok(Json(json!({ "type": "create_sampling_session", "sampling_session_id": sampler_id })))
@@ -83,31 +90,32 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     if app.futures.is_known(&request_id) {
         return Ok(acknowledgement);
     }
-    let num_samples = sample.num_samples;
-    let weights = app.registry.begin_sample(&sampler_id, num_samples)?;
-    let completer = match app.begin(&request_id, sample.held_bytes()) {
-        Ok(Some(completer)) => completer,
-        known_or_full => {
-            app.registry.end_sample(&sampler_id, num_samples);
-            return known_or_full.map(|_| acknowledgement);
-        }
+    let (weights, client) = app.registry.begin_sample(&sampler_id)?;
+    let Begun::New(completer) = app.futures.begin(&request_id, &client) else {
+        app.registry.end_sample(&sampler_id);
+        return Ok(acknowledgement);
     };
     let (topk_prompt, topk_sample) = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs);
-    app.dispatch(
+    let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
+    let dispatched = app.dispatch(
         &request_id,
+        client,
         completer,
         Request::Sample { sampler_id: weights, sample },
-        {
-            let sampler_id = sampler_id.clone();
-            move |app, response| {
-                app.registry.end_sample(&sampler_id, num_samples);
-                match response {
-                    Response::Sampled(output) => Ok(Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample))),
-                    other => Err(unexpected(&other)),
-                }
+        move |app, response| {
+            app.registry.end_sample(&drawn_id);
+            match response {
+                Response::Sampled(output) => Ok(Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample))),
+                other => Err(unexpected(&other)),
             }
         },
-        move |app, _| app.registry.end_sample(&sampler_id, num_samples),
+        move |app, _| app.registry.end_sample(&failed_id),
     );
-    Ok(acknowledgement)
+    match dispatched {
+        Ok(()) | Err(Refusal::Seen) => Ok(acknowledgement),
+        Err(refusal) => {
+            app.registry.end_sample(&sampler_id);
+            Err(refused(refusal))
+        }
+    }
 }

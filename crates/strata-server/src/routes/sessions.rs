@@ -5,18 +5,26 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
+use strata_engine::api::Client;
 
 use crate::app::App;
+use crate::auth::Owner;
 use crate::error::ApiResult;
 use crate::limits;
 use crate::payload::Payload;
 use crate::wire::json::{self as wire, CreateSession, FinishSession, Page, SessionOnly};
 
 /// `POST create_session`
-pub async fn create(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+pub async fn create(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CreateSession>().await?;
     let metadata = wire::metadata(asked.user_metadata);
-    let session_id = app.registry.create_session(metadata, asked.display_name.map(|name| name.0))?;
+    let display_name = asked.display_name.map(|name| name.0);
+    let session_id = uuid::Uuid::new_v4().to_string();
+    let client = Client { owner: owner.0, session: session_id.as_str().into() };
+    let texts = metadata.iter().flatten().map(|(key, value)| key.len() + value.len() + 100).sum::<usize>();
+    let bytes = limits::SESSION_BYTES + (texts + display_name.as_ref().map_or(0, String::len)) as u64;
+    let charge = app.charge(&client, bytes)?;
+    app.registry.create_session(client, metadata, display_name, charge);
     tracing::info!(session_id, sdk_version = asked.sdk_version.as_deref(), "session began");
     Ok(Json(json!({ "type": "create_session", "session_id": session_id })))
 }
@@ -32,9 +40,9 @@ pub async fn heartbeat(State(app): State<Arc<App>>, body: Payload) -> ApiResult<
 pub async fn finish(State(app): State<Arc<App>>, Path(session_id): Path<String>, body: Payload) -> ApiResult<Json<Value>> {
     let asked = if body.is_empty() { FinishSession::default() } else { body.json::<FinishSession>().await?.0 };
     let kind = asked.reason.and_then(|reason| reason.kind).map_or_else(|| "success".into(), |kind| kind.0);
-    let freed = app.registry.end_session(&session_id, "its client finished the session")?;
+    let ended = app.registry.end_session(&session_id, "its client finished the session")?;
     tracing::info!(session_id, reason = kind, detail = asked.detail.map(|detail| detail.0), "session finished");
-    app.notify_engine(freed);
+    ended.inspect(|client| app.end_session(client));
     Ok(Json(json!({})))
 }
 

@@ -9,15 +9,15 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::State;
 use serde_json::{Value, json};
-use strata_engine::api::{Failure, LoraSpec, ModelId, Request, Response, TrainOp};
+use strata_engine::api::{Failure, LoraSpec, ModelId, Refusal, Request, Response, TrainOp};
 
-use crate::app::{App, acknowledged, json_answer, unexpected};
+use crate::app::{App, acknowledged, json_answer, refused, unexpected};
 use crate::error::{ApiError, ApiResult};
-use crate::futures::Answer;
+use crate::futures::{Answer, Begun};
+use crate::limits;
 use crate::names::shown;
 use crate::payload::{Operation, Payload};
 use crate::registry::{Metadata, State as ModelState};
-use crate::wire::held::HeldBytes;
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
 use crate::wire::{guard, proto};
 
@@ -54,25 +54,21 @@ pub fn create(
     mut answer: Value,
     request: impl FnOnce(ModelId) -> Request,
 ) -> ApiResult<Json<Value>> {
-    let (model_id, is_new) = app.registry.add_model(session_id, model_seq_id, lora, metadata)?;
+    let client = app.registry.client(session_id)?;
+    let (entry, future) = (app.charge(&client, limits::SESSION_BYTES)?, app.charge(&client, limits::FUTURE_BYTES)?);
+    let (model_id, is_new) = app.registry.add_model(session_id, model_seq_id, lora, metadata, entry)?;
     let request_id = format!("{model_id}:0");
-    if !is_new {
-        return Ok(acknowledged(&request_id));
-    }
-    let completer = match app.begin(&request_id, 0) {
-        Ok(Some(completer)) => completer,
-        Ok(None) => return Ok(acknowledged(&request_id)),
-        Err(error) => {
-            app.registry.remove_model(&model_id);
-            return Err(error);
-        }
+    let completer = match app.futures.begin(&request_id, &client) {
+        Begun::New(completer) if is_new => completer,
+        _ => return Ok(acknowledged(&request_id)),
     };
     answer["model_id"] = json!(model_id);
     let request = request(model_id.clone());
     let created_id = model_id.clone();
-    app.dispatch(
+    let dispatched = app.dispatch(
         &request_id,
-        completer,
+        client.clone(),
+        completer.paid_by(future),
         request,
         move |_, response| match response {
             Response::Created { .. } => Ok(json_answer(&answer)),
@@ -83,9 +79,13 @@ pub fn create(
             let _ = app.registry.end_model(&created_id, &format!("it could not be created: {failure}"));
         },
     );
+    if let Err(refusal) = dispatched {
+        app.registry.remove_model(&model_id);
+        return Err(refused(refusal));
+    }
     if !app.registry.is_active(session_id) {
         // The session ended in between, when the engine did not know the model yet.
-        app.notify_engine(vec![Request::UnloadModel { model_id }]);
+        app.notify_engine(&client, vec![Request::UnloadModel { model_id }]);
     }
     Ok(acknowledged(&request_id))
 }
@@ -93,11 +93,12 @@ pub fn create(
 /// `POST unload_model`, as older clients end a model.
 pub async fn unload_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<ModelOnly>().await?;
-    app.registry.model(&asked.model_id)?;
+    let client = app.registry.client(&app.registry.session_of_model(&asked.model_id)?)?;
     let request_id = format!("{}:unload", asked.model_id);
-    if let Some(completer) = app.begin(&request_id, 0)? {
-        app.notify_engine(app.registry.end_model(&asked.model_id, "its client unloaded it"));
-        completer.complete(json_answer(&json!({ "type": "unload_model", "model_id": *asked.model_id })));
+    let future = app.charge(&client, limits::FUTURE_BYTES)?;
+    if let Begun::New(completer) = app.futures.begin(&request_id, &client) {
+        app.notify_engine(&client, app.registry.end_model(&asked.model_id, "its client unloaded it"));
+        completer.complete(json_answer(&json!({ "type": "unload_model", "model_id": *asked.model_id })), Some(future));
     }
     Ok(acknowledged(&request_id))
 }
@@ -193,14 +194,12 @@ pub fn accept_or_else(
 ) -> ApiResult<Json<Value>> {
     let OpHead { model_id, seq_id } = head;
     let model_id = model_id.0;
+    let client = app.registry.use_model(&model_id)?;
     let request_id = format!("{model_id}:{seq_id}");
+    let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
     let op = op.unwrap_or_else(TrainOp::Refused);
-    // A request costs what it holds while it waits.
-    let held_bytes = op.held_bytes();
-    let completer = app.registry.accept(&model_id, seq_id, |is_awaited| {
-        if is_awaited { app.futures.begin_urgent(&request_id, held_bytes) } else { app.futures.begin(&request_id, held_bytes) }
-    })?;
-    let Some(completer) = completer else { return Ok(acknowledged(&request_id)) };
-    app.dispatch(&request_id, completer, Request::Train { model_id, seq_id, op }, finish, on_failure);
-    Ok(acknowledged(&request_id))
+    match app.dispatch(&request_id, client, completer, Request::Train { model_id, seq_id, op }, finish, on_failure) {
+        Ok(()) | Err(Refusal::Seen) => Ok(acknowledged(&request_id)),
+        Err(refusal) => Err(refused(refusal)),
+    }
 }

@@ -12,6 +12,7 @@ use tokio::net::TcpStream;
 
 use super::engine::ScriptedEngine;
 use super::{TestServer, model_info};
+use crate::data_dir::DataDir;
 use crate::app::ServerConfig;
 use crate::server::{RunningServer, Server};
 
@@ -109,7 +110,7 @@ async fn paths_of_the_server_do_not_reach_clients() {
 
 async fn start(change: impl FnOnce(&mut ServerConfig)) -> (RunningServer, tempfile::TempDir) {
     let data_dir = tempfile::tempdir().unwrap();
-    let mut config = ServerConfig::new("127.0.0.1:0".parse().unwrap(), data_dir.path().to_owned());
+    let mut config = ServerConfig::new("127.0.0.1:0".parse().unwrap(), DataDir::claim(data_dir.path()).unwrap());
     change(&mut config);
     let engine = Arc::new(ScriptedEngine::default());
     (Server::start_over(config, engine, model_info()).await.unwrap(), data_dir)

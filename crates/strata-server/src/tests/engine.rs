@@ -6,25 +6,29 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use strata_engine::Reply;
+use strata_engine::ledger::{Charge, Ledger};
 use strata_engine::api::{
+    Client, Refusal, RequestId,
     DatumOutput, Failure, ForwardBackwardOutput, LoraSpec, Outcome, Request, Response, SampleOutput, SampledSequence,
     SaveTarget, StopReason, TrainOp,
 };
 
 use crate::submit::Submit;
 
-#[derive(Default)]
 pub struct ScriptedEngine {
+    pub ledger: Ledger,
+    /// While set, everything is refused as busy.
+    pub is_full: AtomicBool,
     /// Everything that was asked, in the order it arrived.
     pub requests: Mutex<Vec<Request>>,
     /// Operations of a model that wait for those before them.
-    waiting: Mutex<HashMap<(String, u64), (TrainOp, Reply)>>,
+    waiting: Mutex<HashMap<(String, u64), (TrainOp, Owed)>>,
     next_seq_id: Mutex<HashMap<String, u64>>,
     /// The order in which operations ran.
     pub ran: Mutex<Vec<u64>>,
     /// While set, answers are held back.
     pub holds: AtomicBool,
-    held: Mutex<Vec<(Request, Reply)>>,
+    held: Mutex<Vec<(Request, Owed)>>,
     /// While set, everything fails and nothing is alive.
     pub is_dead: AtomicBool,
 }
@@ -33,8 +37,8 @@ impl ScriptedEngine {
     /// Gives the answers held back so far.
     pub fn release(&self) {
         let held = std::mem::take(&mut *self.held.lock().unwrap());
-        for (request, reply) in held {
-            self.work(request, reply);
+        for (request, owed) in held {
+            self.work(request, owed);
         }
     }
 
@@ -43,34 +47,79 @@ impl ScriptedEngine {
         self.requests.lock().unwrap().iter().filter(|request| condition(request)).count()
     }
 
-    fn work(&self, request: Request, reply: Reply) {
-        let Request::Train { model_id, seq_id, op } = request else { return reply(answer(request)) };
-        self.waiting.lock().unwrap().insert((model_id.clone(), seq_id), (op, reply));
+    fn work(&self, request: Request, owed: Owed) {
+        let Request::Train { model_id, seq_id, op } = request else { return owed.answer(answer(request)) };
+        self.waiting.lock().unwrap().insert((model_id.clone(), seq_id), (op, owed));
         loop {
             let next = *self.next_seq_id.lock().unwrap().entry(model_id.clone()).or_insert(1);
             let ready = self.waiting.lock().unwrap().remove(&(model_id.clone(), next));
-            let Some((op, reply)) = ready else { return };
+            let Some((op, owed)) = ready else { return };
             self.next_seq_id.lock().unwrap().insert(model_id.clone(), next + 1);
             self.ran.lock().unwrap().push(next);
-            reply(answer(Request::Train { model_id: model_id.clone(), seq_id: next, op }));
+            owed.answer(answer(Request::Train { model_id: model_id.clone(), seq_id: next, op }));
+        }
+    }
+}
+
+/// Whom to answer, and what pays for the answer.
+struct Owed(Reply, Charge);
+
+impl Owed {
+    fn answer(self, outcome: Outcome) {
+        (self.0)(outcome, Some(self.1));
+    }
+}
+
+impl Default for ScriptedEngine {
+    fn default() -> Self {
+        ScriptedEngine {
+            ledger: Ledger::new(16 << 20),
+            is_full: AtomicBool::new(false),
+            requests: Mutex::default(),
+            waiting: Mutex::default(),
+            next_seq_id: Mutex::default(),
+            ran: Mutex::default(),
+            holds: AtomicBool::new(false),
+            held: Mutex::default(),
+            is_dead: AtomicBool::new(false),
         }
     }
 }
 
 impl Submit for ScriptedEngine {
-    fn submit(&self, request: Request, reply: Reply) {
-        self.requests.lock().unwrap().push(request.clone());
+    fn submit(&self, _id: RequestId, client: Client, request: Request, reply: Reply) -> Result<(), Refusal> {
         if self.is_dead.load(Ordering::Relaxed) {
-            return reply(Err(Failure::Server("the engine is dead".into())));
+            return Err(Refusal::Stopped);
         }
+        if self.is_full.load(Ordering::Relaxed) {
+            return Err(Refusal::Busy("the queue is full".into()));
+        }
+        if let Request::Train { model_id, seq_id, .. } = &request {
+            let next = *self.next_seq_id.lock().unwrap().entry(model_id.clone()).or_insert(1);
+            match *seq_id {
+                0 => return Err(Refusal::User("operations count from 1".into())),
+                seen if seen < next => return Err(Refusal::Seen),
+                far if far > next + 16_384 => return Err(Refusal::User(format!("seq_id {far} is too far ahead"))),
+                _ => {}
+            }
+        }
+        let Ok(charge) = self.ledger.charge(&client, 1000) else { return Err(Refusal::Busy("no room".into())) };
+        self.requests.lock().unwrap().push(request.clone());
+        let owed = Owed(reply, charge);
         if self.holds.load(Ordering::Relaxed) {
-            return self.held.lock().unwrap().push((request, reply));
+            self.held.lock().unwrap().push((request, owed));
+        } else {
+            self.work(request, owed);
         }
-        self.work(request, reply);
+        Ok(())
     }
 
     fn is_alive(&self) -> bool {
         !self.is_dead.load(Ordering::Relaxed)
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.ledger
     }
 }
 
@@ -84,7 +133,9 @@ fn answer(request: Request) -> Outcome {
         Request::CreateModel { lora, .. } => Ok(Response::Created { lora }),
         Request::CreateModelFromCheckpoint { .. } => Ok(Response::Created { lora: lora() }),
         Request::CreateSampler { .. } => Ok(Response::Sampler),
-        Request::UnloadModel { .. } | Request::DropSampler { .. } => Ok(Response::Freed),
+        Request::UnloadModel { .. } | Request::DropSampler { .. } | Request::Cancel { .. } | Request::EndSession => {
+            Ok(Response::Freed)
+        }
         Request::Sample { sample, .. } => {
             let sequence =
                 SampledSequence { tokens: vec![4, 5], logprobs: vec![-1.0, -2.0], topk: None, stop_reason: StopReason::Stop };

@@ -24,7 +24,7 @@ impl HeldBytes for TrainOp {
             TrainOp::OptimStep(_) => 0,
             TrainOp::SaveState(target) | TrainOp::SaveSampler(target) => target.held_bytes() - size_of::<SaveTarget>(),
             TrainOp::Snapshot { sampler_id, .. } => sampler_id.capacity(),
-            TrainOp::LoadState { dir, .. } => dir.capacity(),
+            TrainOp::LoadState { source, .. } => source.dir.capacity() + source.name.capacity(),
             TrainOp::Refused(reason) => reason.capacity(),
         };
         size_of::<TrainOp>() + beyond

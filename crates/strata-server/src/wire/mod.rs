@@ -2,6 +2,7 @@
 
 pub mod budget;
 pub mod guard;
+#[cfg(test)]
 pub mod held;
 pub mod json;
 pub mod proto;
