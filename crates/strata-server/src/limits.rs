@@ -28,7 +28,7 @@ pub const DRAIN_TIME_MAX: Duration = Duration::from_secs(5);
 /// Connections that are open at the same time, unless settings say otherwise.
 pub const CONNECTIONS_MAX: usize = 16_384;
 /// Bytes of the headers of a request.
-pub const HEADER_BYTES_MAX: usize = 32 << 10;
+pub const HEADER_BYTES_MAX: usize = 16 << 10;
 /// Headers of a request.
 pub const HEADERS_MAX: usize = 100;
 /// Bytes that a connection buffers of what it reads.
