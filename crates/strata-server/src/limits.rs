@@ -12,8 +12,6 @@ pub const TRANSIT_WAIT: Duration = Duration::from_secs(2);
 pub const BODY_INLINE_BYTES_MAX: usize = 16 << 10;
 /// Bodies that are decoded at the same time on blocking threads.
 pub const DECODES_MAX: usize = 4;
-/// How much larger a result is as JSON, while it is made, than as protobuf.
-pub const RENDERED_FACTOR: usize = 32;
 /// Time in which a body arrives, unless settings say otherwise.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long a body may pause between two parts.
@@ -28,7 +26,7 @@ pub const DRAIN_TIME_MAX: Duration = Duration::from_secs(5);
 /// Connections that are open at the same time, unless settings say otherwise.
 pub const CONNECTIONS_MAX: usize = 16_384;
 /// Bytes of the headers of a request.
-pub const HEADER_BYTES_MAX: usize = 32 << 10;
+pub const HEADER_BYTES_MAX: usize = 16 << 10;
 /// Headers of a request.
 pub const HEADERS_MAX: usize = 100;
 /// Bytes that a connection buffers of what it reads.

@@ -1,6 +1,6 @@
 //! Request bodies: read, inflated and decoded within the transit budget, off the async threads where they are large.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -181,6 +181,40 @@ fn growth(bytes: &Vec<u8>, more: usize, bytes_max: usize) -> usize {
         return 0;
     }
     needed.max((bytes.capacity() * 2).min(bytes_max)) - bytes.capacity()
+}
+
+/// Text that is charged as it is written.
+pub struct ChargedText {
+    /// What was written.
+    pub bytes: Vec<u8>,
+    /// Why no more could be written, if that happened.
+    pub refusal: Option<ApiError>,
+    charge: Charge,
+}
+
+impl ChargedText {
+    /// No text yet.
+    pub fn new(charge: Charge) -> Self {
+        ChargedText { bytes: Vec::new(), refusal: None, charge }
+    }
+}
+
+impl Write for ChargedText {
+    fn write(&mut self, written: &[u8]) -> std::io::Result<usize> {
+        let grows_by = growth(&self.bytes, written.len(), usize::MAX);
+        if let Err(refusal) = self.charge.try_grow(grows_by) {
+            let error = std::io::Error::other(refusal.to_string());
+            self.refusal = Some(refusal);
+            return Err(error);
+        }
+        self.bytes.reserve_exact(grows_by + self.bytes.capacity() - self.bytes.len());
+        self.bytes.extend_from_slice(written);
+        Ok(written.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Refuses a request whose body has not been read. A connection that is answered before its request has arrived is closed, and a client that

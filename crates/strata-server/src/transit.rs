@@ -24,6 +24,8 @@ pub struct Transit {
 
 struct Shared {
     bytes_max: usize,
+    /// What is left of them for one request: a request beyond it would wait for ever.
+    request_bytes_max: usize,
     large: Semaphore,
     small: Semaphore,
 }
@@ -33,7 +35,13 @@ impl Transit {
     pub fn new(bytes_max: usize) -> Self {
         let permits = (bytes_max / PERMIT_BYTES).clamp(2, u32::MAX as usize);
         let small = (permits / SMALL_PART).max(1);
-        let shared = Shared { bytes_max, large: Semaphore::new(permits - small), small: Semaphore::new(small) };
+        let large = permits - small;
+        let shared = Shared {
+            bytes_max,
+            request_bytes_max: large * PERMIT_BYTES,
+            large: Semaphore::new(large),
+            small: Semaphore::new(small),
+        };
         Transit { shared: Arc::new(shared) }
     }
 
@@ -116,10 +124,11 @@ impl Charge {
 
     fn missing_permits(&self, bytes: usize) -> ApiResult<usize> {
         let total = self.bytes.saturating_add(bytes);
-        if total > self.transit.shared.bytes_max {
+        let bytes_max = self.transit.shared.request_bytes_max;
+        if total > bytes_max {
             return Err(ApiError::TooLarge(format!(
-                "this request takes more than the {} that this server has for requests on their way in",
-                limits::shown_bytes(self.transit.shared.bytes_max)
+                "this request and what it becomes decoded take more than {}, which is what this server has for one",
+                limits::shown_bytes(bytes_max)
             )));
         }
         Ok(total.div_ceil(PERMIT_BYTES).saturating_sub(self.small_permits + self.large_permits))
@@ -183,6 +192,8 @@ mod tests {
         let transit = Transit::new(1 << 20);
         let mut large = transit.charge();
         large.try_grow((1 << 20) - (1 << 16)).unwrap();
+        // Not even alone, which is no matter of waiting.
+        assert!(matches!(large.try_grow(1), Err(ApiError::TooLarge(_))));
         let mut another = transit.charge();
         assert!(matches!(another.try_grow(100_000), Err(ApiError::Busy(_))));
         another.try_grow(1000).unwrap();

@@ -1,5 +1,6 @@
 //! Coming back for an outcome.
 
+use std::io::Write;
 use std::sync::Arc;
 
 use axum::Json;
@@ -15,7 +16,7 @@ use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Waited};
 use crate::limits;
 use crate::names::shown;
-use crate::payload::{Payload, blocking};
+use crate::payload::{ChargedText, Payload, blocking};
 use crate::wire::json::FutureOnly;
 use crate::wire::render;
 
@@ -67,15 +68,14 @@ pub async fn cancel(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     Ok(Json(json!({})))
 }
 
-/// A result as JSON. Its numbers take far more memory as values and text than as protobuf, which is charged for as for a request.
-async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes) -> Result<serde_json::Value, String>) -> ApiResult<Response> {
-    let mut charge = app.transit.charge();
-    charge.grow(encoded.len().saturating_mul(limits::RENDERED_FACTOR)).await?;
+/// A result as JSON, which takes several times the memory that it does as protobuf, and is charged as a request is.
+async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes, &mut dyn Write) -> Result<(), String>) -> ApiResult<Response> {
+    let mut text = ChargedText::new(app.transit.charge());
     let is_small = encoded.len() <= limits::BODY_INLINE_BYTES_MAX;
-    let render = move || {
-        let rendered = render(encoded).map(|value| value.to_string());
-        drop(charge);
-        rendered.map_err(|error| ApiError::Internal(format!("rendering a result: {error}")))
+    let render = move || match (render(encoded, &mut text), text.refusal) {
+        (Ok(()), _) => Ok(text.bytes),
+        (Err(_), Some(refusal)) => Err(refusal),
+        (Err(error), None) => Err(ApiError::Internal(format!("rendering a result: {error}"))),
     };
     let text = if is_small { render()? } else { blocking(app, render).await? };
     Ok(([(CONTENT_TYPE, "application/json")], text).into_response())

@@ -142,6 +142,21 @@ async fn a_body_that_is_announced_too_large_is_refused_at_once() {
 }
 
 #[tokio::test]
+async fn an_answer_reaches_a_client_that_is_still_sending() {
+    let (server, _data_dir) = start(|_| {}).await;
+    let head = "POST /api/v1/asample HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n";
+    let mut connection = TcpStream::connect(server.local_address()).await.unwrap();
+    connection.write_all(format!("{head}content-length: 1000000000000000\r\n\r\n").as_bytes()).await.unwrap();
+    for _ in 0..30 {
+        connection.write_all(&[b'x'; 10_000]).await.expect("the server reads on for a moment");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let mut answer = String::new();
+    connection.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+}
+
+#[tokio::test]
 async fn slow_headers_slow_bodies_and_idle_connections_end() {
     let (server, _data_dir) = start(|config| {
         config.header_timeout = Duration::from_millis(300);

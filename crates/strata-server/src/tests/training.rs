@@ -173,6 +173,51 @@ async fn a_refused_operation_keeps_its_place_in_the_order() {
 }
 
 #[tokio::test]
+async fn a_pass_that_is_broken_or_would_be_too_large_keeps_its_place_in_the_order() {
+    let server = TestServer::with(|config| config.request_bytes_max = Some(1 << 20));
+    let (_, model_id) = server.new_model().await;
+    server.ok("optim_step", optim_step(&model_id, 4)).await;
+    let mut broken = pass_body(&model_id, 1, tokens(1));
+    broken.extend([0x1a, 2, 0xff, 0xff]);
+    let mut large = proto::ForwardBackwardRequest::decode(&pass_body(&model_id, 2, tokens(3))[..]).unwrap();
+    let csr = proto::SparseCsr { crow_indices: vec![0; 32].into(), ..Default::default() };
+    let sparse = proto::Tensor {
+        encoding: Some(proto::Encoding::SparseCsr(csr)),
+        dtype: proto::DType::Float32.into(),
+        shape: vec![3, 1 << 20],
+    };
+    large.data[0].loss_fn_inputs.insert("weights".into(), sparse);
+    for body in [broken, large.encode_to_vec()] {
+        assert!(body.len() < 200);
+        assert_eq!(server.pass(body, None).await.status, StatusCode::OK);
+    }
+    let datum = json!({ "model_input": { "chunks": [{ "tokens": vec![1; 200_000] }] } });
+    let input = json!({ "data": [datum], "loss_fn": "cross_entropy" });
+    server.ok("forward_backward", json!({ "model_id": model_id, "seq_id": 3, "forward_backward_input": input })).await;
+    for (seq_id, word) in [(1, "ForwardBackwardRequest"), (2, "1 MiB"), (3, "1 MiB")] {
+        let outcome = server.retrieve(&format!("{model_id}:{seq_id}")).await.json();
+        assert_eq!(outcome["category"], json!("user"), "{outcome}");
+        assert!(outcome["error"].as_str().unwrap().contains(word), "{outcome}");
+    }
+    assert!(server.retrieve(&format!("{model_id}:4")).await.json()["metrics"].is_object());
+}
+
+#[tokio::test]
+async fn a_request_for_which_there_is_no_room_does_not_take_its_place() {
+    let server = TestServer::with(|config| config.transit_bytes = 8 << 20);
+    let (_, model_id) = server.new_model().await;
+    let datum = json!({ "model_input": { "chunks": [{ "tokens": vec![1; 200_000] }] } });
+    let input = json!({ "data": [datum], "loss_fn": "cross_entropy" });
+    let body = json!({ "model_id": model_id, "seq_id": 1, "forward_backward_input": input });
+    let mut others = server.app.transit.charge();
+    others.try_grow(6 << 20).unwrap();
+    assert_eq!(server.post("forward_backward", body.clone()).await.status, StatusCode::TOO_MANY_REQUESTS);
+    drop(others);
+    server.ok("forward_backward", body).await;
+    assert_eq!(*server.engine.ran.lock().unwrap(), [1]);
+}
+
+#[tokio::test]
 async fn places_that_cannot_be_are_refused() {
     let server = TestServer::new();
     let (_, model_id) = server.new_model().await;

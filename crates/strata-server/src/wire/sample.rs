@@ -271,6 +271,17 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_beyond_the_limit_is_refused_in_one_list_and_in_several() {
+        let refused = |chunks: &[usize]| {
+            let chunks: Vec<String> = chunks.iter().map(|n| format!(r#"{{"tokens": [{}1]}}"#, "1,".repeat(n - 1))).collect();
+            let body = format!(r#"{{"prompt": {{"chunks": [{}]}}}}"#, chunks.join(","));
+            with_budget(256 << 20, |budget| parse::<Sample>(body.as_bytes(), budget)?.check(budget)).unwrap_err()
+        };
+        assert!(refused(&[limits::PROMPT_TOKENS_MAX + 1]).contains("at most 4194304"));
+        assert!(refused(&[limits::PROMPT_TOKENS_MAX / 2 + 1; 2]).contains("above the limit of 4194304"));
+    }
+
+    #[test]
     fn seeds_are_any_64_bit_integer_and_drawn_when_absent() {
         let with = |seed: Value| sample(json!({"sampling_params": {"seed": seed}})).map(|request| request.seed);
         assert_eq!(with(json!(u64::MAX)), Ok(u64::MAX));

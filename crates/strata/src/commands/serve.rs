@@ -87,7 +87,6 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let mut config = ServerConfig::new(address, data_dir.clone());
     config.api_key = args.api_key.clone();
     config.session_timeout = args.session_timeout;
-    config.transit_bytes = transit_bytes(args.resources.memory_bytes());
     config.header_timeout = args.header_timeout;
     config.body_timeout = args.body_timeout;
     config.idle_timeout = args.idle_timeout;
@@ -96,6 +95,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     config.connections_max = args.max_connections.map_or(connections_max, NonZeroUsize::get);
 
     let base = base_model::start(args.model.as_deref(), &args.resources, &data_dir)?;
+    config.transit_bytes = base.engine.info().transit_bytes as usize;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
         let mut signals = Signals::listen()?;
@@ -107,16 +107,6 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended
-}
-
-/// The part of the memory that is for requests on their way in.
-fn transit_bytes(memory_bytes: u64) -> usize {
-    /// Below it, ordinary batches would be refused.
-    const MIN: u64 = 16 << 20;
-    /// Two bodies of the largest size.
-    const MAX: u64 = 512 << 20;
-    (memory_bytes / 8).clamp(MIN, MAX) as usize
-}
 }
 
 /// Says what is served and how to reach it.

@@ -5,9 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use strata_engine::api::{
-    AdamParams, CheckpointSource, Datum, LossInput, LossSpec, LossValues, Request, Response, SaveTarget, TrainOp,
-};
+use strata_engine::api::{AdamParams, CheckpointSource, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, Response, SaveTarget, TrainOp};
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::{Model, ModelSource};
 use strata_tensor::{CpuBackend, DType};
@@ -28,7 +26,9 @@ fn runs() -> [(&'static str, AdamParams); 2] {
 
 fn ask(engine: &EngineHandle, request: Request) -> Response {
     let (sender, receiver) = channel();
-    engine.submit(request, Box::new(move |outcome| sender.send(outcome).expect("the test waits for it")));
+    let client = Client { owner: "test".into(), session: "test".into() };
+    let reply = Box::new(move |outcome, _| sender.send(outcome).expect("the test waits for it"));
+    engine.submit("request".into(), client, request, reply).expect("the request is accepted");
     receiver.recv().expect("every request is answered").expect("the request succeeds")
 }
 
@@ -111,6 +111,8 @@ fn five_adamw_steps_follow_torch() {
                 let create = Request::CreateModelFromCheckpoint {
                     model_id: model_id.clone(),
                     source: CheckpointSource { dir: adapter_dir.clone(), name: label.clone(), save_id: None },
+                    // Room for any of them.
+                    lora: LoraSpec { rank: 64, seed: 0, train_attn: true, train_mlp: true, train_unembed: true },
                     with_optimizer: false,
                 };
                 ask(&engine, create);

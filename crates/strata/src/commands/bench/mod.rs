@@ -6,6 +6,7 @@ mod limits;
 mod sample;
 mod train;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -13,7 +14,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use serde::Serialize;
-use strata_engine::api::{LoraSpec, Outcome, Request, Response};
+use strata_engine::api::{Client, Failure, LoraSpec, Outcome, Request, Response};
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::{Model, ModelConfig};
 use strata_tensor::{CpuBackend, DType};
@@ -82,6 +83,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 struct Bench {
     backend: Arc<CpuBackend>,
     engine: EngineHandle,
+    /// Requests sent so far.
+    requests: Cell<u64>,
     config: ModelConfig,
     weight_bytes: u64,
     limits: Limits,
@@ -103,7 +106,7 @@ impl Bench {
         let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
         let engine_config = EngineConfig { memory_bytes: common.resources.memory_bytes(), base_model: common.shape.clone() };
         let engine = EngineHandle::start(model, None, engine_config)?;
-        Ok(Bench { backend, engine, config, weight_bytes, limits, kernels })
+        Ok(Bench { backend, engine, requests: Cell::new(0), config, weight_bytes, limits, kernels })
     }
 
     /// Measures the limits again, and keeps the better: the machine may have been busy with others the first time.
@@ -116,8 +119,14 @@ impl Bench {
     /// Sends a request; the outcome comes through the receiver.
     fn submit(&self, request: Request) -> Receiver<Outcome> {
         let (sender, receiver) = channel();
+        let refused = sender.clone();
         // A benchmark that has gone away no longer wants the outcome.
-        self.engine.submit(request, Box::new(move |outcome| sender.send(outcome).unwrap_or(())));
+        let reply = Box::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
+        let client = Client { owner: "bench".into(), session: "bench".into() };
+        self.requests.set(self.requests.get() + 1);
+        if let Err(refusal) = self.engine.submit(self.requests.get().to_string().into(), client, request, reply) {
+            refused.send(Err(Failure::User(refusal.to_string()))).unwrap_or(());
+        }
         receiver
     }
 
