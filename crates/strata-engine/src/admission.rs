@@ -24,6 +24,9 @@ impl Admission {
     /// Accepts a request, whose `reply` is then called exactly once, or refuses it, and `reply` is never called.
     pub(crate) fn submit(&self, id: RequestId, client: Client, request: Request, reply: Reply) -> Result<(), Refusal> {
         let reply = PendingReply::new(reply);
+        if self.intake.is_closed() {
+            return answer(reply, Err(Failure::Server("the engine is not running: the server has to be restarted".into())));
+        }
         let gone = |what: &str| Failure::User(format!("{what} before this request was done"));
         match request {
             Request::CreateModel { model_id, lora } => {

@@ -447,7 +447,7 @@ impl Inner {
 impl ModelQueue {
     fn check_place(&self, model_id: &str, seq_id: u64) -> Result<(), Refusal> {
         if seq_id == 0 {
-            return Err(Refusal::User("seq_id 0 is the creation of the model; operations count from 1".into()));
+            return Err(Refusal::User("operations of a model count from 1; their seq_id is never 0".into()));
         }
         if seq_id < self.next || self.waiting.contains_key(&seq_id) {
             return Err(Refusal::Seen);

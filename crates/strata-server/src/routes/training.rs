@@ -194,6 +194,9 @@ pub fn accept_or_else(
 ) -> ApiResult<Json<Value>> {
     let OpHead { model_id, seq_id } = head;
     let model_id = model_id.0;
+    if seq_id == 0 {
+        return Err(ApiError::bad("seq_id 0 is the creation of the model; operations count from 1"));
+    }
     let client = app.registry.use_model(&model_id)?;
     let request_id = format!("{model_id}:{seq_id}");
     let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };

@@ -105,7 +105,7 @@ async fn paths_of_the_server_do_not_reach_clients() {
     let save = |seq_id: u64| json!({ "model_id": model_id, "seq_id": seq_id, "path": "a" });
     server.outcome("save_weights", save(1)).await;
     let taken = server.outcome("save_weights", save(2)).await;
-    assert_eq!(taken["error"], json!(format!("tinker://{model_id}/weights/a exists")));
+    assert_eq!(taken["error"], json!(format!("checkpoint tinker://{model_id}/weights/a exists already")));
 }
 
 async fn start(change: impl FnOnce(&mut ServerConfig)) -> (RunningServer, tempfile::TempDir) {

@@ -89,7 +89,8 @@ impl Default for ScriptedEngine {
 impl Submit for ScriptedEngine {
     fn submit(&self, _id: RequestId, client: Client, request: Request, reply: Reply) -> Result<(), Refusal> {
         if self.is_dead.load(Ordering::Relaxed) {
-            return Err(Refusal::Stopped);
+            reply(Err(Failure::Server("the engine is dead".into())), None);
+            return Ok(());
         }
         if self.is_full.load(Ordering::Relaxed) {
             return Err(Refusal::Busy("the queue is full".into()));

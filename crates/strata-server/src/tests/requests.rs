@@ -8,6 +8,7 @@ use axum::http::{Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
 use strata_engine::api::Request;
 
+use crate::clock;
 use super::{TestServer, create_model_body, sample_body};
 use crate::limits;
 
@@ -156,8 +157,8 @@ async fn a_finished_session_frees_everything_and_says_so_to_its_heartbeats() {
         server.ok(&format!("sessions/{session_id}/finish"), json!({ "reason": { "type": "success" }, "detail": null })).await;
     }
     assert_eq!(server.post("session_heartbeat", heartbeat).await.status, StatusCode::GONE);
-    assert_eq!(server.engine.count(|r| matches!(r, Request::UnloadModel { model_id: id } if *id == model_id)), 1);
-    assert_eq!(server.engine.count(|r| matches!(r, Request::DropSampler { .. })), 1);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::EndSession)), 1);
+    assert_eq!(server.post("optim_step", json!({ "model_id": model_id, "seq_id": 1 })).await.status, StatusCode::BAD_REQUEST);
     let reply = server.post("asample", sample_body(&format!("{session_id}:sample:0"), 0)).await;
     assert_eq!(reply.status, StatusCode::BAD_REQUEST);
     assert!(reply.detail().contains("finished"), "{}", reply.detail());
@@ -165,12 +166,12 @@ async fn a_finished_session_frees_everything_and_says_so_to_its_heartbeats() {
 
 #[tokio::test]
 async fn a_silent_session_ends() {
-    let server = TestServer::with(|config| config.session_timeout = Duration::from_millis(30));
+    let server = TestServer::new();
     let (session_id, _) = server.new_model().await;
-    assert!(server.app.registry.expire(Instant::now()).is_empty());
-    tokio::time::sleep(Duration::from_millis(60)).await;
+    assert!(server.app.registry.expire(clock::now()).is_empty());
+    clock::advance(Duration::from_secs(301));
     server.app.reap().await;
-    assert_eq!(server.engine.count(|r| matches!(r, Request::UnloadModel { .. })), 1);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::EndSession)), 1);
     assert_eq!(server.post("session_heartbeat", json!({ "session_id": session_id })).await.status, StatusCode::GONE);
 }
 
@@ -185,4 +186,66 @@ async fn sessions_can_be_looked_at() {
     assert_eq!(runs["cursor"], json!({ "offset": 0, "limit": 1, "total_count": 1 }));
     assert_eq!(runs["training_runs"][0]["model_owner"], json!("tml:organization_user:local"));
     assert_eq!(runs["training_runs"][0]["last_checkpoint"], Value::Null);
+}
+
+#[tokio::test]
+async fn sessions_are_limited_by_memory_and_silent_empty_ones_make_room() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let mut sessions = 0;
+    let refused = loop {
+        let reply = server.post("create_session", json!({})).await;
+        if reply.status != StatusCode::OK {
+            break reply;
+        }
+        sessions += 1;
+    };
+    assert_eq!(refused.status, StatusCode::TOO_MANY_REQUESTS);
+    assert!(sessions > 4096, "{sessions} sessions fit in 16 MiB");
+    clock::advance(Duration::from_secs(31));
+    server.new_session().await;
+    // One that has a model stays.
+    server.ok("optim_step", json!({ "model_id": model_id, "seq_id": 1 })).await;
+}
+
+#[tokio::test]
+async fn results_that_were_read_make_room_and_unread_ones_do_not() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let step = |seq_id: u64| json!({ "model_id": model_id, "seq_id": seq_id });
+    server.outcome("optim_step", step(1)).await;
+    server.ok("optim_step", step(2)).await;
+    let mut hog = Vec::new();
+    let client = strata_engine::api::Client { owner: "hog".into(), session: "hog".into() };
+    while let Ok(charge) = server.engine.ledger.charge(&client, 1000) {
+        hog.push(charge);
+    }
+    assert_eq!(server.retrieve(&format!("{model_id}:1")).await.status, StatusCode::GONE);
+    assert_eq!(server.retrieve(&format!("{model_id}:2")).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_full_engine_is_a_429_and_the_same_request_is_taken_later() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 0, "base_model": "org/base" });
+    server.ok("create_sampling_session", body).await;
+    server.engine.is_full.store(true, Ordering::Relaxed);
+    let step = json!({ "model_id": model_id, "seq_id": 1 });
+    let sample = sample_body(&format!("{session_id}:sample:0"), 0);
+    for (path, body) in [("optim_step", &step), ("asample", &sample)] {
+        assert_eq!(server.post(path, body.clone()).await.status, StatusCode::TOO_MANY_REQUESTS);
+    }
+    server.engine.is_full.store(false, Ordering::Relaxed);
+    for (path, body) in [("optim_step", step), ("asample", sample)] {
+        assert!(server.outcome(path, body).await.get("error").is_none());
+    }
+}
+
+#[tokio::test]
+async fn a_request_can_be_cancelled() {
+    let server = TestServer::new();
+    server.ok("cancel_future", json!({ "request_id": "x:1" })).await;
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Cancel { request_id } if **request_id == *"x:1")), 1);
+    assert_eq!(server.post("cancel_future", json!({})).await.status, StatusCode::BAD_REQUEST);
 }
