@@ -36,6 +36,12 @@ impl KvCache {
         self.layers.iter_mut().for_each(|l| l.clear_page(page));
     }
 
+    /// Gives the memory of free pages back to the system, as far as it can take it (on Linux, whole pages of the system's). They take memory again
+    /// once they are written. Costs some microseconds for each run of neighbouring pages and layer: for pages that stay free a while.
+    pub fn release_pages(&mut self, pages: &[u32]) {
+        self.layers.iter_mut().for_each(|l| l.release_pages(pages));
+    }
+
     /// Copies page `from` over page `to`, for a sequence that continues a shared, partly filled page.
     pub fn copy_page(&mut self, from: u32, to: u32) {
         self.layers.iter_mut().for_each(|l| l.copy_page(from, to));

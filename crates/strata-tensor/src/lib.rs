@@ -29,6 +29,7 @@ pub use backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, Block, Q
 pub use cpu::{CpuBackend, Isa};
 pub use dtype::DType;
 pub use error::{Error, Result};
+pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
 pub use ops::{
     AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows,
