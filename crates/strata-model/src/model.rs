@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use strata_tensor::{
     Backend, Between, DType, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss,
-    Tensor, TensorMut, TensorRef, random, target_logprobs, visit_logits,
+    Tensor, TensorMut, TensorRef, logits_chunk_rows, random, target_logprobs, visit_logits,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -15,6 +15,16 @@ use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
 const SLICE_ELEMENTS: usize = 8 << 20;
+
+/// Lists that a pass keeps for each token: positions, steps of sums, terms of the loss.
+const TOKEN_LISTS_BYTES: usize = 128;
+/// What small allocations and the scratch of matrix products come to.
+const SMALL_BUFFERS_BYTES: usize = 2 << 20;
+
+/// Bytes of buffers for this many bytes: sizes are rounded up so that buffers can be used again, by an eighth at most.
+fn with_rounding(bytes: usize) -> usize {
+    bytes + bytes / 8
+}
 
 /// Targets of a training or scoring pass: for each token of the batch any number of token ids whose log-probabilities are wanted.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -140,9 +150,28 @@ impl Model {
         self.architecture.weight_bytes()
     }
 
-    /// Bytes a training pass holds for each token at its peak, logits and adapters aside.
+    /// Bytes that a training pass takes for each token at its peak, at most. A pass over `n` tokens with adapters of ranks up to `r` takes no more than
+    /// `n * (train_bytes_per_token() + lora_bytes_per_token(r)) + workspace_bytes()`, and 64 bytes for each target; a pass that only scores and a
+    /// [`Model::step`] take less. The batch, weights, adapters and gradients are not in it.
     pub fn train_bytes_per_token(&self) -> usize {
-        self.architecture.train_bytes_per_token()
+        with_rounding(self.architecture.train_bytes_per_token() + TOKEN_LISTS_BYTES)
+    }
+
+    /// Bytes that adapters of ranks up to `rank` add to [`Model::train_bytes_per_token`].
+    pub fn lora_bytes_per_token(&self, rank: usize) -> usize {
+        let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
+        // The products of a layer's pairs, saved for the way back; and for one pair at a time, those on the way, twice.
+        let rank = rank.next_multiple_of(2);
+        with_rounding(rank * (self.lora_modules().len() * narrow + 3 * wide + 3 * narrow) + TOKEN_LISTS_BYTES)
+    }
+
+    /// Bytes that a pass takes whatever its tokens: logits of a chunk (see [`Model::set_logits_chunk_bytes`]) and their gradient, and the
+    /// scratch of threads.
+    pub fn workspace_bytes(&self) -> usize {
+        let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
+        let rows = logits_chunk_rows(self.config.vocab_size, self.logits_chunk_bytes);
+        let row = (wide + narrow) * (self.config.vocab_size + self.config.hidden_size) + narrow * (self.config.vocab_size % 2) * self.config.vocab_size;
+        with_rounding(rows * row + self.architecture.fixed_bytes(self.backend())) + SMALL_BUFFERS_BYTES
     }
 
     /// Packs adapter parameters for this model.

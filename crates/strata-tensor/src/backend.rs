@@ -126,6 +126,10 @@ pub trait Backend: Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
 
+    /// Bytes of scratch that [`Backend::attention`] and its gradient take beside their inputs and outputs, however many tokens there are; what
+    /// the gradient takes for each token is `heads * head_dim` numbers five times over.
+    fn attention_scratch_bytes(&self, g: &AttentionGeometry) -> usize;
+
     /// Refuses numbers of heads, and widths of them, that [`Backend::attention`] and what goes with it cannot compute.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ pub use error::{Error, Result};
 pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
 pub use ops::{
-    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows,
+    AttentionInput, attention_pages_bytes, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows,
     target_logprobs, visit_logits,
 };
 pub use packed::{PackedRef, PackedStack};

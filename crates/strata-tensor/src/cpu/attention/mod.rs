@@ -33,6 +33,14 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
     (start, start + keys)
 }
 
+/// Bytes at most that one task takes, forward or back, apart from what the backward pass takes for each of its tokens: tiles that are
+/// whole although their sequence is short, a few matrices of a page by a page, and of a page by a head.
+pub(crate) fn task_scratch_bytes(g: &AttentionGeometry) -> usize {
+    let group = g.heads / g.kv_heads;
+    let (width, rows) = (g.head_dim.next_multiple_of(LANES), group.max(TILE_ROWS));
+    4 * (rows * (2 * width + 2 * PAGE + 2) + PAGE * (5 * group * width + 8 * width + 6 * PAGE))
+}
+
 /// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences. The first token of a page
 /// clears the values of those to come: they are multiplied by probabilities of zero, which would not silence a NaN
 /// that a stranger left there. Keys to come need no such care, as their scores are masked.
