@@ -30,8 +30,7 @@ impl KvCache {
         num_layers * KvPages::page_bytes(num_kv_heads, head_dim, dtype)
     }
 
-    /// Zeroes a page. Every page must be cleared before a sequence begins to fill it: attention reads whole pages, and what a
-    /// stranger left there could be a NaN.
+    /// Zeroes a page. Nothing that is computed needs this: what a stranger left in a page, be it NaN, is never seen.
     pub fn clear_page(&mut self, page: u32) {
         self.layers.iter_mut().for_each(|l| l.clear_page(page));
     }

@@ -26,7 +26,7 @@ impl KvPages {
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
     }
 
-    /// As [`KvPages::new`], with pages that hold what others left, which nobody sees: see [`Backend::write_kv`](crate::Backend::write_kv).
+    /// As [`KvPages::new`], with pages that hold what others left, which nobody sees: see [`Backend::attention`](crate::Backend::attention).
     pub(crate) fn recycled(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
         let buffer = Buffer::recycled(num_pages * Self::page_bytes(num_kv_heads, head_dim, dtype));
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
@@ -37,7 +37,7 @@ impl KvPages {
         num_kv_heads * (key_len(head_dim) + value_len(head_dim)) * dtype.size_bytes()
     }
 
-    /// Zeroes a page.
+    /// Zeroes a page. Attention does not need this: what lies beyond the end of a sequence is never seen.
     pub fn clear_page(&mut self, page: u32) {
         let range = self.page_range(page);
         self.buffer[range].fill(0);
@@ -55,8 +55,7 @@ impl KvPages {
         }
     }
 
-    /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. The values that follow that place
-    /// stay until they are overwritten, and are multiplied by probabilities of zero: they must be finite.
+    /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. What follows that place is never seen.
     pub fn copy_page(&mut self, from: u32, to: u32) {
         let (from, to) = (self.page_range(from), self.page_range(to));
         self.buffer.copy_within(from, to.start);
