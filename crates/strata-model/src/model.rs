@@ -170,7 +170,8 @@ impl Model {
     pub fn workspace_bytes(&self) -> usize {
         let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
         let rows = logits_chunk_rows(self.config.vocab_size, self.logits_chunk_bytes);
-        let row = (wide + narrow) * (self.config.vocab_size + self.config.hidden_size) + narrow * (self.config.vocab_size % 2) * self.config.vocab_size;
+        let row = (wide + narrow) * (self.config.vocab_size + self.config.hidden_size)
+            + narrow * (self.config.vocab_size % 2) * self.config.vocab_size;
         with_rounding(rows * row + self.architecture.fixed_bytes(self.backend())) + SMALL_BUFFERS_BYTES
     }
 
@@ -375,7 +376,9 @@ impl WeightSource for CheckpointWeights<'_> {
             let values = tensor.read_rows(rows, dtype)?;
             if let Some((place, value)) = first_not_finite(values.as_ref()) {
                 let at = first * shape[1..].iter().product::<usize>() + place;
-                return Err(self.checkpoint.error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
+                return Err(self
+                    .checkpoint
+                    .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
             }
             store(first, values.as_ref())?;
         }

@@ -231,9 +231,8 @@ impl Buffer {
             let whole = range.start.next_multiple_of(page_bytes)..range.end / page_bytes * page_bytes;
             if whole.start < whole.end {
                 // SAFETY: whole pages of an anonymous private mapping of ours, borrowed exclusively; they become zeros.
-                let done = unsafe {
-                    libc::madvise(allocation.ptr.as_ptr().add(whole.start).cast(), whole.len(), libc::MADV_DONTNEED)
-                };
+                let done =
+                    unsafe { libc::madvise(allocation.ptr.as_ptr().add(whole.start).cast(), whole.len(), libc::MADV_DONTNEED) };
                 if done == 0 {
                     self[range.start..whole.start].fill(0);
                     self[whole.end..range.end].fill(0);

@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KV_PAGE_TOKENS, KvAccess, PackedRef, PackedStack, Tape, Tensor,
-    TensorRef, Var, attention_pages_bytes, go_on,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KV_PAGE_TOKENS, KvAccess, PackedRef,
+    PackedStack, Tape, Tensor, TensorRef, Var, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};

@@ -205,7 +205,9 @@ fn check_header(data: &[u8]) -> Result<(), String> {
     };
     let length = u64::from_le_bytes(*length);
     if length > HEADER_BYTES_MAX as u64 {
-        return Err(format!("not a safetensors file of a model: its header of {length} bytes is longer than {HEADER_BYTES_MAX}"));
+        return Err(format!(
+            "not a safetensors file of a model: its header of {length} bytes is longer than {HEADER_BYTES_MAX}"
+        ));
     }
     // A tensor's entry has four keys: its name, dtype, shape and offsets.
     check_entries(&rest[..rest.len().min(length as usize)], 4)

@@ -272,8 +272,24 @@ fn unusual_sizes_compute_finite_numbers_on_every_instruction_set() {
     let sizes = [
         ModelConfig { head_dim: 512, num_heads: 1, num_kv_heads: 1, ..config() },
         ModelConfig { head_dim: 2, num_heads: 130, num_kv_heads: 1, ..config() },
-        ModelConfig { hidden_size: 1, intermediate_size: 1, vocab_size: 1, num_heads: 1, num_kv_heads: 1, head_dim: 2, eos_token_ids: vec![], ..config() },
-        ModelConfig { hidden_size: 65, intermediate_size: 33, num_layers: 1, tie_word_embeddings: false, attention_bias: true, ..config() },
+        ModelConfig {
+            hidden_size: 1,
+            intermediate_size: 1,
+            vocab_size: 1,
+            num_heads: 1,
+            num_kv_heads: 1,
+            head_dim: 2,
+            eos_token_ids: vec![],
+            ..config()
+        },
+        ModelConfig {
+            hidden_size: 65,
+            intermediate_size: 33,
+            num_layers: 1,
+            tie_word_embeddings: false,
+            attention_bias: true,
+            ..config()
+        },
         ModelConfig { max_position_embeddings: 1, ..config() },
     ];
     for (config, dtype) in sizes.iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {

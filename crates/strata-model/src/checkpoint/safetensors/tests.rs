@@ -131,11 +131,19 @@ fn headers_that_would_take_much_memory_are_refused_unread() {
 #[test]
 #[cfg(unix)]
 fn what_is_no_file_is_refused_by_name_wherever_a_file_of_a_model_is_expected() {
-    for name in [SINGLE_FILE, INDEX_FILE, "m.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
-        let make: [&dyn Fn(&Path); 2] = [
-            &|path| rustix::fs::mkfifoat(rustix::fs::CWD, path, rustix::fs::Mode::RWXU).unwrap(),
-            &|path| fs::create_dir(path).unwrap(),
-        ];
+    for name in [
+        SINGLE_FILE,
+        INDEX_FILE,
+        "m.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        let make: [&dyn Fn(&Path); 2] =
+            [&|path| rustix::fs::mkfifoat(rustix::fs::CWD, path, rustix::fs::Mode::RWXU).unwrap(), &|path| {
+                fs::create_dir(path).unwrap()
+            }];
         for make in make {
             let dir = directory(&[("config.json", &b"{}"[..])]);
             if name == "m.safetensors" {

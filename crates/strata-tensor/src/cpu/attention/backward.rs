@@ -150,7 +150,19 @@ pub(crate) fn backward<T: Element>(
                     let (q, keys) = (tile.q.as_ptr().cast(), keys_as_columns.as_ptr());
                     product(&kernel, tile.rows, steps, q, row_bytes, keys, steps, PAGE, scores.as_mut_ptr(), PAGE, false);
                     let (dout, values) = (tile.dout.as_ptr().cast(), values_as_columns.as_ptr());
-                    product(&kernel, tile.rows, steps, dout, row_bytes, values, steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
+                    product(
+                        &kernel,
+                        tile.rows,
+                        steps,
+                        dout,
+                        row_bytes,
+                        values,
+                        steps,
+                        PAGE,
+                        dprobabilities.as_mut_ptr(),
+                        PAGE,
+                        false,
+                    );
                 }
                 for r in 0..PAGE {
                     let range = r * PAGE..(r + 1) * PAGE;
@@ -185,7 +197,19 @@ pub(crate) fn backward<T: Element>(
                         PAGE,
                         true,
                     );
-                    product(&kernel, d, page_steps, q, page_bytes, ds_words.as_ptr(), page_steps, PAGE, dk_block.as_mut_ptr(), PAGE, true);
+                    product(
+                        &kernel,
+                        d,
+                        page_steps,
+                        q,
+                        page_bytes,
+                        ds_words.as_ptr(),
+                        page_steps,
+                        PAGE,
+                        dk_block.as_mut_ptr(),
+                        PAGE,
+                        true,
+                    );
                     let (ds, keys, dq) = (ds.as_ptr().cast(), keys_as_rows.as_ptr(), tile.dq.as_mut_ptr());
                     product(&kernel, tile.rows, page_steps, ds, page_bytes, keys, page_steps, d, dq, d, true);
                 }

@@ -221,7 +221,9 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
             let b = CpuBackend::with_isa(isa, 2);
             let finite = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
             // The values of these tokens become infinite or NaN, one token at a time.
-            for (bad, value) in [(1, f32::INFINITY), (63, f32::NAN), (64, f32::NEG_INFINITY), (77, f32::INFINITY), (149, f32::NAN)] {
+            for (bad, value) in
+                [(1, f32::INFINITY), (63, f32::NAN), (64, f32::NEG_INFINITY), (77, f32::INFINITY), (149, f32::NAN)]
+            {
                 let mut v = qkv.v.to_f32_vec();
                 v[bad * g.kv_heads * g.head_dim..][..g.kv_heads * g.head_dim].fill(value);
                 let v = Tensor::from_f32(&v, qkv.v.shape().dims(), dtype).unwrap();
