@@ -371,8 +371,10 @@ impl WeightSource for CheckpointWeights<'_> {
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
         };
+        let row_bytes = tensor.bytes.len() / shape[0].max(1);
         for rows in slices(shape) {
             let first = rows.start;
+            let bytes = rows.start * row_bytes..rows.end * row_bytes;
             let values = tensor.read_rows(rows, dtype)?;
             if let Some((place, value)) = first_not_finite(values.as_ref()) {
                 let at = first * shape[1..].iter().product::<usize>() + place;
@@ -381,6 +383,8 @@ impl WeightSource for CheckpointWeights<'_> {
                     .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
             }
             store(first, values.as_ref())?;
+            // Else the files of a model would take as much memory as the model while it loads.
+            self.checkpoint.forget(name, bytes);
         }
         Ok(())
     }

@@ -111,6 +111,19 @@ impl Checkpoint {
         Ok(Some(SourceTensor { name, shape: &entry.shape, dtype, bytes }))
     }
 
+    /// Lets the system have the memory of bytes `part` of a tensor, which have been read and will not be read soon. They are read from the file
+    /// again if they are.
+    pub(crate) fn forget(&self, name: &str, part: Range<usize>) {
+        #[cfg(unix)]
+        if let Some(entry) = self.tensors.get(name)
+            && let ShardBytes::Mapped(map) = &self.shards[entry.shard]
+        {
+            let part = entry.bytes.start + part.start..entry.bytes.end.min(entry.bytes.start + part.end);
+            // SAFETY: nobody writes to the mapping, so that what is dropped of it comes back the same. A refusal costs memory and nothing else.
+            let _ = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, part.start, part.len()) };
+        }
+    }
+
     /// The number that a tensor of one u64 holds; `None` if there is no such tensor, the error if it is something else.
     pub(crate) fn count(&self, name: &str) -> Option<Result<u64, String>> {
         let entry = self.tensors.get(name)?;

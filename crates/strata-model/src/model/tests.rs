@@ -310,3 +310,33 @@ fn unusual_sizes_compute_finite_numbers_on_every_instruction_set() {
         }
     }
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
+    let resident_bytes = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let (rows, columns) = (64 << 10, 1 << 10);
+    let size = rows * columns * 4;
+    let header = format!(r#"{{"w":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[0,{size}]}}}}"#);
+    let header = format!("{header:<width$}", width = header.len().next_multiple_of(8));
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len((8 + header.len() + size) as u64).unwrap();
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let before = resident_bytes();
+    let mut most = 0;
+    let mut weights = CheckpointWeights { checkpoint: &checkpoint };
+    let mut store = |_: usize, values: TensorRef<'_>| {
+        assert_eq!(values.as_bytes().iter().step_by(4096).map(|&b| u32::from(b)).sum::<u32>(), 0);
+        most = most.max(resident_bytes().saturating_sub(before));
+        Ok(())
+    };
+    weights.read("w", &[rows, columns], DType::F32, &mut store).unwrap();
+    assert!(most < size / 2, "{most} bytes of {size}");
+}
