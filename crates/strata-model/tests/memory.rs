@@ -1,9 +1,10 @@
-//! What passes take of memory, against what the model says they take. Every allocation of this process is counted: the test is alone in it.
+//! What passes take of memory, against what the model says they take. Every allocation of this process is counted: one test runs at a time.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
+use strata_model::checkpoint::Checkpoint;
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_model::{Model, ModelConfig, PackedBatch, Targets, TokenLoss};
 use strata_tensor::{CpuBackend, DType, Isa};
@@ -68,8 +69,37 @@ fn config(hidden: usize, mlp: usize, layers: usize, heads: [usize; 3], vocab: us
     }
 }
 
+/// Held by whoever counts.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[test]
+fn a_hostile_header_takes_little_memory() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let open = |num_tensors: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        let entries: Vec<String> = (0..num_tensors)
+            .map(|i| {
+                format!(r#""tensor.with.a.name.of.usual.length.{i}":{{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}}"#)
+            })
+            .collect();
+        let header = format!("{{{}}}", entries.join(","));
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        let mut opened = false;
+        let taken = peak_bytes(|| opened = Checkpoint::open(dir.path()).is_ok());
+        (opened, taken)
+    };
+    let (opened, taken) = open(32_768);
+    assert!(opened && taken < 40 << 20, "the most tensors that are accepted take {taken} bytes");
+    for num_tensors in [40_000, 1_000_000] {
+        let (opened, taken) = open(num_tensors);
+        assert!(!opened && taken < 64 << 10, "{num_tensors} tensors take {taken} bytes");
+    }
+}
+
 #[test]
 fn passes_take_no_more_memory_than_the_model_says() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Freed buffers go back at once, so that what is counted is what is in use.
     strata_tensor::set_pool_limit(0);
     let shapes = [

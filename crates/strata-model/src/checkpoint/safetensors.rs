@@ -14,7 +14,7 @@ use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
-/// The most tensors of a checkpoint: two and a half times as many as the deepest model has that [`crate::config`] accepts. A tensor costs
+/// The most tensors of a checkpoint: twice as many as the deepest model has that [`crate::config`] accepts. A tensor costs
 /// about a kilobyte while headers are read, so that a hostile one takes some 40 MB.
 const TENSORS_MAX: usize = 32_768;
 /// The largest header of a safetensors file, and the largest `model.safetensors.index.json`: 256 bytes for each of [`TENSORS_MAX`].

@@ -161,7 +161,7 @@ impl Modules {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) if text == "all-linear" && key == "target_modules" => Ok(Some(Modules::AllLinear)),
             Some(Value::String(text)) if text.len() <= Self::ENTRIES_MAX => {
-                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(100_000).build();
+                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(10_000).build();
                 let regex = regex.map_err(|e| format!("{key} is {}, which is no regular expression: {e}", show(value)))?;
                 Ok(Some(Modules::Pattern { text: text.clone(), regex: Box::new(regex) }))
             }
