@@ -69,7 +69,7 @@ pub struct Model {
 impl Model {
     /// Loads a checkpoint, to compute in `dtype` (`None`: in the checkpoint's own, f16 as f32). Every tensor of it must be used and every
     /// parameter filled, which is checked before memory is taken: what a configuration announces must lie in the files. While it loads, a
-    /// model takes [`Model::weight_bytes`] and, for what is being converted, some [`SLICE_ELEMENTS`] elements.
+    /// model takes [`Model::weight_bytes`] and, for what is being converted, some eight million elements.
     ///
     /// # Errors
     /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named. If a
