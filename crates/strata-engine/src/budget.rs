@@ -6,10 +6,11 @@
 //!
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
-//! for results. The KV cache gets three tenths of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
-//! is far less; then the logits of a chunk get their place, and what is left is split three to two between activations and adapters. What
-//! activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the longest
-//! sequence, the tokens of a training pass, and the pages of the cache: nothing else asks how much memory there is.
+//! for results. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
+//! is far less; then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
+//! three to one where activations would not suffice for a useful context. Of the activations a fifth is for freed tensors that wait for the
+//! next ones. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
+//! longest sequence, the tokens of a training pass, and the pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
 
@@ -44,8 +45,8 @@ pub(crate) struct Budget {
     pub(crate) pass_tokens: usize,
     /// Tokens of all passes that run at the same time, one between the layers of another.
     pub(crate) activation_tokens: usize,
-    /// Memory that freed tensors may keep for the next ones.
-    pub(crate) activation_bytes: u64,
+    /// Memory that freed tensors keep for the next ones.
+    pub(crate) pool_bytes: u64,
     pub(crate) adapter_bytes: u64,
     /// Copies of adapters that are being written.
     pub(crate) captured_bytes: u64,
@@ -111,25 +112,28 @@ impl Budget {
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
         let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
-        let kv_pages = (free / 10 * 3 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
+        let kv_pages = (free / 4 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
         let free = (free - kv_pages * needs.kv_page_bytes).saturating_sub(needs.workspace_bytes);
-        let share = free / 5 * 3;
+        let per_token = needs.train_bytes_per_token.max(1);
+        let least = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings) as u64 * 8 / 7 + 4;
+        let share = (free / 5 * 3).max((free / 4 * 3).min(least * per_token / 4 * 5));
         let useful = needs.max_position_embeddings.max(PASS_TOKENS_MAX) as u64 * 4 / 3 + 4;
-        let activation_tokens = (share / needs.train_bytes_per_token.max(1)).min(useful);
-        let activation_bytes = activation_tokens * needs.train_bytes_per_token;
+        let activation_tokens = (share / 5 * 4 / per_token).min(useful);
+        let pool_bytes = activation_tokens * per_token / 4;
+        let activation_bytes = activation_tokens * per_token + pool_bytes;
         let activation_tokens = activation_tokens as usize;
-        let more_requests = ((share - activation_bytes) / 2).min(REQUEST_BYTES_MAX - requests);
+        let more_requests = (share.saturating_sub(activation_bytes) / 2).min(REQUEST_BYTES_MAX - requests);
         let requests = requests + more_requests;
         let cache_tokens = (kv_pages as usize).saturating_sub(1) * PAGE_TOKENS;
-        // A fourth stays free for small passes between the layers of a long one.
-        let longest = activation_tokens / 4 * 3;
+        // An eighth stays free for small passes between the layers of a long one.
+        let longest = activation_tokens / 8 * 7;
         let adapters = free - activation_bytes - more_requests;
         Budget {
             max_context_tokens: needs.max_position_embeddings.min(cache_tokens).min(longest),
             kv_pages: kv_pages as usize,
             pass_tokens: longest.min(PASS_TOKENS_MAX),
             activation_tokens,
-            activation_bytes,
+            pool_bytes,
             adapter_bytes: adapters - adapters / 4,
             captured_bytes: adapters / 4,
             ledger_bytes: requests / 2,
@@ -143,14 +147,19 @@ mod tests {
     use super::*;
 
     const GIB: u64 = 1 << 30;
-    const SMALL: Needs =
-        Needs { weight_bytes: GIB, kv_page_bytes: 7 << 20, train_bytes_per_token: 200 << 10, workspace_bytes: 240 << 20, max_position_embeddings: 40_960 };
+    const SMALL: Needs = Needs {
+        weight_bytes: GIB,
+        kv_page_bytes: 7 << 20,
+        train_bytes_per_token: 200 << 10,
+        workspace_bytes: 240 << 20,
+        max_position_embeddings: 40_960,
+    };
 
     #[test]
     fn the_parts_never_exceed_the_whole() {
         for memory in [2 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB] {
             let b = Budget::divide(memory, SMALL).unwrap();
-            let activations = b.activation_tokens as u64 * SMALL.train_bytes_per_token + SMALL.workspace_bytes;
+            let activations = b.activation_tokens as u64 * SMALL.train_bytes_per_token + b.pool_bytes + SMALL.workspace_bytes;
             let requests = b.ledger_bytes + b.transit_bytes;
             let pages = b.kv_pages as u64 * SMALL.kv_page_bytes;
             assert!(SMALL.weight_bytes + pages + activations + b.adapter_bytes + b.captured_bytes + requests <= memory);

@@ -14,8 +14,8 @@ use strata_model::checkpoint::{
 use strata_model::lora::LoraModule;
 
 use crate::api::{CheckpointSource, Failure, METADATA_BYTES_MAX, METADATA_FILE, SaveTarget};
-use crate::optimizer::Moments;
 use crate::learner::LearnerState;
+use crate::optimizer::Moments;
 
 /// What checkpoints are written for and read against.
 #[derive(Clone, Debug)]
@@ -66,9 +66,7 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool)
     refuse_links(dir).map_err(|file| Failure::User(format!("checkpoint {name}: {file} is a symbolic link, not a file")))?;
     let failure = |error| read_failure(error, source);
     let adapter = read_adapter(dir, &base.modules).map_err(failure)?;
-    if let Some(trained_on) = adapter.base_model.filter(|trained_on| *trained_on != base.name) {
-        tracing::warn!(name, "the adapter was trained on {trained_on}; it is used with {}", base.name);
-    }
+    adapter.check_base_model(&base.name).map_err(|error| Failure::User(format!("checkpoint {name}: {error}")))?;
     let moments = match with_optimizer {
         true => {
             let state = read_optimizer(dir, &base.modules, &adapter.config).map_err(failure)?;

@@ -147,11 +147,8 @@ pub(crate) trait Compute {
     where
         Self: Sized;
 
-    /// A cache of `pages` pages.
+    /// A cache of `pages` pages. What lies in a page beyond the tokens of its sequence is never read.
     fn new_cache(&self, pages: usize) -> Self::Cache;
-
-    /// Makes a page ready for a sequence that knows nothing of what lay there.
-    fn clear_page(&self, cache: &mut Self::Cache, page: u32);
 
     /// Copies a page.
     fn copy_page(&self, cache: &mut Self::Cache, from: u32, to: u32);

@@ -123,16 +123,14 @@ impl Compute for Device {
         self.model.new_kv_cache(pages)
     }
 
-    fn clear_page(&self, cache: &mut KvCache, page: u32) {
-        cache.clear_page(page);
-    }
-
     fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) {
         cache.copy_page(from, to);
     }
 
     fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32]) {
-        let _ = (cache, free_pages);
+        cache.release_pages(free_pages);
+        strata_tensor::trim_pool();
+        release_freed_memory();
     }
 
     fn step(&self, cache: &mut KvCache, spans: &[StepSpan<'_, Self::Frozen>]) -> Result<Vec<RowResult>, String> {
@@ -157,6 +155,15 @@ impl Compute for Device {
         self.model.step(&batch, cache, &rows, &visit).map_err(|error| error.to_string())?;
         let results: Option<Vec<RowResult>> = results.into_iter().map(OnceLock::into_inner).collect();
         results.ok_or_else(|| "the model passed over a row".into())
+    }
+}
+
+/// Has the allocator give back what it keeps for later.
+fn release_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: `malloc_trim` may be called at any time by any thread.
+    unsafe {
+        libc::malloc_trim(0);
     }
 }
 

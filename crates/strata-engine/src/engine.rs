@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use strata_model::lora::RANK_MAX;
 use strata_model::{Model, PAGE_TOKENS, Tokenizer};
+use strata_tensor::{LOGITS_CHUNK_BYTES, set_pool_limit};
 
 use crate::admission::Admission;
 use crate::api::{CheckpointSource, Client, Refusal, Request, RequestId, SaveTarget};
@@ -26,6 +28,8 @@ use crate::reply::Reply;
 use crate::sampler::SamplerLimits;
 use crate::unfinished::UnfinishedSaves;
 
+/// Of the memory, the part that the logits of a chunk of tokens may take.
+const LOGITS_FRACTION: u64 = 16;
 /// How long the engine is idle before it gives memory back to the system.
 const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
 
@@ -78,14 +82,18 @@ impl EngineHandle {
     ///
     /// # Errors
     /// If `config.memory_bytes` does not suffice, or the system refuses a thread.
-    pub fn start(model: Model, tokenizer: Option<Arc<Tokenizer>>, config: EngineConfig) -> Result<Self, StartError> {
+    pub fn start(mut model: Model, tokenizer: Option<Arc<Tokenizer>>, config: EngineConfig) -> Result<Self, StartError> {
+        let logits_bytes = (config.memory_bytes / LOGITS_FRACTION).min(LOGITS_CHUNK_BYTES as u64);
+        model.set_logits_chunk_bytes(logits_bytes as usize);
+        // Larger ranks than a model is wide make no sense, and what they take beyond is small beside the reserve.
+        let rank = model.config().hidden_size.min(RANK_MAX);
         let budget = Budget::divide(
             config.memory_bytes,
             Needs {
                 weight_bytes: model.weight_bytes() as u64,
                 kv_page_bytes: model.kv_page_bytes() as u64,
-                train_bytes_per_token: model.train_bytes_per_token() as u64,
-                workspace_bytes: 0,
+                train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
+                workspace_bytes: model.workspace_bytes() as u64,
                 max_position_embeddings: model.config().max_position_embeddings,
             },
         )?;
@@ -97,6 +105,7 @@ impl EngineHandle {
             transit_bytes: budget.transit_bytes,
         };
         tracing::info!(?budget, backend = %info.backend, "engine starts");
+        set_pool_limit(budget.pool_bytes as usize);
         let model = Arc::new(model);
         let intake = Arc::new(Intake::new(Ledger::new(budget.ledger_bytes), budget.adapter_bytes));
         let sizes = model.clone();

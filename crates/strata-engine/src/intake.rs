@@ -48,14 +48,44 @@ pub(crate) struct QueuedOp {
 
 /// What is not an operation of a model; taken in the order of arrival.
 pub(crate) enum Control {
-    Create { model_id: ModelId, client: Client, lora: LoraSpec, reply: PendingReply },
-    CreateFrom { model_id: ModelId, client: Client, source: CheckpointSource, lora: LoraSpec, with_optimizer: bool, reply: PendingReply },
-    Unload { model_id: ModelId, failure: Failure },
-    CreateSampler { sampler_id: SamplerId, client: Client, source: Option<(CheckpointSource, LoraSpec)>, reply: PendingReply },
-    DropSampler { sampler_id: SamplerId, failure: Failure },
-    Sample { plan: Plan, asked: Asked },
-    Cancel { request_id: RequestId },
-    EndSession { client: Client },
+    Create {
+        model_id: ModelId,
+        client: Client,
+        lora: LoraSpec,
+        reply: PendingReply,
+    },
+    CreateFrom {
+        model_id: ModelId,
+        client: Client,
+        source: CheckpointSource,
+        lora: LoraSpec,
+        with_optimizer: bool,
+        reply: PendingReply,
+    },
+    Unload {
+        model_id: ModelId,
+        failure: Failure,
+    },
+    CreateSampler {
+        sampler_id: SamplerId,
+        client: Client,
+        source: Option<(CheckpointSource, LoraSpec)>,
+        reply: PendingReply,
+    },
+    DropSampler {
+        sampler_id: SamplerId,
+        failure: Failure,
+    },
+    Sample {
+        plan: Plan,
+        asked: Asked,
+    },
+    Cancel {
+        request_id: RequestId,
+    },
+    EndSession {
+        client: Client,
+    },
 }
 
 /// What a model has in the keeper.
@@ -177,7 +207,9 @@ impl Intake {
     /// Whether an operation could be accepted in this place.
     pub(crate) fn check_place(&self, model_id: &str, seq_id: u64) -> Result<Client, Refusal> {
         let inner = self.open()?;
-        let Some(queue) = inner.models.get(model_id) else { return Err(Refusal::User(format!("there is no model {model_id}"))) };
+        let Some(queue) = inner.models.get(model_id) else {
+            return Err(Refusal::User(format!("there is no model {model_id}")));
+        };
         queue.check_place(model_id, seq_id).map(|()| queue.client.clone())
     }
 
@@ -278,7 +310,8 @@ impl Intake {
         for model_id in models {
             inner.controls.push_back(Control::Unload { model_id, failure: failure.clone() });
         }
-        let samplers: Vec<SamplerId> = inner.samplers.iter().filter(|(_, s)| s.0 == *client).map(|(id, _)| id.clone()).collect();
+        let samplers: Vec<SamplerId> =
+            inner.samplers.iter().filter(|(_, s)| s.0 == *client).map(|(id, _)| id.clone()).collect();
         for sampler_id in samplers {
             inner.remove_sampler(&sampler_id);
             inner.controls.push_back(Control::DropSampler { sampler_id, failure: failure.clone() });

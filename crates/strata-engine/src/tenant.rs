@@ -46,7 +46,11 @@ impl RunningForward {
         for &loss in &elementwise_loss {
             self.loss_sum += loss as f64;
         }
-        self.outputs.push(DatumOutput { shape: std::mem::take(&mut datum.shape), logprobs: logprobs.to_vec(), elementwise_loss });
+        self.outputs.push(DatumOutput {
+            shape: std::mem::take(&mut datum.shape),
+            logprobs: logprobs.to_vec(),
+            elementwise_loss,
+        });
         datum.clear();
     }
 

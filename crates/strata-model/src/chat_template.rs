@@ -138,8 +138,11 @@ fn default_template(value: &serde_json::Value) -> Result<&str> {
         }
         other => other.as_str(),
     };
-    let malformed =
-        || Error::Tokenizer("chat_template of tokenizer_config.json is neither a text nor a list with a text named \"default\"".into());
+    let malformed = || {
+        Error::Tokenizer(
+            "chat_template of tokenizer_config.json is neither a text nor a list with a text named \"default\"".into(),
+        )
+    };
     template.ok_or_else(malformed)
 }
 

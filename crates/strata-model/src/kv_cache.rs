@@ -30,10 +30,10 @@ impl KvCache {
         num_layers * KvPages::page_bytes(num_kv_heads, head_dim, dtype)
     }
 
-    /// Zeroes a page. Every page must be cleared before a sequence begins to fill it: attention reads whole pages, and what a
-    /// stranger left there could be a NaN.
-    pub fn clear_page(&mut self, page: u32) {
-        self.layers.iter_mut().for_each(|l| l.clear_page(page));
+    /// Gives the memory of free pages back to the system, as far as it can take it (on Linux, whole pages of the system's). They take memory again
+    /// once they are written. Costs some microseconds for each run of neighbouring pages and layer: for pages that stay free a while.
+    pub fn release_pages(&mut self, pages: &[u32]) {
+        self.layers.iter_mut().for_each(|l| l.release_pages(pages));
     }
 
     /// Copies page `from` over page `to`, for a sequence that continues a shared, partly filled page.

@@ -1,4 +1,14 @@
 //! What a model is: configuration, stacked layers, LoRA adapters, architectures, checkpoints, the KV cache.
+//!
+//! Map:
+//! - [`model`](Model): the passes over a loaded model, and what they take of memory; `architectures`: one file each; [`batch`]: their input.
+//! - [`config`], [`source`](ModelSource), [`checkpoint`]: what a model is read from, none of which is believed.
+//! - [`lora`], [`kv_cache`](KvCache): adapters, and keys and values of sequences being sampled.
+//! - [`tokenizer`](Tokenizer), [`chat_template`](ChatTemplate): between text and tokens.
+//!
+//! Invariants:
+//! - A model that loads computes finite numbers, and what its files say; all else is refused by the name of what is wrong.
+//! - A pass takes no more memory than [`Model::train_bytes_per_token`] says, and holds no lock while it lets others run.
 
 mod architectures;
 pub mod batch;

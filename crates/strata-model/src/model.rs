@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use strata_tensor::{
     Backend, Between, DType, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss,
-    Tensor, TensorMut, TensorRef, random, target_logprobs, visit_logits,
+    Tensor, TensorMut, TensorRef, logits_chunk_rows, random, target_logprobs, visit_logits,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -15,6 +15,16 @@ use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
 const SLICE_ELEMENTS: usize = 8 << 20;
+
+/// Lists that a pass keeps for each token: positions, steps of sums, terms of the loss.
+const TOKEN_LISTS_BYTES: usize = 128;
+/// What small allocations and the scratch of matrix products come to.
+const SMALL_BUFFERS_BYTES: usize = 2 << 20;
+
+/// Bytes of buffers for this many bytes: sizes are rounded up so that buffers can be used again, by an eighth at most.
+fn with_rounding(bytes: usize) -> usize {
+    bytes + bytes / 8
+}
 
 /// Targets of a training or scoring pass: for each token of the batch any number of token ids whose log-probabilities are wanted.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -59,7 +69,7 @@ pub struct Model {
 impl Model {
     /// Loads a checkpoint, to compute in `dtype` (`None`: in the checkpoint's own, f16 as f32). Every tensor of it must be used and every
     /// parameter filled, which is checked before memory is taken: what a configuration announces must lie in the files. While it loads, a
-    /// model takes [`Model::weight_bytes`] and, for what is being converted, some [`SLICE_ELEMENTS`] elements.
+    /// model takes [`Model::weight_bytes`] and, for what is being converted, some eight million elements.
     ///
     /// # Errors
     /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named. If a
@@ -140,9 +150,29 @@ impl Model {
         self.architecture.weight_bytes()
     }
 
-    /// Bytes a training pass holds for each token at its peak, logits and adapters aside.
+    /// Bytes that a training pass takes for each token at its peak, at most. A pass over `n` tokens with adapters of ranks up to `r` takes no more than
+    /// `n * (train_bytes_per_token() + lora_bytes_per_token(r)) + workspace_bytes()`, and 64 bytes for each target; a pass that only scores and a
+    /// [`Model::step`] take less. The batch, weights, adapters and gradients are not in it.
     pub fn train_bytes_per_token(&self) -> usize {
-        self.architecture.train_bytes_per_token()
+        with_rounding(self.architecture.train_bytes_per_token() + TOKEN_LISTS_BYTES)
+    }
+
+    /// Bytes that adapters of ranks up to `rank` add to [`Model::train_bytes_per_token`].
+    pub fn lora_bytes_per_token(&self, rank: usize) -> usize {
+        let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
+        // The products of a layer's pairs, saved for the way back; and for one pair at a time, those on the way, twice.
+        let rank = rank.next_multiple_of(2);
+        with_rounding(rank * (self.lora_modules().len() * narrow + 3 * wide + 3 * narrow) + TOKEN_LISTS_BYTES)
+    }
+
+    /// Bytes that a pass takes whatever its tokens: logits of a chunk (see [`Model::set_logits_chunk_bytes`]) and their gradient, and the
+    /// scratch of threads.
+    pub fn workspace_bytes(&self) -> usize {
+        let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
+        let rows = logits_chunk_rows(self.config.vocab_size, self.logits_chunk_bytes);
+        let row = (wide + narrow) * (self.config.vocab_size + self.config.hidden_size)
+            + narrow * (self.config.vocab_size % 2) * self.config.vocab_size;
+        with_rounding(rows * row + self.architecture.fixed_bytes(self.backend())) + SMALL_BUFFERS_BYTES
     }
 
     /// Packs adapter parameters for this model.
@@ -341,14 +371,20 @@ impl WeightSource for CheckpointWeights<'_> {
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
         };
+        let row_bytes = tensor.bytes.len() / shape[0].max(1);
         for rows in slices(shape) {
             let first = rows.start;
+            let bytes = rows.start * row_bytes..rows.end * row_bytes;
             let values = tensor.read_rows(rows, dtype)?;
             if let Some((place, value)) = first_not_finite(values.as_ref()) {
                 let at = first * shape[1..].iter().product::<usize>() + place;
-                return Err(self.checkpoint.error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
+                return Err(self
+                    .checkpoint
+                    .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
             }
             store(first, values.as_ref())?;
+            // Else the files of a model would take as much memory as the model while it loads.
+            self.checkpoint.forget(name, bytes);
         }
         Ok(())
     }

@@ -69,7 +69,9 @@ impl Tokenizer {
                 config.vocab_size
             )))
         };
-        if let Some((token, id)) = self.inner.get_vocab(true).into_iter().filter(|&(_, id)| outside(id)).min_by_key(|&(_, id)| id) {
+        if let Some((token, id)) =
+            self.inner.get_vocab(true).into_iter().filter(|&(_, id)| outside(id)).min_by_key(|&(_, id)| id)
+        {
             return refuse(&token, id);
         }
         // Tokens that are added around a text have ids of their own in the file.

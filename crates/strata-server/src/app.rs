@@ -175,7 +175,9 @@ impl App {
     /// If there is no room.
     pub fn charge(&self, client: &Client, bytes: u64) -> ApiResult<Charge> {
         self.ledger().charge(client, bytes).map_err(|shortage| match shortage {
-            Shortage::Now { .. } => ApiError::Busy("this server has no room for more at the moment; send it again later".into()),
+            Shortage::Now { .. } => {
+                ApiError::Busy("this server has no room for more at the moment; send it again later".into())
+            }
             Shortage::Ever { bytes, bytes_max } => {
                 ApiError::TooLarge(format!("this takes {bytes} bytes of memory, above the limit of {bytes_max}"))
             }
@@ -221,7 +223,9 @@ impl App {
                 Answer::Failed(Failure::Server(reason)) => {
                     tracing::error!(request_id = &*request_id, kind, elapsed_us, "failed: {reason}");
                 }
-                Answer::Failed(Failure::User(reason)) => tracing::warn!(request_id = &*request_id, kind, elapsed_us, "refused: {reason}"),
+                Answer::Failed(Failure::User(reason)) => {
+                    tracing::warn!(request_id = &*request_id, kind, elapsed_us, "refused: {reason}")
+                }
                 // A busy sampler finishes thousands a second.
                 _ if is_sample => tracing::debug!(request_id = &*request_id, kind, elapsed_us, "done"),
                 _ => tracing::info!(request_id = &*request_id, kind, elapsed_us, "done"),

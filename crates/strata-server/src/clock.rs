@@ -1,10 +1,8 @@
 //! The time by which sessions and results end. Tests move it by hand.
 
-use std::time::Instant;
-
 #[cfg(not(test))]
-pub fn now() -> Instant {
-    Instant::now()
+pub fn now() -> std::time::Instant {
+    std::time::Instant::now()
 }
 
 #[cfg(test)]

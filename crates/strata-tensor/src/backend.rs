@@ -126,6 +126,10 @@ pub trait Backend: Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
 
+    /// Bytes of scratch that [`Backend::attention`] and its gradient take beside their inputs and outputs, however many tokens there are; what
+    /// the gradient takes for each token is `heads * head_dim` numbers five times over.
+    fn attention_scratch_bytes(&self, g: &AttentionGeometry) -> usize;
+
     /// Refuses numbers of heads, and widths of them, that [`Backend::attention`] and what goes with it cannot compute.
     ///
     /// # Errors
@@ -184,11 +188,11 @@ pub trait Backend: Send + Sync {
         dqkv: &mut Tensor,
     );
 
-    /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence. What lay in a page before its first token was
-    /// written is never seen by [`Backend::attention`], be it NaN.
+    /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages);
 
-    /// Causal attention of all new queries over the pages of their sequences. `out` is as `q`; `log_normalizers: [tokens, heads]`, f32.
+    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position and nothing else:
+    /// what lies further on, of its sequence or left by others, does not reach its result, be it infinite or NaN. `out` is as `q`; `log_normalizers: [tokens, heads]`, f32.
     fn attention(
         &self,
         q: &Tensor,

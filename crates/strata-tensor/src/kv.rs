@@ -26,7 +26,7 @@ impl KvPages {
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
     }
 
-    /// As [`KvPages::new`], with pages that hold what others left, which nobody sees: see [`Backend::write_kv`](crate::Backend::write_kv).
+    /// As [`KvPages::new`], with pages that hold what others left, which nobody sees: see [`Backend::attention`](crate::Backend::attention).
     pub(crate) fn recycled(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
         let buffer = Buffer::recycled(num_pages * Self::page_bytes(num_kv_heads, head_dim, dtype));
         KvPages { num_pages, num_kv_heads, head_dim, dtype, buffer }
@@ -37,14 +37,19 @@ impl KvPages {
         num_kv_heads * (key_len(head_dim) + value_len(head_dim)) * dtype.size_bytes()
     }
 
-    /// Zeroes a page.
-    pub fn clear_page(&mut self, page: u32) {
-        let range = self.page_range(page);
-        self.buffer[range].fill(0);
+    /// Gives the memory of pages that are free back to the system, as far as it can take it; they read as zeros from then on, and take memory
+    /// again once they are written.
+    pub fn release_pages(&mut self, pages: &[u32]) {
+        // Pages of the cache are smaller than those of the system can be: runs of them hold more whole ones.
+        let mut sorted = pages.to_vec();
+        sorted.sort_unstable();
+        for run in sorted.chunk_by(|a, b| b - a <= 1) {
+            let range = self.page_range(run[0]).start..self.page_range(run[run.len() - 1]).end;
+            self.buffer.release_range(range);
+        }
     }
 
-    /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. The values that follow that place
-    /// stay until they are overwritten, and are multiplied by probabilities of zero: they must be finite.
+    /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. What follows that place is never seen.
     pub fn copy_page(&mut self, from: u32, to: u32) {
         let (from, to) = (self.page_range(from), self.page_range(to));
         self.buffer.copy_within(from, to.start);
@@ -65,4 +70,35 @@ pub(crate) fn key_len(head_dim: usize) -> usize {
 /// Elements of the values of one page and head.
 pub(crate) fn value_len(head_dim: usize) -> usize {
     layer_len(KV_PAGE_TOKENS, head_dim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes of memory that this process holds.
+    #[cfg(target_os = "linux")]
+    fn resident_bytes() -> usize {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn released_pages_give_their_memory_back_and_the_others_stay() {
+        let page_bytes = KvPages::page_bytes(2, 36, DType::BF16);
+        let num_pages = (256 << 20) / page_bytes;
+        let mut pages = KvPages::new(num_pages, 2, 36, DType::BF16);
+        let untouched = resident_bytes();
+        pages.buffer.fill(7);
+        let full = resident_bytes();
+        assert!(full - untouched > 200 << 20);
+        let kept = num_pages as u32 / 2;
+        let free: Vec<u32> = (0..num_pages as u32).filter(|&page| page != kept).rev().collect();
+        pages.release_pages(&free);
+        assert!(full - resident_bytes() > 200 << 20);
+        let is = |page: u32, value: u8| pages.buffer[pages.page_range(page)].iter().all(|&b| b == value);
+        assert!(is(kept, 7) && is(kept - 1, 0) && is(kept + 1, 0) && is(0, 0) && is(num_pages as u32 - 1, 0));
+    }
 }

@@ -30,9 +30,10 @@ pub use cpu::{CpuBackend, Isa};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
+pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};
 pub use ops::{
-    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows,
-    target_logprobs, visit_logits,
+    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss,
+    attention_pages_bytes, logits_chunk_rows, target_logprobs, visit_logits,
 };
 pub use packed::{PackedRef, PackedStack};
 pub use tape::{Between, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};

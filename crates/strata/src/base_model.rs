@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelSource, Tokenizer};
+use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer};
 use strata_server::{DataDir, ModelInfo};
 use strata_tensor::CpuBackend;
 
@@ -61,11 +61,7 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = model.config().model_type.clone();
     let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
-    // Clients bring their own tokenizer: without one here, stop strings alone cannot be had.
-    let tokenizer = Tokenizer::load(&source)
-        .inspect_err(|error| tracing::warn!(%error, "no tokenizer: requests with stop strings will fail"))
-        .ok()
-        .map(Arc::new);
+    let tokenizer = load_tokenizer(&source, model.config()).with_context(|| format!("loading {name}"))?.map(Arc::new);
     let engine = EngineHandle::start(model, tokenizer, config).context("starting the engine")?;
     let info = ModelInfo {
         architecture,
@@ -74,6 +70,17 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
         name,
     };
     Ok(BaseModel { engine, info, weight_bytes, kernels })
+}
+
+/// The tokenizer of a model, if it has one. Clients bring their own: without one here, stop strings alone cannot be had. One that is
+/// malformed, or another model's, is an error: clients would load the same.
+fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::Result<Option<Tokenizer>> {
+    let tokenizer = Tokenizer::load_if_exists(source)?;
+    match &tokenizer {
+        Some(tokenizer) => tokenizer.check_against(config)?,
+        None => tracing::warn!("the model has no tokenizer.json: requests with stop strings will fail"),
+    }
+    Ok(tokenizer)
 }
 
 /// What clients load the tokenizer from: the directory of the model, its Hugging Face name, or files that are written for them.
@@ -124,6 +131,19 @@ pub fn default_data_dir() -> anyhow::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tokenizer_may_be_absent_but_not_malformed_or_anothers() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = ModelSource::Directory(dir.path().into());
+        let config = ModelSource::Embedded.config().unwrap();
+        assert!(load_tokenizer(&source, &config).unwrap().is_none());
+        fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+        assert!(load_tokenizer(&source, &config).is_err());
+        fs::write(dir.path().join("tokenizer.json"), &*ModelSource::Embedded.tokenizer_json().unwrap()).unwrap();
+        assert!(load_tokenizer(&source, &config).unwrap().is_some());
+        assert!(load_tokenizer(&source, &ModelConfig { vocab_size: 100, ..config }).is_err());
+    }
 
     #[test]
     fn the_tokenizer_of_the_embedded_model_is_written_once() {

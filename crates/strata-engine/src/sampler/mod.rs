@@ -198,14 +198,15 @@ impl<C: Compute> Batcher<C> {
     /// Runs one step for these sessions, the first in line first. Answers what each had of it.
     pub(crate) fn step(&mut self, compute: &C, order: &[Client]) -> StepDone {
         self.clock += 1;
-        let (mut parts, tokens) = self.plan_step(compute, order);
+        let (mut parts, tokens) = self.plan_step(order);
         if parts.is_empty() {
             return StepDone { tokens };
         }
         // Sequences with the same weights lie together, so that each adapter multiplies one run of tokens.
         parts.sort_by_key(|p| self.jobs[&self.job_of(p)].weights.0);
         let mut targets = Vec::new();
-        let spans: Vec<StepSpan<'_, C::Frozen>> = parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
+        let spans: Vec<StepSpan<'_, C::Frozen>> =
+            parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
         let cache = &mut self.cache;
         let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
         drop(spans);
@@ -483,7 +484,7 @@ impl<C: Compute> Batcher<C> {
     // A step.
 
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
-    fn plan_step(&mut self, compute: &C, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
+    fn plan_step(&mut self, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
         let mut by_session = self.work_by_session();
         let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
         let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
@@ -494,7 +495,7 @@ impl<C: Compute> Batcher<C> {
         let quotas = share_out(&wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
-            let taken = self.take_parts(compute, work, quota, &mut parts);
+            let taken = self.take_parts(work, quota, &mut parts);
             tokens.push((client.clone(), taken));
         }
         (parts, tokens)
@@ -519,7 +520,7 @@ impl<C: Compute> Batcher<C> {
     }
 
     /// Takes up to `quota` tokens of a session's work. Answers how many.
-    fn take_parts(&mut self, compute: &C, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
+    fn take_parts(&mut self, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
         let reading = work.reading();
         // Neither drawing nor reading stops while there is the other.
         let for_reading = match (reading, work.decodes.len()) {
@@ -534,7 +535,7 @@ impl<C: Compute> Batcher<C> {
             s.last_step = self.clock;
             if s.cached == s.pages.len() * self.page_tokens {
                 s.reserved -= 1;
-                s.pages.push(take_cleared(compute, &mut self.pool, &mut self.cache));
+                s.pages.push(self.pool.take_reserved());
             }
             parts.push(Part::Decode { sequence });
         }
@@ -549,7 +550,7 @@ impl<C: Compute> Batcher<C> {
             s.last_step = self.clock;
             while s.pages.len() * self.page_tokens < s.cached + tokens {
                 s.reserved -= 1;
-                s.pages.push(take_cleared(compute, &mut self.pool, &mut self.cache));
+                s.pages.push(self.pool.take_reserved());
             }
             parts.push(Part::Again { sequence, tokens });
         }
@@ -564,7 +565,7 @@ impl<C: Compute> Batcher<C> {
             let tokens = left.min(job.plan.prompt.len() - job.computed);
             while job.pages.len() * self.page_tokens < job.computed + tokens {
                 job.reserved -= 1;
-                job.pages.push(take_cleared(compute, &mut self.pool, &mut self.cache));
+                job.pages.push(self.pool.take_reserved());
             }
             left -= tokens;
             parts.push(Part::Prompt { job: id, tokens });
@@ -846,12 +847,6 @@ fn span<'s, F>(
     }
 }
 
-fn take_cleared<C: Compute>(compute: &C, pool: &mut PagePool, cache: &mut C::Cache) -> u32 {
-    let page = pool.take_reserved();
-    compute.clear_page(cache, page);
-    page
-}
-
 /// Takes over as many full pages of the prompt as the cache has.
 fn look_up_prefix<F>(job: &mut Job<F>, pool: &mut PagePool, page_tokens: usize) {
     job.looked_up = true;
@@ -889,9 +884,8 @@ impl<C: Compute> Batcher<C> {
         }
         for (client, session) in &self.sessions {
             let jobs = self.jobs.values().filter(|j| j.session == session.number);
-            let of_jobs: usize = jobs
-                .map(|j| if j.admitted { j.plan.prompt_pages() } else { 0 } + j.idle_lanes * j.plan.own_pages())
-                .sum();
+            let of_jobs: usize =
+                jobs.map(|j| if j.admitted { j.plan.prompt_pages() } else { 0 } + j.idle_lanes * j.plan.own_pages()).sum();
             let own = self.running.iter().filter(|s| s.session == session.number);
             let of_sequences: usize = own.map(|s| s.granted).sum();
             if of_jobs + of_sequences != session.pages {

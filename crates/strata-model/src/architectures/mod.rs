@@ -34,8 +34,11 @@ pub(crate) trait Architecture: Send + Sync {
     /// Bytes of the weights.
     fn weight_bytes(&self) -> usize;
 
-    /// Bytes that a training pass holds for each token at its peak, logits and adapters aside.
+    /// As [`crate::Model::train_bytes_per_token`].
     fn train_bytes_per_token(&self) -> usize;
+
+    /// What a pass takes whatever its tokens, logits aside.
+    fn fixed_bytes(&self, backend: &dyn Backend) -> usize;
 }
 
 impl std::fmt::Display for Observed {

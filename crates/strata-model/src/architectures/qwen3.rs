@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KvAccess, PackedRef, PackedStack, Tape, Tensor,
-    TensorRef, Var, go_on,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KV_PAGE_TOKENS, KvAccess, PackedRef,
+    PackedStack, Tape, Tensor, TensorRef, Var, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -320,9 +320,23 @@ impl Architecture for Qwen3 {
         let (qkv, attention) = (g.qkv_width(), g.heads * g.head_dim);
         let modules = &self.lora_modules;
         let (hidden, mlp) = (modules[module::Q].in_features, modules[module::GATE].out_features);
-        let f32_bytes = DType::F32.size_bytes();
-        // A checkpoint for each layer, and one layer at work: inputs and outputs of its ops, and the gradients that meet them.
-        let layer = 8 * hidden + 4 * qkv + 3 * attention + 8 * mlp;
-        f32_bytes * (hidden * (self.num_layers + 2) + layer)
+        let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
+        // A checkpoint for each layer, angles, and the gradient and value of the residual stream on their way.
+        let stream = wide * (hidden * (self.num_layers + 4) + g.head_dim);
+        // What one layer saves for its backward: inputs of its ops.
+        let attention_saved = (wide + narrow) * qkv + narrow * attention + wide * g.heads;
+        let mlp_saved = wide * hidden + 2 * narrow * hidden + (2 * wide + narrow) * mlp;
+        // What goes back through the one and then the other; of attention's own, see `Backend::attention_scratch_bytes`.
+        let mlp_gradients = (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden;
+        let attention_gradients = (wide + narrow) * qkv + 6 * wide * attention + 2 * wide * hidden;
+        let pages = attention_pages_bytes(KV_PAGE_TOKENS * 64, g, self.dtype) / (KV_PAGE_TOKENS * 64);
+        let layer = attention_saved + (mlp_saved + mlp_gradients).max(attention_gradients).max(pages);
+        // Rows of odd width are copied for products of pairs.
+        let copied = [hidden, attention, mlp].into_iter().filter(|width| width % 2 == 1).max().unwrap_or(0);
+        stream + layer + narrow * copied
+    }
+
+    fn fixed_bytes(&self, backend: &dyn Backend) -> usize {
+        backend.attention_scratch_bytes(&self.geometry) + attention_pages_bytes(1, &self.geometry, self.dtype)
     }
 }

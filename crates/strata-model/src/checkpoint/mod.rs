@@ -22,5 +22,5 @@ pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
-pub(crate) use source_tensor::first_not_finite;
 pub(crate) use limits::{read_text, read_text_if_exists};
+pub(crate) use source_tensor::first_not_finite;

@@ -62,7 +62,13 @@ impl<'a> CheckpointReader<'a> {
     /// # Errors
     /// If anything was missing or malformed, or a tensor was neither required nor ignored. The message names all of them.
     pub fn finish(self) -> Result<()> {
+        /// Misshapen tensors that are described; where there are more, one reason explains them all.
+        const MALFORMED_MAX: usize = 100;
         let mut problems = self.malformed;
+        if let Some(more @ 1..) = problems.len().checked_sub(MALFORMED_MAX) {
+            problems.truncate(MALFORMED_MAX);
+            problems.push(format!("{more} more like these"));
+        }
         if !self.missing.is_empty() {
             let names: Vec<_> = self.missing.iter().map(String::as_str).collect();
             problems.push(format!("missing tensors: {}", list_names(&names)));

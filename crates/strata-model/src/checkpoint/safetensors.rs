@@ -14,7 +14,7 @@ use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
-/// The most tensors of a checkpoint: two and a half times as many as the deepest model has that [`crate::config`] accepts. A tensor costs
+/// The most tensors of a checkpoint: twice as many as the deepest model has that [`crate::config`] accepts. A tensor costs
 /// about a kilobyte while headers are read, so that a hostile one takes some 40 MB.
 const TENSORS_MAX: usize = 32_768;
 /// The largest header of a safetensors file, and the largest `model.safetensors.index.json`: 256 bytes for each of [`TENSORS_MAX`].
@@ -111,6 +111,19 @@ impl Checkpoint {
         Ok(Some(SourceTensor { name, shape: &entry.shape, dtype, bytes }))
     }
 
+    /// Lets the system have the memory of bytes `part` of a tensor, which have been read and will not be read soon. They are read from the file
+    /// again if they are.
+    pub(crate) fn forget(&self, name: &str, part: Range<usize>) {
+        #[cfg(unix)]
+        if let Some(entry) = self.tensors.get(name)
+            && let ShardBytes::Mapped(map) = &self.shards[entry.shard]
+        {
+            let part = entry.bytes.start + part.start..entry.bytes.end.min(entry.bytes.start + part.end);
+            // SAFETY: nobody writes to the mapping, so that what is dropped of it comes back the same. A refusal costs memory and nothing else.
+            let _ = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, part.start, part.len()) };
+        }
+    }
+
     /// The number that a tensor of one u64 holds; `None` if there is no such tensor, the error if it is something else.
     pub(crate) fn count(&self, name: &str) -> Option<Result<u64, String>> {
         let entry = self.tensors.get(name)?;
@@ -205,7 +218,9 @@ fn check_header(data: &[u8]) -> Result<(), String> {
     };
     let length = u64::from_le_bytes(*length);
     if length > HEADER_BYTES_MAX as u64 {
-        return Err(format!("not a safetensors file of a model: its header of {length} bytes is longer than {HEADER_BYTES_MAX}"));
+        return Err(format!(
+            "not a safetensors file of a model: its header of {length} bytes is longer than {HEADER_BYTES_MAX}"
+        ));
     }
     // A tensor's entry has four keys: its name, dtype, shape and offsets.
     check_entries(&rest[..rest.len().min(length as usize)], 4)

@@ -125,7 +125,9 @@ pub(crate) fn first_not_finite(tensor: TensorRef<'_>) -> Option<(usize, f32)> {
     let size = tensor.dtype().size_bytes();
     let is_not_finite = |run: &[u8]| match tensor.dtype() {
         // The exponent of infinities and of NaNs is all ones.
-        DType::F32 => run.as_chunks().0.iter().fold(false, |any, &b| any | (u32::from_ne_bytes(b) & 0x7f80_0000 == 0x7f80_0000)),
+        DType::F32 => {
+            run.as_chunks().0.iter().fold(false, |any, &b| any | (u32::from_ne_bytes(b) & 0x7f80_0000 == 0x7f80_0000))
+        }
         DType::BF16 => run.as_chunks().0.iter().fold(false, |any, &b| any | (u16::from_ne_bytes(b) & 0x7f80 == 0x7f80)),
     };
     let (index, run) = bytes.chunks(RUN * size).enumerate().find(|(_, run)| is_not_finite(run))?;
@@ -223,16 +225,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    #[ignore = "a measurement"]
-    fn speed_of_the_search_for_what_is_not_finite() {
-        let tensor = Tensor::from_f32(&vec![0.5; 32 << 20], &[32 << 20], DType::BF16).unwrap();
-        let start = std::time::Instant::now();
-        (0..8).for_each(|_| assert!(first_not_finite(std::hint::black_box(tensor.as_ref())).is_none()));
-        let seconds = start.elapsed().as_secs_f64();
-        println!("{:.1} GB/s", 8.0 * tensor.size_bytes() as f64 / seconds / 1e9);
     }
 
     #[test]

@@ -155,3 +155,24 @@ fn an_unknown_shape_has_no_config() {
     assert!(ModelConfig::named_shape("qwen3-9000b").is_none());
     assert_eq!(ModelConfig::named_shapes().next(), Some("qwen3-0.6b"));
 }
+
+#[test]
+fn token_ids_beyond_the_vocabulary_are_refused_in_either_file_and_under_any_name() {
+    let config = |extra: &str| format!(r#"{{"model_type": "qwen3", "vocab_size": 100{extra}}}"#);
+    assert!(ModelConfig::from_json(&config(r#", "pad_token_id": 99"#), Some(r#"{"pad_token_id": null}"#)).is_ok());
+    for key in ["eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"] {
+        for value in ["100", "[7, 100]", "-1", "\"seven\""] {
+            let entry = format!(r#""{key}": {value}"#);
+            let errors = [
+                ModelConfig::from_json(&config(&format!(", {entry}")), None),
+                ModelConfig::from_json(&config(""), Some(&format!("{{{entry}}}"))),
+                // Also where the other file's wins.
+                ModelConfig::from_json(&config(&format!(", {entry}")), Some(r#"{"eos_token_id": 5}"#)),
+            ];
+            for error in errors {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains(key), "{error}");
+            }
+        }
+    }
+}

@@ -170,3 +170,173 @@ fn no_bit_depends_on_the_size_of_a_chunk_of_logits() {
     assert!(more_calls >= calls + 149 / 16, "there are chunks: {more_calls} calls, {calls} in one");
     assert_eq!((chunked, sampled_again), (whole, sampled));
 }
+
+/// A checkpoint on disk whose tensors `change` has changed; the rest as [`Model::random`] has it.
+fn written(config: &ModelConfig, change: &dyn Fn(&str, &mut Vec<f32>)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), config.to_json()).unwrap();
+    let tensors = crate::parameter_shapes(config).unwrap().into_iter().enumerate().map(|(i, (name, shape))| {
+        let mut values = vec![0.0; shape.iter().product()];
+        random_parameter(&name, &shape, config.initializer_range, [1, i as u64], 0, &mut values);
+        change(&name, &mut values);
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        (name, shape, bytes)
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        (name, safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    dir
+}
+
+fn load(dir: &tempfile::TempDir, dtype: Option<DType>) -> Result<Model> {
+    Model::load(backend(), &ModelSource::Directory(dir.path().into()), dtype)
+}
+
+fn load_error(dir: &tempfile::TempDir, dtype: Option<DType>) -> String {
+    load(dir, dtype).err().expect("the model is broken").to_string()
+}
+
+#[test]
+fn weights_that_are_not_finite_are_refused_by_name() {
+    load(&written(&config(), &|_, _| ()), None).unwrap();
+    for name in [
+        "model.embed_tokens.weight",
+        "model.layers.2.mlp.gate_proj.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.norm.weight",
+    ] {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let dir = written(&config(), &|n, values| {
+                if n == name {
+                    *values.last_mut().unwrap() = bad;
+                }
+            });
+            let error = load_error(&dir, None);
+            assert!(error.contains(name) && error.contains("not a finite number"), "{error}");
+        }
+    }
+    // Finite in the file, infinite in the dtype to compute in.
+    let dir = written(&config(), &|n, values| {
+        if n == "model.layers.1.mlp.up_proj.weight" {
+            values[77] = f32::MAX;
+        }
+    });
+    let error = load_error(&dir, Some(DType::BF16));
+    assert!(error.contains("element 77 of tensor model.layers.1.mlp.up_proj.weight is inf in bf16"), "{error}");
+}
+
+#[test]
+fn a_model_that_two_tokens_blow_up_is_refused_where_they_do() {
+    let dir = written(&config(), &|name, values| {
+        if name == "model.layers.1.mlp.down_proj.weight" {
+            values.iter_mut().for_each(|v| *v = v.signum() * 3e38);
+        }
+    });
+    let error = load_error(&dir, None);
+    assert!(error.contains("from the output of layer 1 on"), "{error}");
+}
+
+#[test]
+fn a_configuration_that_no_kernel_computes_is_refused_by_the_value() {
+    for (change, complaint) in [
+        (ModelConfig { head_dim: 640, ..config() }, "head_dim 640"),
+        (ModelConfig { head_dim: 11, ..config() }, "head_dim 11"),
+        (ModelConfig { head_dim: 0, ..config() }, "head_dim 0"),
+        (ModelConfig { num_kv_heads: 3, ..config() }, "num_key_value_heads 3"),
+        (ModelConfig { num_kv_heads: 0, ..config() }, "num_key_value_heads 0"),
+        (ModelConfig { intermediate_size: 0, ..config() }, "intermediate_size 0"),
+    ] {
+        let error = Model::random(backend(), change.clone(), 0, DType::F32).err().unwrap().to_string();
+        assert!(error.contains(complaint), "{error}");
+        let dir = written(&config(), &|_, _| ());
+        std::fs::write(dir.path().join("config.json"), change.to_json()).unwrap();
+        assert!(load_error(&dir, None).contains(complaint));
+    }
+}
+
+#[test]
+fn a_model_that_its_files_do_not_hold_takes_no_memory() {
+    let dir = written(&config(), &|_, _| ());
+    // Fifty trillion parameters: had it been made first, the system would have refused and ended the program.
+    let huge = ModelConfig { hidden_size: 1 << 16, intermediate_size: 1 << 18, num_layers: 1000, ..config() };
+    std::fs::write(dir.path().join("config.json"), huge.to_json()).unwrap();
+    let error = load_error(&dir, None);
+    assert!(error.contains("has shape [301, 48], expected [301, 65536]"), "{}", &error[..300]);
+    assert!(error.contains("missing tensors: model.layers.3.") && error.len() < 200_000);
+}
+
+#[test]
+fn unusual_sizes_compute_finite_numbers_on_every_instruction_set() {
+    let sizes = [
+        ModelConfig { head_dim: 512, num_heads: 1, num_kv_heads: 1, ..config() },
+        ModelConfig { head_dim: 2, num_heads: 130, num_kv_heads: 1, ..config() },
+        ModelConfig {
+            hidden_size: 1,
+            intermediate_size: 1,
+            vocab_size: 1,
+            num_heads: 1,
+            num_kv_heads: 1,
+            head_dim: 2,
+            eos_token_ids: vec![],
+            ..config()
+        },
+        ModelConfig {
+            hidden_size: 65,
+            intermediate_size: 33,
+            num_layers: 1,
+            tie_word_embeddings: false,
+            attention_bias: true,
+            ..config()
+        },
+        ModelConfig { max_position_embeddings: 1, ..config() },
+    ];
+    for (config, dtype) in sizes.iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
+        for isa in Isa::available() {
+            let model = Model::random(Arc::new(CpuBackend::with_isa(isa, 1)), config.clone(), 1, dtype).unwrap();
+            model.probe().unwrap_or_else(|e| panic!("{isa} {dtype} {config:?}: {e}"));
+            let params = LoraParams::init(model.lora_modules(), &lora(3), 3);
+            let adapter = model.pack_adapter(lora(3), &params).unwrap();
+            let mut batch = PackedBatch::new();
+            batch.begin_group(Some(&adapter));
+            let len = config.max_position_embeddings.min(67);
+            batch.push_sequence(&tokens(len, 1).iter().map(|t| t % config.vocab_size as u32).collect::<Vec<_>>());
+            let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=len).collect() };
+            let mut gradients = LoraParams::zeros(model.lora_modules(), &lora(3));
+            let logprobs = model.forward_backward(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)]).unwrap();
+            assert!(logprobs.iter().all(|v| v.is_finite()), "{isa} {dtype} {config:?}");
+            assert!(gradients.tensors().all(|t| t.to_f32_vec().iter().all(|v| v.is_finite())), "{isa} {dtype} {config:?}");
+        }
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
+    let resident_bytes = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let (rows, columns) = (64 << 10, 1 << 10);
+    let size = rows * columns * 4;
+    let header = format!(r#"{{"w":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[0,{size}]}}}}"#);
+    let header = format!("{header:<width$}", width = header.len().next_multiple_of(8));
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len((8 + header.len() + size) as u64).unwrap();
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let before = resident_bytes();
+    let mut most = 0;
+    let mut weights = CheckpointWeights { checkpoint: &checkpoint };
+    let mut store = |_: usize, values: TensorRef<'_>| {
+        assert_eq!(values.as_bytes().iter().step_by(4096).map(|&b| u32::from(b)).sum::<u32>(), 0);
+        most = most.max(resident_bytes().saturating_sub(before));
+        Ok(())
+    };
+    weights.read("w", &[rows, columns], DType::F32, &mut store).unwrap();
+    assert!(most < size / 2, "{most} bytes of {size}");
+}

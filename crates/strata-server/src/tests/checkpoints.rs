@@ -167,7 +167,9 @@ async fn the_engine_is_asked_for_one_save_and_not_for_a_directory() {
     server.outcome("load_weights", into_it).await;
     let requests = server.engine.requests.lock().unwrap();
     let asked = requests.iter().filter_map(|request| match request {
-        Request::CreateModelFromCheckpoint { source, .. } | Request::CreateSampler { source: Some((source, _)), .. } => Some(source),
+        Request::CreateModelFromCheckpoint { source, .. } | Request::CreateSampler { source: Some((source, _)), .. } => {
+            Some(source)
+        }
         Request::Train { op: TrainOp::LoadState { source, .. }, .. } => Some(source),
         _ => None,
     });

@@ -12,8 +12,8 @@ use tokio::net::TcpStream;
 
 use super::engine::ScriptedEngine;
 use super::{TestServer, model_info};
-use crate::data_dir::DataDir;
 use crate::app::ServerConfig;
+use crate::data_dir::DataDir;
 use crate::server::{RunningServer, Server};
 
 async fn status(server: &TestServer, method: &str, path: &str, headers: &[(&str, &str)], body: &'static str) -> StatusCode {

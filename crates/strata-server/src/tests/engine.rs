@@ -6,12 +6,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use strata_engine::Reply;
-use strata_engine::ledger::{Charge, Ledger};
 use strata_engine::api::{
-    Client, Refusal, RequestId,
-    DatumOutput, Failure, ForwardBackwardOutput, LoraSpec, Outcome, Request, Response, SampleOutput, SampledSequence,
-    SaveTarget, StopReason, TrainOp,
+    Client, DatumOutput, Failure, ForwardBackwardOutput, LoraSpec, Outcome, Refusal, Request, RequestId, Response,
+    SampleOutput, SampledSequence, SaveTarget, StopReason, TrainOp,
 };
+use strata_engine::ledger::{Charge, Ledger};
 
 use crate::submit::Submit;
 

@@ -1,15 +1,15 @@
 //! Keys, bodies, ids that make no sense, sessions.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
 use strata_engine::api::Request;
 
-use crate::clock;
 use super::{TestServer, create_model_body, sample_body};
+use crate::clock;
 use crate::limits;
 
 async fn with_key(server: &TestServer, header: &str, key: &str) -> StatusCode {

@@ -108,6 +108,10 @@ impl Backend for CpuBackend {
         format!("cpu {}, {} threads", self.isa, self.pool.num_threads())
     }
 
+    fn attention_scratch_bytes(&self, g: &AttentionGeometry) -> usize {
+        self.pool.num_threads() * attention::task_scratch_bytes(g)
+    }
+
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {
         let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
         if grouped && g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim) {

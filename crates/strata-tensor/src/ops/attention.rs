@@ -81,16 +81,24 @@ impl<'a> Tape<'a> {
             KvAccess::None => {
                 // Keys and values in the layout of a cache, with pages of this batch alone.
                 let count = |s: &AttentionSpan<'_>| s.tokens.len().div_ceil(KV_PAGE_TOKENS);
-                let ids: Vec<u32> = (0..input.spans.iter().map(count).sum::<usize>() as u32).collect();
+                // Short sequences leave most of their page empty: so many at a time that the pages of all take little more than their tokens.
+                let longest = input.spans.iter().map(count).max().unwrap_or(0);
+                let num_pages = longest.max(whole_batch_pages(tokens)).min(input.spans.iter().map(count).sum());
+                let ids: Vec<u32> = (0..num_pages as u32).collect();
                 let mut pages = KvPages::recycled(ids.len(), g.kv_heads, g.head_dim, dtype);
-                let mut rest = &ids[..];
-                let in_pages = |span: &AttentionSpan<'_>| {
-                    let (pages, others) = rest.split_at(count(span));
-                    rest = others;
-                    AttentionSpan { tokens: span.tokens.clone(), past: 0, pages }
-                };
-                let spans: Vec<_> = input.spans.iter().map(in_pages).collect();
-                attend(&spans, &mut pages);
+                let mut batch: Vec<AttentionSpan<'_>> = Vec::new();
+                let mut first_free = 0;
+                for span in input.spans.iter() {
+                    if first_free + count(span) > num_pages {
+                        attend(&batch, &mut pages);
+                        batch.clear();
+                        first_free = 0;
+                    }
+                    let of_span = &ids[first_free..first_free + count(span)];
+                    first_free += of_span.len();
+                    batch.push(AttentionSpan { tokens: span.tokens.clone(), past: 0, pages: of_span });
+                }
+                attend(&batch, &mut pages);
             }
         }
         let out = Rc::new(out);
@@ -108,6 +116,17 @@ impl<'a> Tape<'a> {
             Ok(())
         }))
     }
+}
+
+/// Pages for the keys and values of a pass over `tokens` tokens that is not over a cache, unless one sequence needs more: twice those that full
+/// pages would need, and enough sequences at a time for many threads.
+fn whole_batch_pages(tokens: usize) -> usize {
+    (2 * tokens.div_ceil(KV_PAGE_TOKENS)).max(16)
+}
+
+/// Bytes of keys and values in pages that a pass over `tokens` tokens takes at most, if it is not over a cache.
+pub fn attention_pages_bytes(tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
+    whole_batch_pages(tokens) * KvPages::page_bytes(g.kv_heads, g.head_dim, dtype)
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.

@@ -9,7 +9,7 @@ mod swiglu;
 #[cfg(test)]
 mod tests;
 
-pub use attention::{AttentionInput, KvAccess};
+pub use attention::{AttentionInput, KvAccess, attention_pages_bytes};
 pub use embedding::EmbeddingTable;
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows, target_logprobs, visit_logits};
 

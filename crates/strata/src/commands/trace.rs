@@ -170,7 +170,6 @@ fn trace_greedy(
     let mut pages = Vec::with_capacity(sequences.len());
     for tokens in sequences {
         let own: Vec<u32> = (next_page..next_page + pages_of(tokens) as u32).collect();
-        own.iter().for_each(|&page| cache.clear_page(page));
         next_page += own.len() as u32;
         pages.push(own);
     }

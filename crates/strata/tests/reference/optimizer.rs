@@ -5,7 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use strata_engine::api::{AdamParams, CheckpointSource, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, Response, SaveTarget, TrainOp};
+use strata_engine::api::{
+    AdamParams, CheckpointSource, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, Response, SaveTarget,
+    TrainOp,
+};
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::{Model, ModelSource};
 use strata_tensor::{CpuBackend, DType};

@@ -97,9 +97,16 @@ impl AdapterSettings {
             other => return Err(format!("use_rslora is {}, not true or false", show(other))),
         };
         let alpha = if stabilised { alpha * (rank as f64).sqrt() } else { alpha };
-        let [target_modules, exclude_modules] = ["target_modules", "exclude_modules"].map(|key| Modules::from_json(key, map.get(key)));
+        let [target_modules, exclude_modules] =
+            ["target_modules", "exclude_modules"].map(|key| Modules::from_json(key, map.get(key)));
         let base_model = map.get("base_model_name_or_path").and_then(Value::as_str).filter(|name| !name.is_empty());
-        Ok(AdapterSettings { rank, alpha: alpha as f32, base_model: base_model.map(String::from), target_modules: target_modules?, exclude_modules: exclude_modules? })
+        Ok(AdapterSettings {
+            rank,
+            alpha: alpha as f32,
+            base_model: base_model.map(String::from),
+            target_modules: target_modules?,
+            exclude_modules: exclude_modules?,
+        })
     }
 
     /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
@@ -154,7 +161,7 @@ impl Modules {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) if text == "all-linear" && key == "target_modules" => Ok(Some(Modules::AllLinear)),
             Some(Value::String(text)) if text.len() <= Self::ENTRIES_MAX => {
-                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(100_000).build();
+                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(10_000).build();
                 let regex = regex.map_err(|e| format!("{key} is {}, which is no regular expression: {e}", show(value)))?;
                 Ok(Some(Modules::Pattern { text: text.clone(), regex: Box::new(regex) }))
             }
@@ -182,7 +189,11 @@ impl Modules {
         };
         let Some(name) = unknown else { return Ok(()) };
         let known: Vec<&str> = modules.iter().map(|m| m.path).collect();
-        Err(format!("{key} names {}, which the model does not have; it has {}", show(Some(&name.as_str().into())), known.join(", ")))
+        Err(format!(
+            "{key} names {}, which the model does not have; it has {}",
+            show(Some(&name.as_str().into())),
+            known.join(", ")
+        ))
     }
 
     /// Whether the module at this path is among them.

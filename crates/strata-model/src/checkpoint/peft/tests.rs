@@ -181,6 +181,7 @@ fn features_beyond_plain_lora_are_refused_by_name() {
         json!({"target_modules": "q_proj"}),
         json!({"target_modules": "(("}),
         json!({"target_modules": "(.*)*(.*)*(.*)*x(?=y)"}),
+        json!({"target_modules": "(".repeat(2000) + &")".repeat(2000)}),
         json!({"exclude_modules": {"q_proj": true}}),
     ] {
         let (dir, _) = written(&all_parts());

@@ -101,6 +101,70 @@ fn truncated_and_foreign_files_are_refused() {
     assert!(open_error(&directory(&[])).contains("holds neither"));
 }
 
+/// A file whose header lists this many tensors without bytes.
+fn file_of_empty_tensors(count: usize) -> Vec<u8> {
+    let entries: Vec<String> =
+        (0..count).map(|i| format!(r#""t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#)).collect();
+    let header = format!("{{{}}}", entries.join(","));
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
+}
+
+#[test]
+fn headers_that_would_take_much_memory_are_refused_unread() {
+    let open_error = |bytes: &[u8]| open_error(&directory(&[(SINGLE_FILE, bytes)]));
+    let whole = directory(&[(SINGLE_FILE, &file_of_empty_tensors(TENSORS_MAX))]);
+    assert_eq!(Checkpoint::open(whole.path()).unwrap().names().count(), TENSORS_MAX);
+    assert!(open_error(&file_of_empty_tensors(TENSORS_MAX + 2000)).contains("tensors, more than 32768"));
+    assert!(open_error(&file_of_empty_tensors(TENSORS_MAX + 1)).contains("32769 tensors, more than 32768"));
+    assert!(open_error(&file_of_empty_tensors(1_000_000)).contains("is longer than 8388608"));
+    let announced = [&u64::MAX.to_le_bytes()[..], b"{}"].concat();
+    assert!(open_error(&announced).contains("header of 18446744073709551615 bytes"));
+    // Metadata are entries too.
+    let metadata: HashMap<String, &str> = (0..150_000).map(|i| (i.to_string(), "")).collect();
+    let header = json!({"__metadata__": metadata}).to_string();
+    assert!(open_error(&[&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).contains("more than 32768"));
+    let entries: HashMap<String, &str> = (0..TENSORS_MAX + 5000).map(|i| (i.to_string(), "m.safetensors")).collect();
+    let index = json!({"weight_map": entries}).to_string();
+    assert!(super::read_index(directory(&[(INDEX_FILE, index.as_bytes())]).path().join(INDEX_FILE).as_path()).is_err());
+}
+
+#[test]
+#[cfg(unix)]
+fn what_is_no_file_is_refused_by_name_wherever_a_file_of_a_model_is_expected() {
+    for name in [
+        SINGLE_FILE,
+        INDEX_FILE,
+        "m.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        let make: [&dyn Fn(&Path); 2] =
+            [&|path| rustix::fs::mkfifoat(rustix::fs::CWD, path, rustix::fs::Mode::RWXU).unwrap(), &|path| {
+                fs::create_dir(path).unwrap()
+            }];
+        for make in make {
+            let dir = directory(&[("config.json", &b"{}"[..])]);
+            if name == "m.safetensors" {
+                fs::write(dir.path().join(INDEX_FILE), index(&[("a", name)])).unwrap();
+            }
+            let _ = fs::remove_file(dir.path().join(name));
+            make(&dir.path().join(name));
+            let source = crate::ModelSource::Directory(dir.path().into());
+            let error = match name {
+                "config.json" => source.config_json().err(),
+                "generation_config.json" => source.generation_config_json().err(),
+                "tokenizer.json" => crate::Tokenizer::load_if_exists(&source).err(),
+                "tokenizer_config.json" => crate::ChatTemplate::load(&source).err(),
+                _ => source.checkpoint().err(),
+            };
+            let error = error.expect("it is no file").to_string();
+            assert!(error.contains(name) && error.contains("not a regular file"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn a_dtype_that_cannot_be_read_is_an_error_only_where_it_is_asked_for() {
     let view = TensorView::new(Dtype::I64, vec![1], &[0; 8]).unwrap();

@@ -148,9 +148,21 @@ pub(crate) fn backward<T: Element>(
                 // SAFETY: all blocks are whole: 64 rows or columns, padded with zeros.
                 unsafe {
                     let (q, keys) = (tile.q.as_ptr().cast(), keys_as_columns.as_ptr());
-                    product(&kernel, tile.rows, steps, q, row_bytes, keys, PAGE, scores.as_mut_ptr(), PAGE, false);
+                    product(&kernel, tile.rows, steps, q, row_bytes, keys, steps, PAGE, scores.as_mut_ptr(), PAGE, false);
                     let (dout, values) = (tile.dout.as_ptr().cast(), values_as_columns.as_ptr());
-                    product(&kernel, tile.rows, steps, dout, row_bytes, values, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
+                    product(
+                        &kernel,
+                        tile.rows,
+                        steps,
+                        dout,
+                        row_bytes,
+                        values,
+                        steps,
+                        PAGE,
+                        dprobabilities.as_mut_ptr(),
+                        PAGE,
+                        false,
+                    );
                 }
                 for r in 0..PAGE {
                     let range = r * PAGE..(r + 1) * PAGE;
@@ -179,14 +191,27 @@ pub(crate) fn backward<T: Element>(
                         dout,
                         page_bytes,
                         p_words.as_ptr(),
+                        page_steps,
                         PAGE,
                         dv_block.as_mut_ptr(),
                         PAGE,
                         true,
                     );
-                    product(&kernel, d, page_steps, q, page_bytes, ds_words.as_ptr(), PAGE, dk_block.as_mut_ptr(), PAGE, true);
+                    product(
+                        &kernel,
+                        d,
+                        page_steps,
+                        q,
+                        page_bytes,
+                        ds_words.as_ptr(),
+                        page_steps,
+                        PAGE,
+                        dk_block.as_mut_ptr(),
+                        PAGE,
+                        true,
+                    );
                     let (ds, keys, dq) = (ds.as_ptr().cast(), keys_as_rows.as_ptr(), tile.dq.as_mut_ptr());
-                    product(&kernel, tile.rows, page_steps, ds, page_bytes, keys, d, dq, d, true);
+                    product(&kernel, tile.rows, page_steps, ds, page_bytes, keys, page_steps, d, dq, d, true);
                 }
             }
             for slot in 0..keys {

@@ -33,9 +33,15 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
     (start, start + keys)
 }
 
-/// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences. The first token of a page
-/// clears the values of those to come: they are multiplied by probabilities of zero, which would not silence a NaN
-/// that a stranger left there. Keys to come need no such care, as their scores are masked.
+/// Bytes at most that one task takes, forward or back, apart from what the backward pass takes for each of its tokens: tiles that are
+/// whole although their sequence is short, a few matrices of a page by a page, and of a page by a head.
+pub(crate) fn task_scratch_bytes(g: &AttentionGeometry) -> usize {
+    let group = g.heads / g.kv_heads;
+    let (width, rows) = (g.head_dim.next_multiple_of(LANES), group.max(TILE_ROWS));
+    4 * (rows * (2 * width + 2 * PAGE + 2) + PAGE * (5 * group * width + 8 * width + 6 * PAGE))
+}
+
+/// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences. What lies in the rest of a page stays.
 pub(crate) fn write_pages<T: Element>(
     pool: &Pool,
     g: &AttentionGeometry,
@@ -62,9 +68,6 @@ pub(crate) fn write_pages<T: Element>(
             // SAFETY: a page that is written belongs to one sequence, and each task has one head of it.
             let head = unsafe { words.part(keys..keys + head_len) };
             let (key_words, value_words) = head.split_at_mut(values - keys);
-            if slot == 0 && span.tokens.len() - i < PAGE {
-                value_words.fill(0);
-            }
             let at = (token * g.kv_heads + kv_head) * d;
             write_key(&k[at..at + d], slot, key_words);
             write_value(&v[at..at + d], slot, value_words);
@@ -110,7 +113,7 @@ fn write_value<T: Element>(value: &[T], slot: usize, words: &mut [u32]) {
     }
 }
 
-/// One product of a tile: `rows` of `steps` steps by a packed matrix of `columns`, panel by panel.
+/// One product of a tile: `rows` of `steps` steps by the first of a packed matrix of `b_steps` steps and `columns`, panel by panel.
 ///
 /// # Safety
 /// `a` holds `rows` rows of `a_stride` bytes, `b` the packed matrix, `c` `rows` rows of `c_stride` elements.
@@ -122,6 +125,7 @@ unsafe fn product(
     a: *const u8,
     a_stride: usize,
     b: *const u32,
+    b_steps: usize,
     columns: usize,
     c: *mut f32,
     c_stride: usize,
@@ -135,7 +139,7 @@ unsafe fn product(
                 steps,
                 a,
                 a_stride,
-                b: b.add(panel * PANEL * steps).cast(),
+                b: b.add(panel * PANEL * b_steps).cast(),
                 b_stride: width.next_multiple_of(LANES) * 4,
                 c: c.add(panel * PANEL),
                 c_stride,
@@ -145,6 +149,34 @@ unsafe fn product(
             kernel.block(rows, &tile);
         }
     }
+}
+
+/// Whether any of these words of packed values is infinite or not a number.
+fn any_not_finite<T: Element>(words: &[u32]) -> bool {
+    const EXPONENT: u32 = 0x7f80_0000;
+    let is_not_finite = |&word: &u32| match T::DTYPE {
+        crate::DType::F32 => word & EXPONENT == EXPONENT,
+        crate::DType::BF16 => word & EXPONENT == EXPONENT || word << 16 & EXPONENT == EXPONENT,
+    };
+    words.iter().fold(false, |any, word| any | is_not_finite(word))
+}
+
+/// Whether values of slots `slots` of a packed page are infinite or not a number. With two slots to a word, neighbours are looked at too.
+fn values_not_finite<T: Element>(words: &[u32], d: usize, slots: std::ops::Range<usize>) -> bool {
+    let per_step = 4 / T::DTYPE.size_bytes();
+    let (steps, num_steps) = (slots.start / per_step..slots.end.div_ceil(per_step), PAGE / per_step);
+    (0..d.div_ceil(PANEL)).any(|panel| {
+        let width = (d - panel * PANEL).min(PANEL).next_multiple_of(LANES);
+        let start = panel * PANEL * num_steps;
+        any_not_finite::<T>(&words[start + steps.start * width..start + steps.end * width])
+    })
+}
+
+/// A packed page of values with zeros in place of those from slot `valid` on.
+fn values_up_to<T: Element>(words: &[u32], d: usize, valid: usize) -> Vec<u32> {
+    let mut words = words.to_vec();
+    (valid..PAGE).for_each(|slot| write_value(&vec![T::from_f32(0.0); d], slot, &mut words));
+    words
 }
 
 /// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence up to its own position. Writes `out` in the same shape, and
@@ -209,6 +241,7 @@ pub(crate) fn forward<T: Element>(
                     queries.as_ptr().cast(),
                     stride,
                     keys,
+                    row_len / per_step,
                     PAGE,
                     scores.as_mut_ptr(),
                     PAGE,
@@ -232,22 +265,56 @@ pub(crate) fn forward<T: Element>(
                     acc[r * d..][..d].iter_mut().for_each(|a| *a *= rescale);
                 }
             }
-            // SAFETY: as above.
-            unsafe {
-                let values = words.as_ptr().add(values);
-                let stride = PAGE * T::DTYPE.size_bytes();
-                product(
-                    &kernel,
-                    rows,
-                    PAGE / per_step,
-                    probabilities.as_ptr().cast(),
-                    stride,
-                    values,
-                    d,
-                    acc.as_mut_ptr(),
-                    d,
-                    block > 0,
-                );
+            let valid_of = |position: usize| (position + 1).saturating_sub(block * PAGE).min(PAGE);
+            // Values that no query of the tile sees are not read. What some see and others do not is multiplied by probabilities of zero for those,
+            // and the least likely of values, an infinity, would be NaN.
+            let (valid_first, valid_last) = (valid_of(span.past + positions.start), valid_of(last));
+            let values = &words[values..values + value_len(d) / per_step];
+            if valid_first.is_multiple_of(per_step) && valid_first == valid_last
+                || !values_not_finite::<T>(values, d, valid_first..valid_last)
+            {
+                // SAFETY: as above.
+                unsafe {
+                    product(
+                        &kernel,
+                        rows,
+                        valid_last.div_ceil(per_step),
+                        probabilities.as_ptr().cast(),
+                        PAGE * T::DTYPE.size_bytes(),
+                        values.as_ptr(),
+                        PAGE / per_step,
+                        d,
+                        acc.as_mut_ptr(),
+                        d,
+                        block > 0,
+                    );
+                }
+                continue;
+            }
+            for p in 0..positions.len() {
+                let valid = valid_of(span.past + positions.start + p);
+                if valid == 0 {
+                    continue;
+                }
+                let values = values_up_to::<T>(values, d, valid);
+                for row in (p..rows).step_by(positions.len()) {
+                    // SAFETY: as above, one row at a time.
+                    unsafe {
+                        product(
+                            &kernel,
+                            1,
+                            valid.div_ceil(per_step),
+                            probabilities[row * PAGE..].as_ptr().cast(),
+                            PAGE * T::DTYPE.size_bytes(),
+                            values.as_ptr(),
+                            PAGE / per_step,
+                            d,
+                            acc[row * d..].as_mut_ptr(),
+                            d,
+                            block > 0,
+                        );
+                    }
+                }
             }
         }
         for r in 0..rows {

@@ -212,6 +212,48 @@ fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
 }
 
 #[test]
+fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
+    let len = 150;
+    for (shape, dtype) in [(1, 2, 16), (1, 3, 20), (2, 2, 130)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
+        let g = geometry(shape);
+        let qkv = random_qkv(&g, len, dtype);
+        for isa in Isa::available() {
+            let b = CpuBackend::with_isa(isa, 2);
+            let finite = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
+            // The values of these tokens become infinite or NaN, one token at a time.
+            for (bad, value) in
+                [(1, f32::INFINITY), (63, f32::NAN), (64, f32::NEG_INFINITY), (77, f32::INFINITY), (149, f32::NAN)]
+            {
+                let mut v = qkv.v.to_f32_vec();
+                v[bad * g.kv_heads * g.head_dim..][..g.kv_heads * g.head_dim].fill(value);
+                let v = Tensor::from_f32(&v, qkv.v.shape().dims(), dtype).unwrap();
+                let poisoned = Qkv { q: qkv.q.clone(), k: qkv.k.clone(), v };
+                let whole = attend_whole(&b, &g, &poisoned, &packed(&[len])).map(|t| bits(&t));
+                for (poisoned, finite) in whole.iter().zip(&finite) {
+                    let row = finite.len() / len;
+                    assert_eq!(poisoned[..bad * row], finite[..bad * row], "{isa} {dtype} {shape:?}: a {value} at {bad}");
+                }
+                let not_finite = whole[0][bad * whole[0].len() / len..].iter().all(|&b| !f32::from_bits(b).is_finite());
+                assert!(not_finite, "{isa} {dtype} {shape:?}: those that see the {value} at {bad} have it");
+                // The same bits over a cache, cut where the infinity is in sight of some of a chunk and not of others.
+                let mut pages = poisoned_pages(&g, 3, dtype);
+                for chunk in [0..bad.min(70), bad.min(70)..bad + 1, bad + 1..len].into_iter().filter(|c| !c.is_empty()) {
+                    let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &[2, 0, 1] };
+                    let results = attend(&b, &g, &part(&poisoned, chunk.clone()), &[span], &mut pages);
+                    for (result, whole) in results.iter().zip(&whole) {
+                        let row = whole.len() / len;
+                        let (result, whole) = (bits(result), &whole[chunk.start * row..chunk.end * row]);
+                        // Which NaN it is does not matter.
+                        let same = |a: u32, b: u32| a == b || f32::from_bits(a).is_nan() && f32::from_bits(b).is_nan();
+                        assert!(result.iter().zip(whole).all(|(&a, &b)| same(a, b)), "{isa} {dtype} {shape:?} {bad} {chunk:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() {
     let sequences = packed(&LENGTHS);
     for (shape, dtype) in [(1, 3, 20), (2, 2, 64)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {

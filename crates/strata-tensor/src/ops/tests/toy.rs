@@ -309,8 +309,16 @@ impl Toy {
                 let mut out = out.lock().unwrap();
                 out[i * VOCAB..][..VOCAB].iter_mut().zip(logits).for_each(|(o, l)| *o = l - normalizer);
             };
-            visit_logits(b, h.value(), self.linears[UNEMBED].layer(0), &self.groups(&batch, UNEMBED, 0), &rows, LOGITS_CHUNK_BYTES, &visit)
-                .unwrap();
+            visit_logits(
+                b,
+                h.value(),
+                self.linears[UNEMBED].layer(0),
+                &self.groups(&batch, UNEMBED, 0),
+                &rows,
+                LOGITS_CHUNK_BYTES,
+                &visit,
+            )
+            .unwrap();
             logprobs.extend(out.into_inner().unwrap());
         }
         logprobs

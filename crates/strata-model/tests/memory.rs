@@ -1,0 +1,160 @@
+//! What passes take of memory, against what the model says they take. Every allocation of this process is counted: one test runs at a time.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use strata_model::checkpoint::Checkpoint;
+use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
+use strata_model::{Model, ModelConfig, PackedBatch, Targets, TokenLoss};
+use strata_tensor::{CpuBackend, DType, Isa};
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+struct Counting;
+
+// SAFETY: the system's allocator, with a counter.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(live, Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+struct CrossEntropy;
+
+impl TokenLoss for CrossEntropy {
+    fn gradient(&self, _: usize, _: &[f32], gradient: &mut [f32]) {
+        gradient.fill(-1.0);
+    }
+}
+
+/// Bytes that `pass` takes at its peak beyond what there was before. Buffers of 4 MiB and more would not be counted, and are not made here.
+fn peak_bytes(pass: impl FnOnce()) -> usize {
+    let (before, tensors_before) = (LIVE.load(Ordering::Relaxed), strata_tensor::live_bytes());
+    PEAK.store(before, Ordering::Relaxed);
+    strata_tensor::reset_peak_live_bytes();
+    pass();
+    let taken = PEAK.load(Ordering::Relaxed) - before;
+    assert!(strata_tensor::peak_live_bytes() - tensors_before <= taken, "tensors are among what is counted");
+    taken
+}
+
+fn config(hidden: usize, mlp: usize, layers: usize, heads: [usize; 3], vocab: usize) -> ModelConfig {
+    let [num_heads, num_kv_heads, head_dim] = heads;
+    let base = ModelConfig::named_shape("qwen3-0.6b").unwrap();
+    ModelConfig {
+        vocab_size: vocab,
+        hidden_size: hidden,
+        intermediate_size: mlp,
+        num_layers: layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eos_token_ids: vec![],
+        bos_token_id: None,
+        ..base
+    }
+}
+
+/// Held by whoever counts.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[test]
+fn a_hostile_header_takes_little_memory() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let open = |num_tensors: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        let entries: Vec<String> = (0..num_tensors)
+            .map(|i| {
+                format!(r#""tensor.with.a.name.of.usual.length.{i}":{{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}}"#)
+            })
+            .collect();
+        let header = format!("{{{}}}", entries.join(","));
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        let mut opened = false;
+        let taken = peak_bytes(|| opened = Checkpoint::open(dir.path()).is_ok());
+        (opened, taken)
+    };
+    let (opened, taken) = open(32_768);
+    assert!(opened && taken < 40 << 20, "the most tensors that are accepted take {taken} bytes");
+    for num_tensors in [40_000, 1_000_000] {
+        let (opened, taken) = open(num_tensors);
+        assert!(!opened && taken < 64 << 10, "{num_tensors} tensors take {taken} bytes");
+    }
+}
+
+#[test]
+fn passes_take_no_more_memory_than_the_model_says() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    // Freed buffers go back at once, so that what is counted is what is in use.
+    strata_tensor::set_pool_limit(0);
+    let shapes = [
+        config(64, 160, 3, [4, 2, 16], 500),
+        config(64, 16, 2, [16, 1, 32], 300),
+        config(32, 700, 2, [2, 2, 2], 300),
+        config(96, 288, 28, [8, 4, 16], 1000),
+        config(33, 65, 2, [3, 3, 6], 301),
+        config(32, 64, 1, [4, 4, 64], 300),
+        config(8, 8, 1, [1, 1, 2], 8000),
+    ];
+    let batches: [&[usize]; 5] = [&[1], &[300], &[1; 200], &[64; 5], &[3, 200, 65, 1, 29]];
+    let mut tightest = f64::MAX;
+    for (config, dtype) in shapes.iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
+        let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), 2));
+        let mut model = Model::random(backend, config.clone(), 1, dtype).unwrap();
+        model.set_logits_chunk_bytes(3 << 20);
+        for rank in [1, 32] {
+            let lora = LoraConfig { rank, alpha: 8.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE };
+            let params = LoraParams::init(model.lora_modules(), &lora, 3);
+            let adapter = model.pack_adapter(lora, &params).unwrap();
+            for lengths in batches {
+                let mut batch = PackedBatch::new();
+                batch.begin_group(Some(&adapter));
+                for &len in lengths {
+                    batch.push_sequence(&(0..len).map(|i| (i * 7 % config.vocab_size) as u32).collect::<Vec<_>>());
+                }
+                let n = batch.len();
+                let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=n).collect() };
+                let mut gradients = LoraParams::zeros(model.lora_modules(), &lora);
+                let per_token = model.train_bytes_per_token() + model.lora_bytes_per_token(rank) + 64;
+                let said = n * per_token + model.workspace_bytes();
+                let trained = peak_bytes(|| {
+                    model.forward_backward(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)]).unwrap();
+                });
+                let scored = peak_bytes(|| drop(model.forward(&batch, &targets).unwrap()));
+                let pages = lengths.iter().map(|len| len.div_ceil(64)).sum();
+                let mut cache = model.new_kv_cache(pages);
+                let mut prefill = PackedBatch::new();
+                prefill.begin_group(Some(&adapter));
+                let mut page = 0u32;
+                for (span, &len) in batch.spans.iter().zip(lengths) {
+                    let of_span = (page..page + len.div_ceil(64) as u32).collect::<Vec<_>>();
+                    page += of_span.len() as u32;
+                    prefill.push_cached(&batch.tokens[span.tokens.clone()], 0, of_span);
+                }
+                let rows: Vec<usize> = (0..n).collect();
+                let stepped = peak_bytes(|| model.step(&prefill, &mut cache, &rows, &|_, _| ()).unwrap());
+                let context = format!("{config:?} {dtype} rank {rank}: {} sequences, {n} tokens", lengths.len());
+                for (what, taken) in [("trained", trained), ("scored", scored), ("stepped", stepped)] {
+                    assert!(taken <= said, "{what} with {taken} bytes, said {said}: {context}");
+                }
+                tightest = tightest.min(said as f64 / trained as f64);
+            }
+        }
+    }
+    assert!(tightest < 2.0, "a bound that is never near wastes memory: at best it is {tightest} times what was taken");
+}
