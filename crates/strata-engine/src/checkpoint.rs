@@ -3,6 +3,7 @@
 //! A checkpoint is read as the one that was asked for or not at all: the caller's metadata carry the identity of the save, which is looked
 //! at before the files are opened and again after, so that a save that replaces the directory meanwhile cannot mix its weights in.
 
+use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,11 +55,37 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
 
 /// Reads a checkpoint, with Adam's state if it is asked for.
 pub(crate) fn read(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool) -> Result<LearnerState, Failure> {
-    check_identity(source)?;
-    let state = read_files(base, source, with_optimizer);
+    // Held open, the directory stays the one it was, whatever takes its name meanwhile.
+    let (held, pinned) = pin(&source.dir);
+    let pinned = CheckpointSource { dir: pinned, ..source.clone() };
+    check_identity(&pinned)?;
+    let state = read_files(base, &pinned, with_optimizer);
     // Whatever was read, and whatever went wrong, may be due to another save that took the place of this one.
-    check_identity(source)?;
+    check_identity(&pinned)?;
+    if state.is_err() && held.is_some_and(|held| !is_still_at(&held, &source.dir)) {
+        return Err(overwritten(&source.name));
+    }
     state
+}
+
+/// Opens a directory, and answers a path by which files of this very directory are reached, also once another has taken its name. Where the system
+/// has no such path, it is the name itself.
+fn pin(dir: &Path) -> (Option<File>, PathBuf) {
+    use std::os::fd::AsRawFd;
+    let Ok(held) = File::open(dir) else { return (None, dir.to_owned()) };
+    let pinned = PathBuf::from(format!("/proc/self/fd/{}", held.as_raw_fd()));
+    if pinned.is_dir() { (Some(held), pinned) } else { (None, dir.to_owned()) }
+}
+
+/// Whether a name still leads to the directory that is held open.
+fn is_still_at(held: &File, dir: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let place = |metadata: std::io::Result<std::fs::Metadata>| metadata.map(|m| (m.dev(), m.ino())).ok();
+    place(held.metadata()) == place(std::fs::metadata(dir))
+}
+
+fn overwritten(name: &str) -> Failure {
+    Failure::User(format!("checkpoint {name} was overwritten or deleted after this request was accepted"))
 }
 
 fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool) -> Result<LearnerState, Failure> {
@@ -80,13 +107,12 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool)
 /// Fails if what is in the directory now is not the save that was asked for.
 fn check_identity(source: &CheckpointSource) -> Result<(), Failure> {
     let CheckpointSource { dir, name, save_id } = source;
-    let gone = || Failure::User(format!("checkpoint {name} was overwritten or deleted after this request was accepted"));
     let found = match read_own_file(&dir.join(METADATA_FILE), METADATA_BYTES_MAX) {
         Ok(metadata) => saved_id(&metadata),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => return Err(Failure::User(format!("checkpoint {name}: {METADATA_FILE}: {error}"))),
     };
-    if found != *save_id { Err(gone()) } else { Ok(()) }
+    if found != *save_id { Err(overwritten(name)) } else { Ok(()) }
 }
 
 /// The identity in a caller's metadata, if there is one.
