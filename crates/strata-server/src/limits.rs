@@ -94,7 +94,7 @@ pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
 
 /// Requests whose outcome is still open.
 pub const PENDING_FUTURES_MAX: usize = 131_072;
-/// Body bytes of requests whose outcome is still open.
+/// Decoded bytes of requests whose outcome is still open.
 pub const PENDING_BYTES_MAX: usize = 4 << 30;
 /// Bytes of finished results that are kept for their readers.
 pub const RESULT_BYTES_MAX: usize = 1 << 30;

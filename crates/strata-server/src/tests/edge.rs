@@ -230,19 +230,29 @@ async fn a_poll_outlives_all_time_limits() {
 }
 
 #[tokio::test]
-async fn connections_beyond_the_limit_wait_until_one_ends() {
+async fn connections_beyond_the_limit_take_the_place_of_idle_ones_or_wait() {
     let (server, _data_dir) = start(|config| {
         config.connections_max = 2;
-        config.idle_timeout = Duration::from_millis(800);
+        config.header_timeout = Duration::from_millis(800);
     })
     .await;
     let address = server.local_address();
-    let _held = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
+    let healthy = async || {
+        let started = Instant::now();
+        let answer = answer_to(address, "GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        started.elapsed()
+    };
+    let mut idle = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
     tokio::time::sleep(Duration::from_millis(100)).await;
-    let started = Instant::now();
-    let answer = answer_to(address, "GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await;
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    assert!(started.elapsed() >= Duration::from_millis(500), "{:?}", started.elapsed());
+    assert!(healthy().await < Duration::from_millis(400));
+    assert_eq!(idle[0].read(&mut [0]).await.unwrap(), 0, "the one that was idle for longest gives way");
+    let mut busy = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
+    for connection in &mut busy {
+        connection.write_all(b"GET /hea").await.unwrap();
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(healthy().await >= Duration::from_millis(500));
 }
 
 #[tokio::test]
