@@ -159,7 +159,11 @@ impl Control {
                 reply.withdraw()
             }
             Control::Sample { asked, .. } => asked.reply.withdraw(),
-            Control::Unload { .. } | Control::DropSampler { .. } | Control::Cancel { .. } | Control::EndSession { .. } => {}
+            Control::Unload { .. }
+            | Control::DropSampler { .. }
+            | Control::Cancel { .. }
+            | Control::EndSession { .. }
+            | Control::Drain { .. } => {}
         }
     }
 }

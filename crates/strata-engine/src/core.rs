@@ -419,6 +419,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                     self.cancel_queued_sample(&request_id, &failure);
                 }
             }
+            Control::Drain { keep, failure } => {
+                self.batcher.cancel_where(|_| true, &failure);
+                for (_, tenant) in self.tenants.iter_mut().filter(|(id, _)| !keep.contains(*id)) {
+                    tenant.running.drain(..).for_each(|forward| forward.fail(failure.clone()));
+                }
+            }
             Control::EndSession { client } => {
                 let failure = Failure::User("the session is over".into());
                 self.batcher.cancel_where(|asked| asked.client == client, &failure);

@@ -14,7 +14,7 @@ use strata_model::{Model, PAGE_TOKENS, Tokenizer};
 use strata_tensor::{LOGITS_CHUNK_BYTES, set_pool_limit};
 
 use crate::admission::Admission;
-use crate::api::{CheckpointSource, Client, Refusal, Request, RequestId, SaveTarget};
+use crate::api::{CheckpointSource, Client, Failure, Refusal, Request, RequestId, SaveTarget};
 use crate::budget::{Budget, Needs, StartError};
 use crate::checkpoint::BaseModel;
 use crate::core::Core;
@@ -161,6 +161,12 @@ impl EngineHandle {
         self.shared.unfinished_saves.failed()
     }
 
+    /// Gives up all work that no save waits for: nothing more will be asked for, and what is left is to be written soon. Operations that wait
+    /// for one that never came fail too.
+    pub fn drain(&self) {
+        self.shared.admission.intake.drain(&Failure::Server("the server is stopping".into()));
+    }
+
     /// Whether the engine thread is running.
     pub fn is_alive(&self) -> bool {
         self.shared.alive.load(Ordering::Acquire)
@@ -234,7 +240,6 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
-    use crate::api::Failure;
     use crate::reply::PendingReply;
 
     const PATIENCE: Duration = Duration::from_secs(10);

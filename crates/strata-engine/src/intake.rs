@@ -86,6 +86,11 @@ pub(crate) enum Control {
     EndSession {
         client: Client,
     },
+    /// Nothing but these models' operations is wanted any more.
+    Drain {
+        keep: HashSet<ModelId>,
+        failure: Failure,
+    },
 }
 
 /// What a model has in the keeper.
@@ -340,6 +345,27 @@ impl Intake {
         }
         self.stir(inner);
         drop(over);
+    }
+
+    /// Fails every operation that no save waits for: those behind the last save of their model, and those behind an operation that never came.
+    pub(crate) fn drain(&self, failure: &Failure) {
+        let mut inner = self.lock();
+        let Inner { models, waiting, ready, .. } = &mut *inner;
+        let (mut failed, mut keep) = (Vec::new(), HashSet::new());
+        for (model_id, queue) in models {
+            let in_order = (queue.next..).map_while(|seq| queue.waiting.get(&seq).map(|queued| (seq, &queued.op)));
+            let last_save = in_order.filter(|(_, op)| matches!(op, Op::Save { .. })).last().map(|(seq, _)| seq);
+            let given_up = queue.waiting.split_off(&last_save.map_or(0, |seq| seq + 1));
+            given_up.values().for_each(|queued| drop(waiting.remove(&queued.id)));
+            failed.extend(given_up.into_values().map(|queued| queued.reply));
+            match last_save {
+                Some(_) => drop(keep.insert(model_id.clone())),
+                None => drop(ready.remove(model_id)),
+            }
+        }
+        inner.controls.push_back(Control::Drain { keep, failure: failure.clone() });
+        self.stir(inner);
+        failed.into_iter().for_each(|reply| reply.send(Err(failure.clone())));
     }
 
     /// Takes no more requests, and wakes the engine to end.
@@ -598,6 +624,26 @@ mod tests {
         intake.end_session(&client(), &gone);
         assert_eq!(intake.lock().adapter_bytes_used, 0);
         intake.audit().unwrap();
+    }
+
+    #[test]
+    fn draining_keeps_what_saves_wait_for_and_nothing_else() {
+        let intake = intake(1 << 20);
+        intake.add_model(&"other".into(), &client(), BYTES).unwrap();
+        let target = SaveTarget { dir: "d".into(), name: "n".into(), overwrite: false, metadata: serde_json::Value::Null };
+        let save = || Op::Save { target: target.clone(), with_optimizer: true };
+        for (seq, op) in
+            [(1, Op::Optim(AdamParams::default())), (2, save()), (3, Op::Optim(AdamParams::default())), (5, save())]
+        {
+            intake.accept_op("m", seq, 1, queued(seq, op).0).unwrap();
+        }
+        let mut stray = queued(1, save()).0;
+        stray.id = "other:2".into();
+        intake.accept_op("other", 2, 1, stray).unwrap();
+        intake.drain(&Failure::Server("stopping".into()));
+        intake.audit().unwrap();
+        assert_eq!((begin(&intake).as_deref(), begin(&intake).as_deref(), begin(&intake)), (Some("m:1"), Some("m:2"), None));
+        assert_eq!(intake.open_requests(), 1, "the note to the engine alone is left");
     }
 
     #[test]

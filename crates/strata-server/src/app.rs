@@ -46,7 +46,7 @@ pub struct ServerConfig {
     pub body_timeout: Duration,
     /// How long a connection may be open without a request on it.
     pub idle_timeout: Duration,
-    /// Connections that are open at the same time; others wait to be accepted.
+    /// Connections that are open at the same time; a new one then takes the place of an idle one, or waits.
     pub connections_max: usize,
 }
 

@@ -2,10 +2,13 @@
 //!
 //! A connection is idle, or it sends the headers of a request, or a request is being answered. The first may take long and counts from the
 //! last byte in either direction, the second counts from the first byte on, so that a client that drips gains nothing, and the third is the
-//! business of whoever reads the body or holds the poll.
+//! business of whoever reads the body or holds the poll. When all places are taken, a new connection takes that of the one that has been idle
+//! for longest; where none is idle, it waits.
 
+use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -28,6 +31,9 @@ use crate::limits;
 
 /// How long accepting pauses after an error that is not the client's, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
+
+/// How often a connection that found no place looks for one that has become idle.
+const PLACE_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long connections may take over what.
 #[derive(Clone, Copy)]
@@ -52,23 +58,35 @@ pub async fn serve(
     stopped: impl Future<Output = ()>,
 ) {
     let places = Arc::new(Semaphore::new(connections_max.clamp(1, Semaphore::MAX_PERMITS)));
-    let graceful = GracefulShutdown::new();
+    let (graceful, open) = (GracefulShutdown::new(), Arc::new(Open::default()));
     let mut stopped = std::pin::pin!(stopped);
     loop {
-        // A connection that finds no place waits in the system's queue.
         let accepted = async {
-            let place = places.clone().acquire_owned().await;
-            (listener.accept().await, place)
+            let (stream, _) = listener.accept().await?;
+            // While this one waits, others wait in the system's queue.
+            let place = loop {
+                if let Ok(place) = places.clone().try_acquire_owned() {
+                    break place;
+                }
+                open.end_longest_idle();
+                if let Ok(Ok(place)) = tokio::time::timeout(PLACE_PAUSE, places.clone().acquire_owned()).await {
+                    break place;
+                }
+            };
+            Ok((stream, place))
         };
-        let (accepted, place) = tokio::select! {
+        let accepted: io::Result<_> = tokio::select! {
             () = &mut stopped => break,
             accepted = accepted => accepted,
         };
         match accepted {
-            Ok((stream, _)) => {
-                let connection = serve_connection(stream, router.clone(), times, graceful.watcher());
+            Ok((stream, place)) => {
+                let clock = open.add(times);
+                let connection = serve_connection(stream, router.clone(), clock.clone(), graceful.watcher());
+                let open = open.clone();
                 tokio::spawn(async move {
                     connection.await;
+                    open.remove(&clock);
                     drop(place);
                 });
             }
@@ -88,10 +106,44 @@ fn is_of_one_connection(error: &io::Error) -> bool {
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
 }
 
-async fn serve_connection(stream: TcpStream, router: Router, times: Times, watcher: Watcher) {
+/// The connections that are open.
+#[derive(Default)]
+struct Open {
+    clocks: Mutex<HashMap<u64, Arc<Clock>>>,
+    count: AtomicU64,
+}
+
+impl Open {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Clock>>> {
+        self.clocks.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn add(&self, times: Times) -> Arc<Clock> {
+        let id = self.count.fetch_add(1, Ordering::Relaxed);
+        let clock = Arc::new(Clock::new(id, times));
+        self.lock().insert(id, clock.clone());
+        clock
+    }
+
+    fn remove(&self, clock: &Clock) {
+        self.lock().remove(&clock.id);
+    }
+
+    fn end_longest_idle(&self) {
+        let clocks = self.lock();
+        let idle = clocks.values().filter_map(|clock| match *clock.lock() {
+            (Phase::Idle, since) => Some((since, clock)),
+            _ => None,
+        });
+        if let Some((_, clock)) = idle.min_by_key(|(since, _)| *since) {
+            clock.enter(Phase::Ended);
+        }
+    }
+}
+
+async fn serve_connection(stream: TcpStream, router: Router, clock: Arc<Clock>, watcher: Watcher) {
     // Answers are small and awaited: waiting to fill a packet would cost up to 40 ms each.
     let _ = stream.set_nodelay(true);
-    let clock = Arc::new(Clock::new(times));
     let io = TokioIo::new(Timed { stream, clock: clock.clone(), lingering: None });
     let router = TowerToHyperService::new(router);
     let service = {
@@ -127,18 +179,21 @@ enum Phase {
     Idle,
     Headers,
     Answering,
+    /// Its place is wanted by another.
+    Ended,
 }
 
 /// Since when a connection has been doing what.
 struct Clock {
+    id: u64,
     times: Times,
     state: Mutex<(Phase, Instant)>,
     changed: Notify,
 }
 
 impl Clock {
-    fn new(times: Times) -> Self {
-        Clock { times, state: Mutex::new((Phase::Idle, Instant::now())), changed: Notify::new() }
+    fn new(id: u64, times: Times) -> Self {
+        Clock { id, times, state: Mutex::new((Phase::Idle, Instant::now())), changed: Notify::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, (Phase, Instant)> {
@@ -172,6 +227,7 @@ impl Clock {
             let (time, late) = match phase {
                 Phase::Idle => (self.times.idle, "it was idle"),
                 Phase::Headers => (self.times.header, "the headers of its request did not arrive in time"),
+                Phase::Ended => return "its place was wanted",
                 Phase::Answering => {
                     self.changed.notified().await;
                     continue;

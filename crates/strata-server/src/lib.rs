@@ -4,7 +4,8 @@
 //! - [`Server`]: listener, reaper, shutdown. `connection`: one task for each connection, and the clock that ends it. `app`: what all handlers
 //!   share, and the way from a request to a future.
 //! - `routes`: the endpoints, a file for each part of the API; `edge`, `auth`: who is answered; `payload`, `error`: what all of them need.
-//! - `wire`: protobuf and JSON bodies, translated from and to the engine's values. `transit`: the memory that requests take on their way in.
+//! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
+//!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`: the time they end by.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
 //! - [`limits`]: every bound on what comes from outside.

@@ -183,10 +183,9 @@ fn growth(bytes: &Vec<u8>, more: usize, bytes_max: usize) -> usize {
     needed.max((bytes.capacity() * 2).min(bytes_max)) - bytes.capacity()
 }
 
-/// Text that is charged as it is written.
+/// Text that is charged as it is written, and for as long as it is there.
 pub struct ChargedText {
-    /// What was written.
-    pub bytes: Vec<u8>,
+    bytes: Vec<u8>,
     /// Why no more could be written, if that happened.
     pub refusal: Option<ApiError>,
     charge: Charge,
@@ -196,6 +195,12 @@ impl ChargedText {
     /// No text yet.
     pub fn new(charge: Charge) -> Self {
         ChargedText { bytes: Vec::new(), refusal: None, charge }
+    }
+}
+
+impl AsRef<[u8]> for ChargedText {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
 }
 

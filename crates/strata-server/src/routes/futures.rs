@@ -72,8 +72,9 @@ pub async fn cancel(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
 async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes, &mut dyn Write) -> Result<(), String>) -> ApiResult<Response> {
     let mut text = ChargedText::new(app.transit.charge());
     let is_small = encoded.len() <= limits::BODY_INLINE_BYTES_MAX;
-    let render = move || match (render(encoded, &mut text), text.refusal) {
-        (Ok(()), _) => Ok(text.bytes),
+    let render = move || match (render(encoded, &mut text), text.refusal.take()) {
+        // Charged until the client has read it.
+        (Ok(()), _) => Ok(Bytes::from_owner(text)),
         (Err(_), Some(refusal)) => Err(refusal),
         (Err(error), None) => Err(ApiError::Internal(format!("rendering a result: {error}"))),
     };

@@ -11,8 +11,8 @@ use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::shown;
 use crate::registry::Metadata;
+use crate::wire::bounded::{Excerpt, List, Map, MetadataTexts, Numbers, Present, Text};
 use crate::wire::budget::{Budget, map_bytes};
-use crate::wire::guard::{Excerpt, List, Map, MetadataTexts, Numbers, Present, Text};
 use crate::wire::proto::not_text;
 use crate::wire::tensor::{self, CsrIndices};
 

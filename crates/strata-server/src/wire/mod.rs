@@ -1,5 +1,6 @@
 //! What is on the wire: protobuf and JSON bodies, and their translation from and to the engine's values.
 
+pub mod bounded;
 pub mod budget;
 pub mod guard;
 #[cfg(test)]

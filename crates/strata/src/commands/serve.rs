@@ -54,7 +54,7 @@ pub struct Args {
     /// How long a connection may be open without a request on it.
     #[arg(long, env = "STRATA_IDLE_TIMEOUT", value_name = "TIME", default_value = "2m", value_parser = parse_duration)]
     pub idle_timeout: Duration,
-    /// Connections that are open at the same time; others wait [default: 16384, or less if the system allows fewer open files].
+    /// Connections that are open at the same time; a new one then takes the place of an idle one, or waits [default: 16384, or less if the system allows fewer open files].
     #[arg(long, env = "STRATA_MAX_CONNECTIONS", value_name = "COUNT")]
     pub max_connections: Option<NonZeroUsize>,
     /// How log lines look; RUST_LOG says what is logged.

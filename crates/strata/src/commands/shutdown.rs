@@ -48,6 +48,8 @@ pub trait Saves {
     fn failed(&self) -> usize;
     /// Whether anyone is at work.
     fn is_alive(&self) -> bool;
+    /// Gives up all work that no save waits for.
+    fn drain(&self);
 }
 
 impl Saves for EngineHandle {
@@ -62,10 +64,14 @@ impl Saves for EngineHandle {
     fn is_alive(&self) -> bool {
         EngineHandle::is_alive(self)
     }
+
+    fn drain(&self) {
+        EngineHandle::drain(self);
+    }
 }
 
-/// Waits for `stop`, after which no more is asked for, and then until all saves are written, both together for at most `timeout`, or until
-/// `hurry` is over.
+/// Waits for `stop`, after which no more is asked for, and until all saves are written, both together for at most `timeout`, or until
+/// `hurry` is over. Other work is given up.
 ///
 /// # Errors
 /// If checkpoints were not written. The text says how many.
@@ -78,7 +84,9 @@ pub async fn end(
     tracing::info!("stopping: no more requests are taken");
     let failed_before = saves.failed();
     let written = async {
-        stop.await;
+        // What there is to wait for is said at once, and what came in while the server stopped is waited for too.
+        tokio::join!(stop, wait_until_written(saves, timeout));
+        saves.drain();
         wait_until_written(saves, timeout).await;
     };
     let cut = tokio::select! {
@@ -159,6 +167,8 @@ mod tests {
         fn is_alive(&self) -> bool {
             self.is_alive.load(Ordering::Relaxed)
         }
+
+        fn drain(&self) {}
     }
 
     #[tokio::test]
