@@ -55,14 +55,14 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
     }
-    let backend = CpuBackend::new(resources.threads)?;
+    let backend = machine::with_low_priority(|| CpuBackend::new(resources.threads))?;
     let name = source.served_name();
     let model = Model::load(Arc::new(backend), &source, None).with_context(|| format!("loading {name}"))?;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = model.config().model_type.clone();
     let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
     let tokenizer = load_tokenizer(&source, model.config()).with_context(|| format!("loading {name}"))?.map(Arc::new);
-    let engine = EngineHandle::start(model, tokenizer, config).context("starting the engine")?;
+    let engine = machine::with_low_priority(|| EngineHandle::start(model, tokenizer, config)).context("starting the engine")?;
     let info = ModelInfo {
         architecture,
         tokenizer_id: tokenizer_id(&source, data_dir.path())?,

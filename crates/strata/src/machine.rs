@@ -15,6 +15,37 @@ fn container_limits() -> impl Iterator<Item = u64> {
         .filter_map(|path| std::fs::read_to_string(path).ok()?.trim().parse().ok())
 }
 
+/// Has the allocator of the C library keep little of what is freed. Left alone it raises its thresholds with the largest buffers it has seen
+/// and gives each thread an arena of its own, so that one burst of large requests would stay in memory for ever.
+pub fn keep_little_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    for (parameter, value) in [(libc::M_MMAP_THRESHOLD, 256 << 10), (libc::M_TRIM_THRESHOLD, 512 << 10), (libc::M_ARENA_MAX, 4)]
+    {
+        // SAFETY: `mallopt` sets a number, before any other thread is there.
+        if unsafe { libc::mallopt(parameter, value) } == 0 {
+            tracing::warn!("the allocator does not take parameter {parameter}");
+        }
+    }
+}
+
+/// Runs `work` on a thread of lower priority, which the threads that it starts inherit: so those that compute, which never rest, give way to
+/// those that answer, which need a processor at once and for a moment only.
+pub fn with_low_priority<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    /// Steps of niceness, of 19.
+    const NICENESS: libc::c_int = 5;
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            #[cfg(target_os = "linux")]
+            // SAFETY: the call changes a number of this thread. A system that refuses leaves the priority as it is.
+            unsafe {
+                libc::setpriority(libc::PRIO_PROCESS, 0, NICENESS);
+            }
+            work()
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// Lets this process open as many files as the system allows it: a busy client parks thousands of polls, each on a socket.
 pub fn raise_open_files_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };

@@ -37,6 +37,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    machine::keep_little_freed_memory();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),

@@ -16,6 +16,7 @@
 //!
 //! A token's logits depend on its sequence and weights alone, so nothing here changes what is sampled: not the chunks, not the cache, not the company.
 
+mod cost;
 pub(crate) mod draw;
 mod job;
 mod pages;
@@ -32,6 +33,7 @@ use crate::api::{Client, Failure, RequestId, StopReason};
 use crate::compute::{Compute, RowResult, RowTask, StepSpan};
 use crate::snapshot::WeightsId;
 
+use cost::StepCost;
 pub(crate) use draw::{DrawSettings, Drawn};
 pub(crate) use job::{Asked, Plan, REQUEST_BYTES};
 use job::{Job, Sequence, Want};
@@ -39,12 +41,13 @@ use pages::{PagePool, Prefix};
 
 /// Samples that run at the same time, at most.
 const SEQUENCES_MAX: usize = 256;
-/// Prompt tokens of a step when nothing else runs.
-const PREFILL_TOKENS: usize = 512;
-/// Prompt tokens of a step beside running sequences, which wait for it: a fraction of a second on a processor.
-const PREFILL_TOKENS_BESIDE_DECODES: usize = 128;
-/// Tokens whose arithmetic takes about as long as reading the weights once, which a step of one token does too.
-const STEP_BASE_TOKENS: usize = 8;
+/// Of a session, how many times the tokens that reading the weights is worth draw in one step, and how many prompt tokens are read. Beyond it
+/// a step gets longer, and whoever comes waits for it, while each token costs hardly less: at 12 times a step is 92% arithmetic.
+const DECODES_PER_BASE: usize = 12;
+const PREFILL_PER_BASE: usize = 32;
+/// The least and the most of both.
+const DECODES: (usize, usize) = (32, SEQUENCES_MAX);
+const PREFILL: (usize, usize) = (64, 512);
 /// A session's last sample keeps its pages until it has drawn this many tokens since it began, and a quarter of what it had to compute again.
 const TOKENS_BEFORE_EVICTION: usize = 16;
 
@@ -79,6 +82,8 @@ pub(crate) struct Batcher<C: Compute> {
     lanes: usize,
     /// Counts steps and starts.
     clock: u64,
+    /// What steps were seen to cost.
+    cost: StepCost,
     /// Whether something has changed since admission last found nothing to do.
     may_admit: bool,
     /// What the simulation sees.
@@ -136,6 +141,7 @@ impl<C: Compute> Batcher<C> {
             running: Vec::new(),
             lanes: 0,
             clock: 0,
+            cost: StepCost::default(),
             may_admit: false,
             evictions: 0,
         }
@@ -207,9 +213,11 @@ impl<C: Compute> Batcher<C> {
         let mut targets = Vec::new();
         let spans: Vec<StepSpan<'_, C::Frozen>> =
             parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
-        let cache = &mut self.cache;
+        let num_tokens = spans.iter().map(|span| span.tokens.len()).sum();
+        let (cache, start) = (&mut self.cache, compute.now());
         let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
         drop(spans);
+        self.cost.observe(num_tokens, compute.now().saturating_sub(start));
         let error = match done {
             Ok(Ok(results)) if results.len() == targets.len() => {
                 self.advance(&parts);
@@ -485,13 +493,17 @@ impl<C: Compute> Batcher<C> {
 
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
     fn plan_step(&mut self, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
+        let base = self.cost.base_tokens();
+        let most = |per_base: usize, (least, most): (usize, usize)| (per_base * base).clamp(least, most);
+        let (decodes_max, reading_max) = (most(DECODES_PER_BASE, DECODES), most(PREFILL_PER_BASE, PREFILL));
         let mut by_session = self.work_by_session();
         let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
         let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
+        wants.iter_mut().for_each(|work| work.limit(decodes_max, reading_max));
         let whole = wants.iter().map(SessionWork::tokens).sum();
         let smallest = wants.iter().map(SessionWork::tokens).filter(|&n| n > 0).min().unwrap_or(0);
         // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
-        let limit = if order.len() < 2 { whole } else { order.len() * (STEP_BASE_TOKENS + smallest) - STEP_BASE_TOKENS };
+        let limit = if order.len() < 2 { whole } else { order.len() * (base + smallest) - base };
         let quotas = share_out(&wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
@@ -529,7 +541,7 @@ impl<C: Compute> Batcher<C> {
             (_, decodes) if quota == 1 => usize::from(self.clock.is_multiple_of(2) || decodes == 0),
             (_, decodes) => reading.min((quota / 2).max(quota.saturating_sub(decodes))),
         };
-        let decodes = work.decodes.len().min(quota - for_reading);
+        let decodes = work.decodes.len().min(quota - for_reading).min(work.decodes_max);
         for &sequence in &work.decodes[..decodes] {
             let s = &mut self.running[sequence];
             s.last_step = self.clock;
@@ -763,18 +775,27 @@ struct SessionWork {
     again: Vec<(usize, usize)>,
     /// Jobs, and how many tokens of the prompt are missing.
     prompts: Vec<(u64, usize)>,
+    /// Sequences that draw in one step, at most.
+    decodes_max: usize,
+    /// Tokens that are read in one step, at most.
+    reading_max: usize,
 }
 
 impl SessionWork {
+    fn limit(&mut self, decodes_max: usize, reading_max: usize) {
+        (self.decodes_max, self.reading_max) = (decodes_max, reading_max);
+    }
+
     /// Tokens to read, up to a step's share.
     fn reading(&self) -> usize {
-        let most = if self.decodes.is_empty() { PREFILL_TOKENS } else { PREFILL_TOKENS_BESIDE_DECODES };
+        // Running sequences wait for what is read beside them.
+        let most = if self.decodes.is_empty() { self.reading_max } else { self.reading_max / 2 };
         let wanted = self.again.iter().map(|a| a.1).chain(self.prompts.iter().map(|p| p.1));
         wanted.fold(0, |sum: usize, n| sum.saturating_add(n).min(most))
     }
 
     fn tokens(&self) -> usize {
-        self.decodes.len() + self.reading()
+        self.decodes.len().min(self.decodes_max) + self.reading()
     }
 }
 
