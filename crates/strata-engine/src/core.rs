@@ -126,6 +126,11 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         self.state.batcher.release_memory(&self.compute);
     }
 
+    /// Empties the prefix cache.
+    pub(crate) fn forget_prefixes(&mut self) {
+        self.state.batcher.forget_prefixes();
+    }
+
     /// Saves that were accepted by the core and are not written yet.
     pub(crate) fn unwritten_saves(&self) -> usize {
         self.state.files.unwritten()

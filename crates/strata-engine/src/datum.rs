@@ -4,16 +4,8 @@
 use std::collections::BTreeMap;
 
 use crate::api::{Datum, LossInput, LossSpec, LossValues};
+use crate::limits::{DATUMS_MAX, REQUEST_TARGETS_MAX, REQUEST_TOKENS_MAX, TARGETS_PER_TOKEN_MAX};
 use crate::losses::{DatumLoss, Loss, LossInputs, check_clip};
-
-/// Most examples of one request.
-pub(crate) const DATUMS_MAX: usize = 65_536;
-/// Most input tokens of one request, all examples together.
-pub(crate) const REQUEST_TOKENS_MAX: usize = 16 << 20;
-/// Most targets of one token.
-pub(crate) const TARGETS_PER_TOKEN_MAX: usize = 1024;
-/// Most targets of one request, all examples together.
-pub(crate) const REQUEST_TARGETS_MAX: usize = 64 << 20;
 
 /// What a request is checked against.
 #[derive(Clone, Copy, Debug)]

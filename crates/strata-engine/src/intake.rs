@@ -16,11 +16,9 @@ use crate::api::{AdamParams, CheckpointSource, Client, Failure, LoraSpec, ModelI
 use crate::compute::AdapterBytes;
 use crate::datum::PreparedDatum;
 use crate::ledger::{Charge, Ledger, Shortage};
+use crate::limits::SEQUENCE_AHEAD_MAX;
 use crate::reply::PendingReply;
 use crate::sampler::{Asked, Plan};
-
-/// How far an operation of a model may run ahead of the first that has not begun.
-pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
 
 /// An operation that has been checked.
 pub(crate) enum Op {

@@ -32,6 +32,7 @@ mod files;
 mod intake;
 mod learner;
 pub mod ledger;
+pub mod limits;
 mod losses;
 mod optimizer;
 mod reply;

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+pub use strata_engine::limits::{DATUMS_MAX, NUM_SAMPLES_MAX, STOP_BYTES_MAX, STOPS_MAX, TOPK_MAX};
+
 /// Bytes of a request body, as sent and after inflation; less where the transit budget is small.
 pub const BODY_BYTES_MAX: usize = 256 << 20;
 /// Bytes of all requests on their way in, unless settings say otherwise.
@@ -55,8 +57,6 @@ pub const METADATA_BYTES_MAX: usize = 64 << 10;
 /// Entries of such metadata.
 pub const METADATA_ENTRIES_MAX: usize = 1024;
 
-/// Examples of one `forward_backward`.
-pub const DATUMS_MAX: usize = 65_536;
 /// Nested messages of one protobuf body; each costs far more memory than the two bytes it may take on the wire.
 pub const PROTO_MESSAGES_MAX: usize = 1 << 20;
 /// Chunks of one input or prompt.
@@ -66,16 +66,8 @@ pub const LOSS_INPUTS_MAX: usize = 64;
 /// Settings of a loss.
 pub const LOSS_SETTINGS_MAX: usize = 256;
 
-/// Sequences of one sampling request.
-pub const NUM_SAMPLES_MAX: usize = 4096;
 /// Tokens of one prompt; the engine holds prompts to its context length as well.
 pub const PROMPT_TOKENS_MAX: usize = 1 << 22;
-/// Most probable tokens returned for a position.
-pub const TOPK_MAX: usize = 128;
-/// Stop tokens or strings of a sampling request.
-pub const STOPS_MAX: usize = 256;
-/// Length of a stop string.
-pub const STOP_BYTES_MAX: usize = 4096;
 
 /// Sessions that ended but can still be listed.
 pub const ENDED_SESSIONS_MAX: usize = 4096;

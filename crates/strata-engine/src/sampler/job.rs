@@ -4,6 +4,7 @@ use crate::api::{
     Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK,
 };
 use crate::datum::check_tokens;
+use crate::limits::{NUM_SAMPLES_MAX, TOPK_MAX};
 use crate::reply::PendingReply;
 use crate::snapshot::WeightsId;
 
@@ -12,10 +13,6 @@ use super::draw::{DrawSettings, Drawn};
 use super::pages::Prefix;
 use super::stop::{StopProgress, StopRule};
 
-/// Most samples of one request.
-pub(crate) const NUM_SAMPLES_MAX: usize = 4096;
-/// Most tokens to report per position.
-pub(crate) const REPORT_TOPK_MAX: usize = 1024;
 /// What any request holds besides what it brings and what comes of it: its entries in tables and queues.
 pub(crate) const REQUEST_BYTES: u64 = 2048;
 
@@ -68,8 +65,8 @@ impl Plan {
         for (name, k) in
             [("topk_prompt_logprobs", request.topk_prompt_logprobs), ("topk_sample_logprobs", request.topk_sample_logprobs)]
         {
-            if k > REPORT_TOPK_MAX {
-                return Err(format!("{name} is {k}, above {REPORT_TOPK_MAX}"));
+            if k > TOPK_MAX {
+                return Err(format!("{name} is {k}, above {TOPK_MAX}"));
             }
         }
         let scores_prompt = request.prompt_logprobs || request.topk_prompt_logprobs > 0;

@@ -188,6 +188,11 @@ impl<C: Compute> Batcher<C> {
         self.jobs.is_empty()
     }
 
+    /// Empties the prefix cache.
+    pub(crate) fn forget_prefixes(&mut self) {
+        self.pool.forget_idle();
+    }
+
     /// Gives the memory of free pages back to the system.
     pub(crate) fn release_memory(&mut self, compute: &C) {
         compute.release_memory(&mut self.cache, self.pool.free_pages());

@@ -95,6 +95,14 @@ impl PagePool {
         page
     }
 
+    /// Frees every registered page that nobody holds.
+    pub(crate) fn forget_idle(&mut self) {
+        while !self.idle.is_empty() {
+            let page = self.evict();
+            self.free.push(page);
+        }
+    }
+
     /// Adds a holder to a page that is already held.
     pub(crate) fn hold(&mut self, page: u32) {
         self.pages[page as usize].holders += 1;
@@ -253,6 +261,17 @@ mod tests {
         assert_eq!(take(&mut pool), a);
         assert!(pool.find_and_hold(ROOT, &tokens(1)).is_none());
         assert_eq!(pool.find_and_hold(ROOT, &tokens(3)).unwrap().0, c);
+    }
+
+    #[test]
+    fn a_cache_that_is_emptied_is_free_and_finds_nothing() {
+        let mut pool = PagePool::new(2);
+        let a = take(&mut pool);
+        pool.register(ROOT, &tokens(1), a);
+        pool.release(&[a]);
+        pool.forget_idle();
+        assert!(pool.find_and_hold(ROOT, &tokens(1)).is_none());
+        assert_eq!((pool.free_pages().len(), pool.available()), (2, 2));
     }
 
     #[test]

@@ -6,13 +6,9 @@ use strata_model::{SpecialTokens, StreamDecoder, Tokenizer};
 
 use crate::api::Stop;
 use crate::datum::check_tokens;
+use crate::limits::{STOP_BYTES_MAX, STOPS_MAX};
 
 use super::SamplerLimits;
-
-/// Most stop tokens or strings of a request.
-pub(crate) const STOPS_MAX: usize = 1024;
-/// Longest stop string, in bytes.
-pub(crate) const STOP_STRING_BYTES_MAX: usize = 4096;
 
 /// When the samples of a request end before their token limit.
 pub(crate) enum StopRule {
@@ -50,9 +46,9 @@ impl StopRule {
             }
             Stop::Strings(strings) => {
                 check_count(strings.len())?;
-                if let Some(i) = strings.iter().position(|s| s.is_empty() || s.len() > STOP_STRING_BYTES_MAX) {
+                if let Some(i) = strings.iter().position(|s| s.is_empty() || s.len() > STOP_BYTES_MAX) {
                     let bytes = strings[i].len();
-                    return Err(format!("stop[{i}] has {bytes} bytes, not between 1 and {STOP_STRING_BYTES_MAX}"));
+                    return Err(format!("stop[{i}] has {bytes} bytes, not between 1 and {STOP_BYTES_MAX}"));
                 }
                 let Some(tokenizer) = limits.tokenizer.clone() else {
                     return Err("this model has no tokenizer, so that stop strings cannot be found; use token ids".into());
