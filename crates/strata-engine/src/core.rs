@@ -78,6 +78,8 @@ struct State<C: Compute, S> {
     last_uid: u64,
     /// Counts passes, so that the models of a session take turns.
     served: u64,
+    /// Panics outside of passes. What the simulation sees.
+    recoveries: u64,
 }
 
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
@@ -94,6 +96,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             passes: Vec::new(),
             last_uid: 0,
             served: 0,
+            recoveries: 0,
         };
         Core { compute, state }
     }
@@ -141,6 +144,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     /// After a panic in a place that is no pass: the sampler's books may be wrong, so it begins anew; learners that a pass had are gone.
     fn recover(&mut self, c: &C) {
+        self.recoveries += 1;
         self.passes.clear();
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
         let page_tokens = self.batcher.page_tokens();
@@ -727,6 +731,7 @@ fn share(queues: &[Vec<usize>], limit: usize, room: usize) -> Vec<usize> {
     counts
 }
 
+#[cfg(any(test, feature = "simulation"))]
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     /// Requests that are open anywhere in the engine.
     pub(crate) fn open_requests(&self) -> usize {
@@ -762,8 +767,25 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         self.state.batcher.evictions
     }
 
-    pub(crate) fn compute(&self) -> &C {
-        &self.compute
+    /// Panics outside of passes.
+    pub(crate) fn recoveries(&self) -> u64 {
+        self.state.recoveries
+    }
+
+    /// What is still there of what should be over, if anything, when every session has ended and everything is answered.
+    pub(crate) fn leftovers(&self) -> Result<(), String> {
+        let state = &self.state;
+        state.batcher.leftovers()?;
+        state.intake.leftovers()?;
+        let models: Vec<&ModelId> = state.tenants.keys().collect();
+        let samplers: Vec<&SamplerId> = state.samplers.keys().collect();
+        if !models.is_empty() || !samplers.is_empty() || !state.files.is_idle() || !state.passes.is_empty() {
+            return Err(format!("left over: models {models:?}, sampling weights {samplers:?}, passes or files"));
+        }
+        match state.fair.sessions() + state.files.sessions() {
+            0 => Ok(()),
+            n => Err(format!("the shares of {n} sessions that are over are kept")),
+        }
     }
 
     pub(crate) fn storage_mut(&mut self) -> &mut S {

@@ -96,6 +96,14 @@ impl Fair {
     }
 }
 
+#[cfg(any(test, feature = "simulation"))]
+impl Fair {
+    /// Sessions that are remembered.
+    pub(crate) fn sessions(&self) -> usize {
+        self.owners.values().map(|owner| owner.sessions.len()).sum()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -171,7 +171,10 @@ impl<S> Files<S> {
     pub(crate) fn unwritten(&self) -> usize {
         self.saving.len()
     }
+}
 
+#[cfg(any(test, feature = "simulation"))]
+impl<S> Files<S> {
     /// Whether nothing waits or runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.saving.is_empty() && self.loading.is_empty()
@@ -184,6 +187,11 @@ impl<S> Files<S> {
             return Err(format!("saves hold {captured} bytes, {} are counted", self.captured_bytes));
         }
         Ok(())
+    }
+
+    /// Sessions whose shares are remembered.
+    pub(crate) fn sessions(&self) -> usize {
+        self.turns.sessions()
     }
 }
 

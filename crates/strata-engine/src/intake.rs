@@ -73,12 +73,12 @@ struct Inner {
     /// Something has happened since the engine last looked.
     stirred: bool,
     controls: VecDeque<Control>,
-    models: HashMap<ModelId, ModelQueue>,
+    models: BTreeMap<ModelId, ModelQueue>,
     /// Models whose next operation has arrived.
     ready: BTreeSet<ModelId>,
     /// Where an operation waits.
     waiting: HashMap<RequestId, (ModelId, u64)>,
-    samplers: HashMap<SamplerId, (Client, u64)>,
+    samplers: BTreeMap<SamplerId, (Client, u64)>,
     adapter_bytes_used: u64,
 }
 
@@ -390,6 +390,20 @@ impl Intake {
     /// Whether sampling weights are still wanted.
     pub(crate) fn wants_sampler(&self, sampler_id: &str) -> bool {
         self.lock().samplers.contains_key(sampler_id)
+    }
+
+}
+
+#[cfg(any(test, feature = "simulation"))]
+impl Intake {
+    /// What is kept although nothing is open.
+    pub(crate) fn leftovers(&self) -> Result<(), String> {
+        let inner = self.lock();
+        let tables = (inner.controls.len(), inner.models.len(), inner.ready.len(), inner.waiting.len(), inner.samplers.len());
+        if tables != (0, 0, 0, 0, 0) || inner.adapter_bytes_used != 0 {
+            return Err(format!("{tables:?} controls, models, ready, waiting, samplers, and {} bytes are kept", inner.adapter_bytes_used));
+        }
+        Ok(())
     }
 
     /// Requests that wait here.

@@ -177,11 +177,6 @@ impl<C: Compute> Batcher<C> {
         self.page_tokens
     }
 
-    /// Whether nothing waits or runs.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty()
-    }
-
     /// Gives the memory of free pages back to the system.
     pub(crate) fn release_memory(&mut self, compute: &C) {
         compute.release_memory(&mut self.cache, self.pool.free_pages());
@@ -868,7 +863,18 @@ fn look_up_prefix<F>(job: &mut Job<F>, pool: &mut PagePool, page_tokens: usize) 
     job.cache_hit_tokens = job.computed;
 }
 
+#[cfg(any(test, feature = "simulation"))]
 impl<C: Compute> Batcher<C> {
+    /// What is held although nothing is open.
+    pub(crate) fn leftovers(&self) -> Result<(), String> {
+        self.audit()?;
+        let tables = (self.jobs.len(), self.by_id.len(), self.sessions.len(), self.running.len(), self.prefilling.len(), self.lanes);
+        if tables != (0, 0, 0, 0, 0, 0) || !self.pool.is_unused() {
+            return Err(format!("the sampler keeps {tables:?} jobs, names, sessions, samples, prompts and promises, or pages"));
+        }
+        Ok(())
+    }
+
     /// Requests that wait or run.
     pub(crate) fn open(&self) -> usize {
         self.jobs.len()
