@@ -37,7 +37,7 @@ enum SamplerSlot<C: Compute> {
 
 /// A training pass that runs.
 struct PassInWork {
-    /// Who takes part, and with how many tokens; whose turn it was comes first.
+    /// Who takes part, and with how many tokens.
     clients: Vec<(Client, usize)>,
     tokens: usize,
     uids: Vec<u64>,
@@ -332,13 +332,16 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 return ControlFlow::Break(());
             }
             let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
-            let (tokens, first) = (pass.tokens, &pass.clients[0].0);
-            let due = self.fair.standing(first, Work::Training);
+            let tokens = pass.tokens;
+            // Whoever has had least of those in the pass waits for it.
+            let Some(due) = pass.clients.iter().map(|(client, _)| self.fair.standing(client, Work::Training)).min() else {
+                return ControlFlow::Continue(());
+            };
             let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
             let room = self.budget.activation_tokens.saturating_sub(in_work);
             let inner = (tokens / INNER_PASS_FRACTION).min(room);
             match self.next_work(c, inner) {
-                Some((standing, client, work)) if standing <= due => {
+                Some((standing, client, work)) if standing < due => {
                     self.run(c, &client, work, inner);
                     if let Some(pass) = self.passes.last_mut() {
                         pass.charged_until = c.now();
@@ -418,6 +421,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Control::EndSession { client } => {
                 let failure = Failure::User("the session is over".into());
                 self.batcher.cancel_where(|asked| asked.client == client, &failure);
+                // Passes that run charge their clients: whoever is over must not come back that way.
+                self.passes.iter_mut().for_each(|pass| pass.clients.retain(|(other, _)| *other != client));
                 self.fair.forget(&client);
                 self.files.forget(&client);
             }
