@@ -544,8 +544,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 self.files.save(&client, Save { ticket, state, target, bytes }, save_for);
                 self.files.dispatch(&mut self.storage);
             }
-            Op::Snapshot { sampler_id, replace } => {
-                let made = self.snapshot(c, model_id, sampler_id, replace);
+            Op::Snapshot { sampler_id, replace, entry } => {
+                let made = match self.intake.wants_snapshot(&sampler_id, entry) {
+                    true => self.snapshot(c, model_id, &sampler_id, replace),
+                    false => Err(Failure::User(format!("sampling weights {sampler_id} were dropped before they were made"))),
+                };
+                self.intake.snapshot_over(&sampler_id, entry, made.is_ok());
                 reply.send(made.map(|()| Response::Sampler));
             }
             Op::Load { source, with_optimizer } => {
@@ -557,30 +561,18 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
     }
 
-    fn snapshot(&mut self, c: &C, model_id: &str, sampler_id: SamplerId, replace: bool) -> Result<(), Failure> {
-        if !self.intake.wants_sampler(&sampler_id) {
-            return Err(Failure::User(format!("sampling weights {sampler_id} were dropped before they were made")));
-        }
-        if !replace && self.samplers.contains_key(&sampler_id) {
+    fn snapshot(&mut self, c: &C, model_id: &str, sampler_id: &str, replace: bool) -> Result<(), Failure> {
+        if !replace && self.samplers.contains_key(sampler_id) {
             return Err(Failure::User(format!("sampling weights {sampler_id} exist already")));
         }
         let tenant = self.tenants.get_mut(model_id);
         let Some(tenant) = tenant else { return Err(Failure::User(format!("there is no model {model_id}"))) };
         let client = tenant.client.clone();
         let learner = tenant.learner.as_mut().ok_or_else(|| Failure::User(format!("model {model_id} is not there yet")))?;
-        match c.freeze(learner) {
-            // Samples that run keep the weights they began with.
-            Ok(weights) => {
-                self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights });
-                Ok(())
-            }
-            Err(failure) => {
-                if !self.samplers.contains_key(&sampler_id) {
-                    self.intake.remove_sampler(&sampler_id, &failure);
-                }
-                Err(failure)
-            }
-        }
+        // Samples that run keep the weights they began with.
+        let weights = c.freeze(learner)?;
+        self.samplers.insert(sampler_id.to_owned(), SamplerSlot::Ready { client, weights });
+        Ok(())
     }
 
     // Files that have been written or read.

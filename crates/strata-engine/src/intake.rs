@@ -27,7 +27,8 @@ pub(crate) enum Op {
     Forward { data: Vec<PreparedDatum>, backward: bool },
     Optim(AdamParams),
     Save { target: SaveTarget, with_optimizer: bool },
-    Snapshot { sampler_id: SamplerId, replace: bool },
+    /// `entry` is what the name stood for when the operation was accepted.
+    Snapshot { sampler_id: SamplerId, replace: bool, entry: u64 },
     Load { source: CheckpointSource, with_optimizer: bool },
     Refused(Failure),
 }
@@ -67,6 +68,18 @@ struct ModelQueue {
     waiting: BTreeMap<u64, QueuedOp>,
 }
 
+/// A name for sampling weights, and the room they take.
+struct SamplerEntry {
+    /// Distinguishes it from an earlier one of the same name.
+    uid: u64,
+    client: Client,
+    bytes: u64,
+    /// Whether there is something behind it, or a request of its own that will tell.
+    made: bool,
+    /// Snapshots that have not begun and are to make it. Without any, and not made, the name is given up.
+    pending: usize,
+}
+
 #[derive(Default)]
 struct Inner {
     closed: bool,
@@ -78,7 +91,8 @@ struct Inner {
     ready: BTreeSet<ModelId>,
     /// Where an operation waits.
     waiting: HashMap<RequestId, (ModelId, u64)>,
-    samplers: BTreeMap<SamplerId, (Client, u64)>,
+    samplers: BTreeMap<SamplerId, SamplerEntry>,
+    last_uid: u64,
     adapter_bytes_used: u64,
 }
 
@@ -157,7 +171,9 @@ impl Intake {
             return Err(format!("sampling weights {sampler_id} exist already"));
         }
         self.take_adapter_room(&mut inner, bytes)?;
-        inner.samplers.insert(sampler_id.clone(), (client.clone(), bytes));
+        inner.last_uid += 1;
+        let entry = SamplerEntry { uid: inner.last_uid, client: client.clone(), bytes, made: true, pending: 0 };
+        inner.samplers.insert(sampler_id.clone(), entry);
         Ok(())
     }
 
@@ -199,7 +215,7 @@ impl Intake {
                 return Err(refusal);
             }
         };
-        let Inner { models, ready, waiting, samplers, adapter_bytes_used, .. } = &mut *inner;
+        let Inner { models, ready, waiting, samplers, adapter_bytes_used, last_uid, .. } = &mut *inner;
         let Some(queue) = models.get_mut(model_id) else {
             queued.reply.withdraw();
             return Err(Refusal::User(format!("there is no model {model_id}")));
@@ -218,22 +234,28 @@ impl Intake {
                 return Err(refusal);
             }
         };
-        if let Op::Snapshot { sampler_id, replace } = &queued.op
-            && !(*replace && samplers.contains_key(sampler_id))
-        {
+        if let Op::Snapshot { sampler_id, replace, entry } = &mut queued.op {
             let need = queue.bytes.frozen;
-            let refused = if samplers.contains_key(sampler_id) {
-                Some(format!("sampling weights {sampler_id} exist already"))
-            } else if *adapter_bytes_used + need > self.adapter_bytes_max {
-                Some(format!(
+            let refused = match samplers.get_mut(sampler_id) {
+                Some(there) if *replace => {
+                    there.pending += 1;
+                    *entry = there.uid;
+                    None
+                }
+                Some(_) => Some(format!("sampling weights {sampler_id} exist already")),
+                None if *adapter_bytes_used + need > self.adapter_bytes_max => Some(format!(
                     "a snapshot needs {need} bytes, but models and samplers take {adapter_bytes_used} of the {} bytes set aside \
                      for adapters; free some, or start the server with more memory",
                     self.adapter_bytes_max
-                ))
-            } else {
-                *adapter_bytes_used += need;
-                samplers.insert(sampler_id.clone(), (queue.client.clone(), need));
-                None
+                )),
+                None => {
+                    *last_uid += 1;
+                    *entry = *last_uid;
+                    *adapter_bytes_used += need;
+                    let made = SamplerEntry { uid: *entry, client: queue.client.clone(), bytes: need, made: false, pending: 1 };
+                    samplers.insert(sampler_id.clone(), made);
+                    None
+                }
             };
             if let Some(reason) = refused {
                 queued.op = Op::Refused(Failure::User(reason));
@@ -278,7 +300,7 @@ impl Intake {
         for model_id in models {
             inner.controls.push_back(Control::Unload { model_id, failure: failure.clone() });
         }
-        let samplers: Vec<SamplerId> = inner.samplers.iter().filter(|(_, s)| s.0 == *client).map(|(id, _)| id.clone()).collect();
+        let samplers: Vec<SamplerId> = inner.samplers.iter().filter(|(_, s)| s.client == *client).map(|(id, _)| id.clone()).collect();
         for sampler_id in samplers {
             inner.remove_sampler(&sampler_id);
             inner.controls.push_back(Control::DropSampler { sampler_id, failure: failure.clone() });
@@ -296,12 +318,9 @@ impl Intake {
         if let Some((model_id, seq_id)) = place
             && let Some(queued) = inner.models.get_mut(&model_id).and_then(|q| q.waiting.get_mut(&seq_id))
         {
-            let snapshot = match &queued.op {
-                Op::Snapshot { sampler_id, replace: false } => Some(sampler_id.clone()),
-                _ => None,
-            };
-            over = Some(std::mem::replace(&mut queued.op, Op::Refused(failure.clone())));
-            snapshot.map(|sampler_id| inner.remove_sampler(&sampler_id));
+            let op = std::mem::replace(&mut queued.op, Op::Refused(failure.clone()));
+            inner.give_up_snapshot(&op);
+            over = Some(op);
         } else {
             inner.controls.push_back(Control::Cancel { request_id: request_id.clone() });
         }
@@ -387,6 +406,16 @@ impl Intake {
         self.lock().models.contains_key(model_id)
     }
 
+    /// Whether a snapshot is still wanted: its name stands for what it stood for when the snapshot was accepted.
+    pub(crate) fn wants_snapshot(&self, sampler_id: &str, entry: u64) -> bool {
+        self.lock().samplers.get(sampler_id).is_some_and(|there| there.uid == entry)
+    }
+
+    /// Notes what became of a snapshot: a name with nothing behind it is given up.
+    pub(crate) fn snapshot_over(&self, sampler_id: &str, entry: u64, made: bool) {
+        self.lock().snapshot_over(sampler_id, entry, made);
+    }
+
     /// Whether sampling weights are still wanted.
     pub(crate) fn wants_sampler(&self, sampler_id: &str) -> bool {
         self.lock().samplers.contains_key(sampler_id)
@@ -416,7 +445,7 @@ impl Intake {
     pub(crate) fn audit(&self) -> Result<(), String> {
         let inner = self.lock();
         let models: u64 = inner.models.values().map(|q| q.bytes.training).sum();
-        let samplers: u64 = inner.samplers.values().map(|s| s.1).sum();
+        let samplers: u64 = inner.samplers.values().map(|s| s.bytes).sum();
         if models + samplers != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
             return Err(format!("adapters take {models} + {samplers} bytes, {} are counted", inner.adapter_bytes_used));
         }
@@ -428,6 +457,13 @@ impl Intake {
             inner.models.iter().filter(|(_, q)| q.waiting.contains_key(&q.next)).map(|(id, _)| id).collect();
         if ready != inner.ready.iter().collect() {
             return Err(format!("{ready:?} are ready, {:?} are noted", inner.ready));
+        }
+        for (id, entry) in &inner.samplers {
+            let waits = |op: &&QueuedOp| matches!(&op.op, Op::Snapshot { entry: uid, .. } if *uid == entry.uid);
+            let pending = inner.models.values().flat_map(|q| q.waiting.values()).filter(waits).count();
+            if pending != entry.pending || (pending == 0 && !entry.made) {
+                return Err(format!("sampling weights {id}: {pending} snapshots wait, {} are counted", entry.pending));
+            }
         }
         if self.ledger.used() > self.ledger.total() {
             return Err(format!("{} of {} bytes are charged", self.ledger.used(), self.ledger.total()));
@@ -443,18 +479,31 @@ impl Inner {
         self.adapter_bytes_used -= queue.bytes.training;
         for queued in queue.waiting.values() {
             self.waiting.remove(&queued.id);
-            if let Op::Snapshot { sampler_id, replace: false } = &queued.op {
-                let bytes = self.samplers.remove(sampler_id).map_or(0, |s| s.1);
-                self.adapter_bytes_used -= bytes;
-            }
+            self.give_up_snapshot(&queued.op);
         }
         Some(queue)
     }
 
     fn remove_sampler(&mut self, sampler_id: &str) -> bool {
-        let Some((_, bytes)) = self.samplers.remove(sampler_id) else { return false };
-        self.adapter_bytes_used -= bytes;
+        let Some(entry) = self.samplers.remove(sampler_id) else { return false };
+        self.adapter_bytes_used -= entry.bytes;
         true
+    }
+
+    /// Forgets a snapshot that will not be made, and its name if nothing else is behind it.
+    fn give_up_snapshot(&mut self, op: &Op) {
+        if let Op::Snapshot { sampler_id, entry, .. } = op {
+            self.snapshot_over(sampler_id, *entry, false);
+        }
+    }
+
+    fn snapshot_over(&mut self, sampler_id: &str, uid: u64, made: bool) {
+        let Some(entry) = self.samplers.get_mut(sampler_id).filter(|entry| entry.uid == uid) else { return };
+        entry.pending -= 1;
+        entry.made |= made;
+        if !entry.made && entry.pending == 0 {
+            self.remove_sampler(sampler_id);
+        }
     }
 }
 
@@ -567,11 +616,18 @@ mod tests {
         assert!(intake.add_model(&"one more".into(), &client(), BYTES).unwrap_err().contains("100 bytes"));
         let gone = Failure::User("gone".into());
         assert!(intake.remove_model("m3", &gone));
-        let snapshot = |name: &str| Op::Snapshot { sampler_id: name.into(), replace: false };
+        let snapshot = |name: &str| Op::Snapshot { sampler_id: name.into(), replace: false, entry: 0 };
         for seq in 1..=4 {
             intake.accept_op("m", seq, 1, queued(seq, snapshot(&seq.to_string())).0).unwrap();
         }
-        let refused = (0..4).filter(|_| matches!(intake.begin_op("m", |_| true).unwrap().op, Op::Refused(_))).count();
+        let refused = (0..4).filter(|_| match intake.begin_op("m", |_| true).unwrap().op {
+            Op::Snapshot { sampler_id, entry, .. } => {
+                intake.snapshot_over(&sampler_id, entry, true);
+                false
+            }
+            _ => true,
+        });
+        let refused = refused.count();
         assert_eq!(refused, 1, "three snapshots fit in the place of a model");
         assert!(intake.remove_sampler("2", &gone) && !intake.wants_sampler("2"));
         assert!(!intake.remove_sampler("2", &gone));
@@ -582,9 +638,30 @@ mod tests {
     }
 
     #[test]
+    fn a_name_whose_last_snapshot_is_given_up_is_given_up() {
+        let intake = intake(1 << 20);
+        let gone = Failure::User("gone".into());
+        let replacing = || Op::Snapshot { sampler_id: "x".into(), replace: true, entry: 0 };
+        for seq in 1..=3 {
+            intake.accept_op("m", seq, 1, queued(seq, replacing()).0).unwrap();
+        }
+        intake.cancel(&"m:1".into(), &gone);
+        assert!(intake.wants_sampler("x"), "the second will make it");
+        begin(&intake).unwrap();
+        let Op::Snapshot { entry, .. } = intake.begin_op("m", |_| true).unwrap().op else { panic!("the second is a snapshot") };
+        intake.remove_sampler("x", &gone);
+        assert!(!intake.wants_snapshot("x", entry));
+        intake.accept_op("m", 4, 1, queued(4, replacing()).0).unwrap();
+        assert!(!intake.wants_snapshot("x", entry), "the name stands for something else now");
+        assert!(intake.remove_model("m", &gone) && !intake.wants_sampler("x"));
+        assert_eq!(intake.lock().adapter_bytes_used, 0);
+        intake.audit().unwrap();
+    }
+
+    #[test]
     fn what_is_cancelled_keeps_its_place_and_what_ends_is_answered() {
         let intake = intake(1 << 20);
-        let (first, _) = queued(1, Op::Snapshot { sampler_id: "x".into(), replace: false });
+        let (first, _) = queued(1, Op::Snapshot { sampler_id: "x".into(), replace: false, entry: 0 });
         let (second, rx) = queued(2, Op::Optim(AdamParams::default()));
         intake.accept_op("m", 1, 1, first).unwrap();
         intake.accept_op("m", 2, 1, second).unwrap();

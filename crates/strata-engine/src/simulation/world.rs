@@ -109,7 +109,9 @@ struct Session {
 struct Model {
     name: String,
     session: usize,
+    /// The rank that room was set aside for, and the one that it has.
     rank: usize,
+    shape: usize,
     gone: bool,
     made: bool,
     next_seq: u64,
@@ -355,6 +357,7 @@ impl World {
             name,
             session,
             rank: lora.rank,
+            shape: lora.rank,
             gone: false,
             made: false,
             next_seq: 1,
@@ -447,7 +450,7 @@ impl World {
     }
 
     fn op(&mut self, model: usize) -> (TrainOp, Option<String>) {
-        let rank = self.models[model].rank;
+        let rank = self.models[model].shape;
         let op = match self.rng.below(100) {
             0..48 => {
                 let (mut data, loss) = self.data();
@@ -805,7 +808,7 @@ impl World {
                 if lora.rank != content.rank {
                     return Err(format!("it has rank {}, not {}", lora.rank, content.rank));
                 }
-                // The room that was set aside was for the declared rank.
+                m.shape = content.rank;
             }
             (Some(Err(failure)), request) => {
                 m.gone = true;
@@ -868,7 +871,7 @@ impl World {
         if let (TrainOp::SaveState(target) | TrainOp::SaveSampler(target), Some(numbers)) = (&op, self.models[model].numbers) {
             // What it holds is decided now, whenever it is written.
             let moments = matches!(op, TrainOp::SaveState(_)).then_some(numbers.moments);
-            let content = Content { rank: self.models[model].rank, weights: numbers.weights, moments };
+            let content = Content { rank: self.models[model].shape, weights: numbers.weights, moments };
             let save_id = target.metadata["save_id"].as_str().unwrap_or_default().to_string();
             self.expected_saves.insert(save_id, content);
         }
@@ -947,7 +950,7 @@ impl World {
                 let save_id = source.save_id.as_deref().unwrap_or_default();
                 let contents = self.contents.borrow();
                 let Some(content) = contents.written.get(save_id) else { return fail("it loaded what was never written".into()) };
-                if content.rank != self.models[model].rank {
+                if content.rank != self.models[model].shape {
                     return fail("it loaded an adapter of another shape".into());
                 }
                 let moments = content.moments.filter(|_| with_optimizer).unwrap_or(0);
