@@ -549,10 +549,7 @@ impl World {
             let wrong = Plan::new(&sample, &limits).err();
             let known = self.rng.chance(98);
             let s = &self.samplers[sampler];
-            let kind = match known {
-                true => Kind::Sample { sampler: Some(sampler), version: s.versions.len().checked_sub(1) },
-                false => Kind::Sample { sampler: None, version: None },
-            };
+            let kind = Kind::Sample { sampler: None, version: None };
             let sampler_id = if known { s.name.clone() } else { "nowhere".into() };
             let asked = self.ask(session, kind, Request::Sample { sampler_id, sample });
             self.asked[asked].wrong = wrong;
@@ -587,7 +584,8 @@ impl World {
         let name = self.samplers[sampler].name.clone();
         for asked in self.asked.iter_mut().filter(|a| a.outcome.is_none()) {
             let names = match &asked.kind {
-                Kind::Sample { sampler: Some(s), .. } | Kind::CreateSampler { sampler: s } => *s == sampler,
+                Kind::Sample { sampler: Some(s), .. } => *s == sampler && asked.accepted.is_some(),
+                Kind::CreateSampler { sampler: s } => *s == sampler,
                 Kind::Train { .. } => {
                     matches!(&asked.request, Request::Train { op: TrainOp::Snapshot { sampler_id, .. }, .. } if *sampler_id == name)
                         && asked.accepted.is_some()
@@ -645,6 +643,11 @@ impl World {
             // Another may have its name by now.
             let m = &self.models[model];
             self.asked[asked].given_up |= m.gone && self.models.iter().any(|other| !other.gone && other.name == m.name);
+        }
+        if let (Request::Sample { sampler_id, .. }, None) = (&self.asked[asked].request, self.asked[asked].accepted) {
+            let sampler = self.samplers.iter().position(|s| s.name == *sampler_id && !s.gone);
+            let version = sampler.and_then(|s| self.samplers[s].versions.len().checked_sub(1));
+            self.asked[asked].kind = Kind::Sample { sampler, version };
         }
         let a = &mut self.asked[asked];
         if a.given_up || (a.accepted.is_none() && self.sessions[a.session].over && !matches!(a.request, Request::EndSession)) {
