@@ -30,9 +30,9 @@ const INNER_PASS_FRACTION: usize = 4;
 
 /// Sampling weights by name.
 enum SamplerSlot<C: Compute> {
-    Ready { client: Client, weights: (WeightsId, C::Frozen) },
+    Ready { weights: (WeightsId, C::Frozen), bytes: u64 },
     /// Being loaded.
-    Loading { ticket: u64, client: Client, reply: PendingReply, queued: Vec<(Plan, Asked)> },
+    Loading { ticket: u64, reply: PendingReply, queued: Vec<(Plan, Asked)> },
 }
 
 /// A training pass that runs.
@@ -73,6 +73,8 @@ struct State<C: Compute, S> {
     fair: Fair,
     storage: S,
     files: Files<C::State>,
+    /// Weights of samples that run and whose name stands for others since, and under what their memory is kept.
+    retired: Vec<(u64, WeightsId)>,
     /// Passes that run, each between two layers of the one before.
     passes: Vec<PassInWork>,
     last_uid: u64,
@@ -93,6 +95,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             storage,
             files: Files::new(budget.captured_bytes),
             budget,
+            retired: Vec::new(),
             passes: Vec::new(),
             last_uid: 0,
             served: 0,
@@ -158,6 +161,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     /// Takes requests and files that have arrived, and begins the operations whose turn it is.
     fn take_arrivals(&mut self, c: &C) {
+        self.retired.retain(|&(key, weights)| {
+            let used = self.batcher.uses(weights);
+            if !used {
+                self.intake.release(key);
+            }
+            used
+        });
         while let Some(control) = self.intake.next_control() {
             self.control(c, control);
         }
@@ -421,6 +431,11 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Control::EndSession { client } => {
                 let failure = Failure::User("the session is over".into());
                 self.batcher.cancel_where(|asked| asked.client == client, &failure);
+                for slot in self.samplers.values_mut() {
+                    let SamplerSlot::Loading { queued, .. } = slot else { continue };
+                    let over = queued.extract_if(.., |(_, asked)| asked.client == client);
+                    over.for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
+                }
                 // Passes that run charge their clients: whoever is over must not come back that way.
                 self.passes.iter_mut().for_each(|pass| pass.clients.retain(|(other, _)| *other != client));
                 self.fair.forget(&client);
@@ -449,13 +464,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             return reply.fail_user(format!("sampling weights {sampler_id} were dropped before they were made"));
         }
         let Some((source, lora)) = source else {
-            self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights: (WeightsId::BASE, c.base()) });
+            self.samplers.insert(sampler_id, SamplerSlot::Ready { weights: (WeightsId::BASE, c.base()), bytes: 0 });
             return reply.send(Ok(Response::Sampler));
         };
         let ticket = self.next_uid();
         let load_for = LoadFor::Sampler { sampler_id: sampler_id.clone(), lora };
         self.files.load(&client, Load { ticket, source, with_optimizer: false }, load_for);
-        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, client, reply, queued: Vec::new() });
+        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, reply, queued: Vec::new() });
     }
 
     fn drop_sampler(&mut self, sampler_id: &str, failure: &Failure) {
@@ -498,8 +513,21 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     fn begin_ops(&mut self, c: &C, model_id: &str) {
         let ahead_max = self.budget.pass_tokens;
         loop {
+            let ticket = self.next_uid();
             let Some(tenant) = self.tenants.get(model_id) else { return };
-            let Some(queued) = self.intake.begin_op(model_id, |op| tenant.may_begin(op, ahead_max)) else { return };
+            let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
+                Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
+                _ => None,
+            };
+            let mut retired = None;
+            let queued = self.intake.begin_op(model_id, ticket, |op| {
+                if let Op::Snapshot { sampler_id, replace: true, .. } = op {
+                    retired = replaced(sampler_id);
+                }
+                tenant.may_begin(op, ahead_max).then_some(retired.map_or(0, |(_, bytes)| bytes))
+            });
+            let Some(queued) = queued else { return };
+            self.retired.extend(retired.map(|(weights, _)| (ticket, weights)));
             self.begin(c, model_id, queued);
         }
     }
@@ -538,6 +566,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 if !captured {
                     // No room for a copy: the model goes on once its state is written.
                     tenant.saving = Some(ticket);
+                    self.intake.keep(ticket, model_id, bytes);
                 }
                 let save_for = SaveFor { dir: target.dir.clone(), reply, captured_bytes: if captured { bytes } else { 0 } };
                 let client = tenant.client.clone();
@@ -567,11 +596,11 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
         let tenant = self.tenants.get_mut(model_id);
         let Some(tenant) = tenant else { return Err(Failure::User(format!("there is no model {model_id}"))) };
-        let client = tenant.client.clone();
         let learner = tenant.learner.as_mut().ok_or_else(|| Failure::User(format!("model {model_id} is not there yet")))?;
         // Samples that run keep the weights they began with.
         let weights = c.freeze(learner)?;
-        self.samplers.insert(sampler_id.to_owned(), SamplerSlot::Ready { client, weights });
+        let bytes = c.adapter_bytes(&tenant.lora).map_or(0, |bytes| bytes.frozen);
+        self.samplers.insert(sampler_id.to_owned(), SamplerSlot::Ready { weights, bytes });
         Ok(())
     }
 
@@ -583,6 +612,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 tenant.saving = None;
             }
         }
+        self.intake.release(ticket);
         let Some(SaveFor { dir, reply, .. }) = self.files.saved(ticket) else { return };
         reply.send(result.map(|size_bytes| Response::Saved { dir, size_bytes }));
     }
@@ -630,15 +660,15 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         if !is_it {
             return;
         }
-        let Some(SamplerSlot::Loading { client, reply, queued, .. }) = self.samplers.remove(&sampler_id) else { return };
+        let Some(SamplerSlot::Loading { reply, queued, .. }) = self.samplers.remove(&sampler_id) else { return };
         let weights = result.and_then(|state| {
             fits(c, &state, lora).map_err(Failure::User)?;
-            c.freeze_state(&state)
+            Ok((c.freeze_state(&state)?, c.state_bytes(&state).frozen))
         });
         match weights {
-            Ok(frozen) => {
+            Ok((frozen, bytes)) => {
                 let weights = (WeightsId::fresh(), frozen);
-                self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights: weights.clone() });
+                self.samplers.insert(sampler_id, SamplerSlot::Ready { weights: weights.clone(), bytes });
                 reply.send(Ok(Response::Sampler));
                 queued.into_iter().for_each(|(plan, asked)| self.batcher.submit(plan, weights.clone(), asked));
             }

@@ -129,6 +129,11 @@ impl EngineHandle {
         EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) }
     }
 
+    #[cfg(any(test, feature = "simulation"))]
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.shared.admission.intake
+    }
+
     /// What the engine serves.
     pub fn info(&self) -> &EngineInfo {
         &self.shared.info

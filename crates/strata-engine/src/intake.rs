@@ -93,7 +93,16 @@ struct Inner {
     waiting: HashMap<RequestId, (ModelId, u64)>,
     samplers: BTreeMap<SamplerId, SamplerEntry>,
     last_uid: u64,
+    /// Memory of adapters that outlives their names, or may.
+    kept: BTreeMap<u64, Kept>,
     adapter_bytes_used: u64,
+}
+
+/// Memory of an adapter that something still needs.
+struct Kept {
+    bytes: u64,
+    /// The model in whose room it still is.
+    within: Option<ModelId>,
 }
 
 /// The keeper.
@@ -237,18 +246,20 @@ impl Intake {
         if let Op::Snapshot { sampler_id, replace, entry } = &mut queued.op {
             let need = queue.bytes.frozen;
             let refused = match samplers.get_mut(sampler_id) {
-                Some(there) if *replace => {
+                Some(there) if *replace && *adapter_bytes_used + need.saturating_sub(there.bytes) <= self.adapter_bytes_max => {
+                    *adapter_bytes_used += need.saturating_sub(there.bytes);
+                    there.bytes = there.bytes.max(need);
                     there.pending += 1;
                     *entry = there.uid;
                     None
                 }
-                Some(_) => Some(format!("sampling weights {sampler_id} exist already")),
-                None if *adapter_bytes_used + need > self.adapter_bytes_max => Some(format!(
+                Some(_) if !*replace => Some(format!("sampling weights {sampler_id} exist already")),
+                there if there.is_some() || *adapter_bytes_used + need > self.adapter_bytes_max => Some(format!(
                     "a snapshot needs {need} bytes, but models and samplers take {adapter_bytes_used} of the {} bytes set aside \
                      for adapters; free some, or start the server with more memory",
                     self.adapter_bytes_max
                 )),
-                None => {
+                _ => {
                     *last_uid += 1;
                     *entry = *last_uid;
                     *adapter_bytes_used += need;
@@ -384,13 +395,19 @@ impl Intake {
         self.lock().ready.iter().cloned().collect()
     }
 
-    /// Begins the next operation of a model, if it has arrived and `may_begin` lets it.
-    pub(crate) fn begin_op(&self, model_id: &str, may_begin: impl FnOnce(&Op) -> bool) -> Option<QueuedOp> {
+    /// Begins the next operation of a model, if it has arrived, `may_begin` lets it, and there is room for the bytes of adapters that will
+    /// outlive their names by it: those are kept under `key`.
+    pub(crate) fn begin_op(&self, model_id: &str, key: u64, may_begin: impl FnOnce(&Op) -> Option<u64>) -> Option<QueuedOp> {
         let mut inner = self.lock();
-        let Inner { models, ready, waiting, .. } = &mut *inner;
+        let Inner { models, ready, waiting, kept, adapter_bytes_used, .. } = &mut *inner;
         let queue = models.get_mut(model_id)?;
-        if !may_begin(&queue.waiting.get(&queue.next)?.op) {
+        let bytes = may_begin(&queue.waiting.get(&queue.next)?.op)?;
+        if *adapter_bytes_used + bytes > self.adapter_bytes_max {
             return None;
+        }
+        if bytes > 0 {
+            *adapter_bytes_used += bytes;
+            kept.insert(key, Kept { bytes, within: None });
         }
         let queued = queue.waiting.remove(&queue.next)?;
         queue.next += 1;
@@ -399,6 +416,24 @@ impl Intake {
         }
         waiting.remove(&queued.id);
         Some(queued)
+    }
+
+    /// Notes that a part of a model's memory is needed until [`Intake::release`], also if the model is given up before.
+    pub(crate) fn keep(&self, key: u64, model_id: &str, bytes: u64) {
+        let mut inner = self.lock();
+        let within = inner.models.contains_key(model_id).then(|| model_id.to_owned());
+        if within.is_none() {
+            inner.adapter_bytes_used += bytes;
+        }
+        inner.kept.insert(key, Kept { bytes, within });
+    }
+
+    /// Gives back what was kept.
+    pub(crate) fn release(&self, key: u64) {
+        let mut inner = self.lock();
+        if let Some(Kept { bytes, within: None }) = inner.kept.remove(&key) {
+            inner.adapter_bytes_used -= bytes;
+        }
     }
 
     /// Whether a model is still wanted.
@@ -425,11 +460,16 @@ impl Intake {
 
 #[cfg(any(test, feature = "simulation"))]
 impl Intake {
+    /// Bytes of adapters that outlive their names.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.lock().kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum()
+    }
+
     /// What is kept although nothing is open.
     pub(crate) fn leftovers(&self) -> Result<(), String> {
         let inner = self.lock();
         let tables = (inner.controls.len(), inner.models.len(), inner.ready.len(), inner.waiting.len(), inner.samplers.len());
-        if tables != (0, 0, 0, 0, 0) || inner.adapter_bytes_used != 0 {
+        if tables != (0, 0, 0, 0, 0) || !inner.kept.is_empty() || inner.adapter_bytes_used != 0 {
             return Err(format!("{tables:?} controls, models, ready, waiting, samplers, and {} bytes are kept", inner.adapter_bytes_used));
         }
         Ok(())
@@ -446,8 +486,9 @@ impl Intake {
         let inner = self.lock();
         let models: u64 = inner.models.values().map(|q| q.bytes.training).sum();
         let samplers: u64 = inner.samplers.values().map(|s| s.bytes).sum();
-        if models + samplers != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
-            return Err(format!("adapters take {models} + {samplers} bytes, {} are counted", inner.adapter_bytes_used));
+        let kept: u64 = inner.kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum();
+        if models + samplers + kept != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
+            return Err(format!("adapters take {models} + {samplers} + {kept} bytes, {} are counted", inner.adapter_bytes_used));
         }
         let waiting: HashSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
         if waiting.len() != inner.waiting.len() {
@@ -477,6 +518,10 @@ impl Inner {
         let queue = self.models.remove(model_id)?;
         self.ready.remove(model_id);
         self.adapter_bytes_used -= queue.bytes.training;
+        for kept in self.kept.values_mut().filter(|kept| kept.within.as_deref() == Some(model_id)) {
+            kept.within = None;
+            self.adapter_bytes_used += kept.bytes;
+        }
         for queued in queue.waiting.values() {
             self.waiting.remove(&queued.id);
             self.give_up_snapshot(&queued.op);
@@ -572,7 +617,7 @@ mod tests {
     }
 
     fn begin(intake: &Intake) -> Option<RequestId> {
-        intake.begin_op("m", |_| true).map(|queued| queued.id.clone())
+        intake.begin_op("m", 0, |_| Some(0)).map(|queued| queued.id.clone())
     }
 
     #[test]
@@ -620,7 +665,7 @@ mod tests {
         for seq in 1..=4 {
             intake.accept_op("m", seq, 1, queued(seq, snapshot(&seq.to_string())).0).unwrap();
         }
-        let refused = (0..4).filter(|_| match intake.begin_op("m", |_| true).unwrap().op {
+        let refused = (0..4).filter(|_| match intake.begin_op("m", 0, |_| Some(0)).unwrap().op {
             Op::Snapshot { sampler_id, entry, .. } => {
                 intake.snapshot_over(&sampler_id, entry, true);
                 false
@@ -648,7 +693,7 @@ mod tests {
         intake.cancel(&"m:1".into(), &gone);
         assert!(intake.wants_sampler("x"), "the second will make it");
         begin(&intake).unwrap();
-        let Op::Snapshot { entry, .. } = intake.begin_op("m", |_| true).unwrap().op else { panic!("the second is a snapshot") };
+        let Op::Snapshot { entry, .. } = intake.begin_op("m", 0, |_| Some(0)).unwrap().op else { panic!("the second is a snapshot") };
         intake.remove_sampler("x", &gone);
         assert!(!intake.wants_snapshot("x", entry));
         intake.accept_op("m", 4, 1, queued(4, replacing()).0).unwrap();
@@ -667,7 +712,7 @@ mod tests {
         intake.accept_op("m", 2, 1, second).unwrap();
         intake.cancel(&"m:1".into(), &Failure::User("cancelled".into()));
         assert!(!intake.wants_sampler("x"));
-        assert!(matches!(intake.begin_op("m", |_| true).unwrap().op, Op::Refused(_)));
+        assert!(matches!(intake.begin_op("m", 0, |_| Some(0)).unwrap().op, Op::Refused(_)));
         assert!(rx.try_recv().is_err());
         intake.end_session(&client(), &Failure::User("over".into()));
         assert_eq!(rx.try_recv().unwrap().unwrap_err(), Failure::User("over".into()));

@@ -172,6 +172,11 @@ impl<C: Compute> Batcher<C> {
         }
     }
 
+    /// Whether an open request samples with these weights.
+    pub(crate) fn uses(&self, weights: WeightsId) -> bool {
+        self.jobs.values().any(|job| job.weights.0 == weights)
+    }
+
     /// Tokens in a page.
     pub(crate) fn page_tokens(&self) -> usize {
         self.page_tokens

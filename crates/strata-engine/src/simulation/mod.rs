@@ -19,6 +19,8 @@ use crate::sampler::SamplerLimits;
 
 mod disk;
 pub mod oracle;
+#[cfg(test)]
+mod shares;
 mod toy;
 mod world;
 

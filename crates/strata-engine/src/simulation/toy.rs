@@ -22,6 +22,8 @@ pub(super) const BASE_COST: Duration = Duration::from_micros(80);
 pub(super) const TOKEN_COST: Duration = Duration::from_micros(10);
 /// What an optimizer step costs.
 pub(super) const OPTIM_COST: Duration = Duration::from_micros(300);
+/// What freezing an adapter costs.
+pub(super) const FREEZE_COST: Duration = Duration::from_micros(100);
 /// The largest rank of an adapter.
 pub(super) const RANK_MAX: usize = 8;
 /// What no cell may hold when it is read.
@@ -322,6 +324,9 @@ impl Compute for Toy {
     fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Frozen), Failure> {
         if self.shared.chance(self.shared.faults.get().adapter) {
             return Err(Failure::Server("toy fault".into()));
+        }
+        if learner.frozen.is_none() {
+            self.shared.spend(FREEZE_COST);
         }
         let frozen = learner.frozen.get_or_insert_with(|| (WeightsId::fresh(), self.freeze(learner.rank, learner.params.weights)));
         Ok(frozen.clone())

@@ -375,7 +375,7 @@ impl World {
     fn room(&self) -> u64 {
         let models: u64 = self.models.iter().filter(|m| !m.gone).map(|m| bytes_of(m.rank).training).sum();
         let samplers: u64 = self.samplers.iter().filter(|s| !s.gone).map(|s| s.bytes).sum();
-        self.limits.adapter_bytes.saturating_sub(models + samplers)
+        self.limits.adapter_bytes.saturating_sub(models + samplers + self.handle.intake().kept_bytes())
     }
 
     fn tokens(&mut self, length: usize) -> Vec<i64> {
@@ -693,7 +693,9 @@ impl World {
                 self.samplers.push(Sampler { name, session, bytes, gone: false, versions: Vec::new(), pending: 0 });
                 self.samplers.len() - 1
             });
-            self.samplers[sampler].pending += 1;
+            let bytes = bytes_of(self.models[model].rank).frozen;
+            let s = &mut self.samplers[sampler];
+            (s.pending, s.bytes) = (s.pending + 1, s.bytes.max(bytes));
         }
     }
 
