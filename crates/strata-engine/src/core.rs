@@ -192,7 +192,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Who is next and with what, of those that have something to run; training only if its next example has at most `pass_tokens`.
     fn next_work(&mut self, c: &C, pass_tokens: usize) -> Option<(Standing, Client, Work)> {
         let sampling = self.batcher.runnable(c).into_iter().map(|client| (client, Work::Sampling));
-        let ready = self.tenants.values().filter(|t| t.next_example().is_some_and(|n| n <= pass_tokens));
+        let ready = self.tenants.values().filter(|t| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
         let mut training: Vec<(Client, Work)> = ready.map(|t| (t.client.clone(), Work::Training)).collect();
         training.dedup();
         let all = sampling.chain(training).map(|(client, work)| (self.fair.standing(&client, work), client, work));
@@ -202,7 +202,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     fn run(&mut self, c: &C, client: &Client, work: Work, pass_tokens: usize) {
         self.fair.serve(client, work);
         match work {
-            Work::Training => self.run_pass(c, client, pass_tokens),
+            Work::Training => self.train(c, client, pass_tokens),
             Work::Sampling => {
                 let mut order = self.batcher.runnable(c);
                 order.sort_by_key(|other| (other != client, self.fair.standing(other, Work::Sampling)));
@@ -222,6 +222,19 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     }
 
     // Training passes.
+
+    /// Runs what the model of a session needs that has waited longest: an operation on its adapter, or a pass.
+    fn train(&mut self, c: &C, client: &Client, pass_tokens: usize) {
+        let of_client = self.tenants.iter().filter(|(_, t)| t.client == *client);
+        let ready = of_client.filter(|(_, t)| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
+        match ready.min_by_key(|(_, t)| t.served) {
+            Some((model_id, tenant)) if tenant.due => {
+                let model_id = model_id.clone();
+                self.take_turn(c, &model_id);
+            }
+            _ => self.run_pass(c, client, pass_tokens),
+        }
+    }
 
     /// Runs one pass for a session, and for others what goes with it.
     fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize) {
@@ -509,27 +522,46 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     // Operations of a model.
 
-    /// Begins the operations of a model whose turn it is.
+    /// Begins the operations of a model whose turn it is, up to one that takes time on the device.
     fn begin_ops(&mut self, c: &C, model_id: &str) {
-        let ahead_max = self.budget.pass_tokens;
-        loop {
-            let ticket = self.next_uid();
-            let Some(tenant) = self.tenants.get(model_id) else { return };
-            let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
-                Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
-                _ => None,
-            };
-            let mut retired = None;
-            let queued = self.intake.begin_op(model_id, ticket, |op| {
-                if let Op::Snapshot { sampler_id, replace: true, .. } = op {
-                    retired = replaced(sampler_id);
-                }
-                tenant.may_begin(op, ahead_max).then_some(retired.map_or(0, |(_, bytes)| bytes))
-            });
-            let Some(queued) = queued else { return };
-            self.retired.extend(retired.map(|(weights, _)| (ticket, weights)));
-            self.begin(c, model_id, queued);
+        while self.begin_op(c, model_id, false) {}
+    }
+
+    /// Begins an operation of a model that takes time on the device, and those that follow it.
+    fn take_turn(&mut self, c: &C, model_id: &str) {
+        self.served += 1;
+        if let Some(tenant) = self.tenants.get_mut(model_id) {
+            tenant.served = self.served;
         }
+        self.begin_op(c, model_id, true);
+        self.begin_ops(c, model_id);
+    }
+
+    /// Begins the next operation of a model if it can. Answers whether it did.
+    fn begin_op(&mut self, c: &C, model_id: &str, has_turn: bool) -> bool {
+        let (ahead_max, ticket) = (self.budget.pass_tokens, self.next_uid());
+        let Some(tenant) = self.tenants.get_mut(model_id) else { return false };
+        tenant.due = false;
+        let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
+            Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
+            _ => None,
+        };
+        let mut retired = None;
+        let queued = self.intake.begin_op(model_id, ticket, |op, room| {
+            if let Op::Snapshot { sampler_id, replace: true, .. } = op {
+                retired = replaced(sampler_id);
+            }
+            let bytes = retired.map_or(0, |(_, bytes)| bytes);
+            if !tenant.may_begin(op, ahead_max) || bytes > room {
+                return None;
+            }
+            tenant.due = op.takes_a_turn() && !has_turn;
+            (!tenant.due).then_some(bytes)
+        });
+        let Some(queued) = queued else { return false };
+        self.retired.extend(retired.map(|(weights, _)| (ticket, weights)));
+        self.begin(c, model_id, queued);
+        true
     }
 
     fn begin(&mut self, c: &C, model_id: &str, queued: QueuedOp) {
@@ -574,11 +606,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 self.files.dispatch(&mut self.storage);
             }
             Op::Snapshot { sampler_id, replace, entry } => {
+                let client = tenant.client.clone();
                 let made = match self.intake.wants_snapshot(&sampler_id, entry) {
                     true => self.snapshot(c, model_id, &sampler_id, replace),
                     false => Err(Failure::User(format!("sampling weights {sampler_id} were dropped before they were made"))),
                 };
                 self.intake.snapshot_over(&sampler_id, entry, made.is_ok());
+                self.fair.charge(&client, Work::Training, c.now().saturating_sub(start));
                 reply.send(made.map(|()| Response::Sampler));
             }
             Op::Load { source, with_optimizer } => {
@@ -792,6 +826,11 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     /// The batcher's count of samples that lost their pages.
     pub(crate) fn evictions(&self) -> u64 {
         self.state.batcher.evictions
+    }
+
+    /// Time that the owner of a client was charged for.
+    pub(crate) fn used(&self, client: &Client) -> Duration {
+        self.state.fair.used(client)
     }
 
     /// Panics outside of passes.

@@ -98,6 +98,11 @@ impl Fair {
 
 #[cfg(any(test, feature = "simulation"))]
 impl Fair {
+    /// Time that the owner of a client was charged for.
+    pub(crate) fn used(&self, client: &Client) -> Duration {
+        self.owners.get(&client.owner).map_or(Duration::ZERO, |owner| owner.used)
+    }
+
     /// Sessions that are remembered.
     pub(crate) fn sessions(&self) -> usize {
         self.owners.values().map(|owner| owner.sessions.len()).sum()

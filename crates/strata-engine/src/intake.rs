@@ -34,6 +34,11 @@ pub(crate) enum Op {
 }
 
 impl Op {
+    /// Whether it takes time on the device, and so waits for its session's turn.
+    pub(crate) fn takes_a_turn(&self) -> bool {
+        matches!(self, Op::Optim(_) | Op::Snapshot { .. })
+    }
+
     /// Whether it may begin while passes of the model still run.
     pub(crate) fn is_pass(&self) -> bool {
         matches!(self, Op::Forward { .. } | Op::Refused(_))
@@ -395,16 +400,14 @@ impl Intake {
         self.lock().ready.iter().cloned().collect()
     }
 
-    /// Begins the next operation of a model, if it has arrived, `may_begin` lets it, and there is room for the bytes of adapters that will
-    /// outlive their names by it: those are kept under `key`.
-    pub(crate) fn begin_op(&self, model_id: &str, key: u64, may_begin: impl FnOnce(&Op) -> Option<u64>) -> Option<QueuedOp> {
+    /// Begins the next operation of a model, if it has arrived and `may_begin` lets it. That is told how many bytes of adapters have room, and
+    /// answers how many outlive their name by the operation: those are kept under `key`.
+    pub(crate) fn begin_op(&self, model_id: &str, key: u64, may_begin: impl FnOnce(&Op, u64) -> Option<u64>) -> Option<QueuedOp> {
         let mut inner = self.lock();
         let Inner { models, ready, waiting, kept, adapter_bytes_used, .. } = &mut *inner;
         let queue = models.get_mut(model_id)?;
-        let bytes = may_begin(&queue.waiting.get(&queue.next)?.op)?;
-        if *adapter_bytes_used + bytes > self.adapter_bytes_max {
-            return None;
-        }
+        let room = self.adapter_bytes_max - *adapter_bytes_used;
+        let bytes = may_begin(&queue.waiting.get(&queue.next)?.op, room)?;
         if bytes > 0 {
             *adapter_bytes_used += bytes;
             kept.insert(key, Kept { bytes, within: None });
@@ -617,7 +620,7 @@ mod tests {
     }
 
     fn begin(intake: &Intake) -> Option<RequestId> {
-        intake.begin_op("m", 0, |_| Some(0)).map(|queued| queued.id.clone())
+        intake.begin_op("m", 0, |_, _| Some(0)).map(|queued| queued.id.clone())
     }
 
     #[test]
@@ -665,7 +668,7 @@ mod tests {
         for seq in 1..=4 {
             intake.accept_op("m", seq, 1, queued(seq, snapshot(&seq.to_string())).0).unwrap();
         }
-        let refused = (0..4).filter(|_| match intake.begin_op("m", 0, |_| Some(0)).unwrap().op {
+        let refused = (0..4).filter(|_| match intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op {
             Op::Snapshot { sampler_id, entry, .. } => {
                 intake.snapshot_over(&sampler_id, entry, true);
                 false
@@ -693,7 +696,7 @@ mod tests {
         intake.cancel(&"m:1".into(), &gone);
         assert!(intake.wants_sampler("x"), "the second will make it");
         begin(&intake).unwrap();
-        let Op::Snapshot { entry, .. } = intake.begin_op("m", 0, |_| Some(0)).unwrap().op else { panic!("the second is a snapshot") };
+        let Op::Snapshot { entry, .. } = intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op else { panic!("the second is a snapshot") };
         intake.remove_sampler("x", &gone);
         assert!(!intake.wants_snapshot("x", entry));
         intake.accept_op("m", 4, 1, queued(4, replacing()).0).unwrap();
@@ -712,7 +715,7 @@ mod tests {
         intake.accept_op("m", 2, 1, second).unwrap();
         intake.cancel(&"m:1".into(), &Failure::User("cancelled".into()));
         assert!(!intake.wants_sampler("x"));
-        assert!(matches!(intake.begin_op("m", 0, |_| Some(0)).unwrap().op, Op::Refused(_)));
+        assert!(matches!(intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op, Op::Refused(_)));
         assert!(rx.try_recv().is_err());
         intake.end_session(&client(), &Failure::User("over".into()));
         assert_eq!(rx.try_recv().unwrap().unwrap_err(), Failure::User("over".into()));

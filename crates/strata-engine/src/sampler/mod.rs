@@ -71,6 +71,8 @@ pub(crate) struct Batcher<C: Compute> {
     by_id: HashMap<RequestId, u64>,
     next_job: u64,
     sessions: BTreeMap<Client, Session>,
+    /// Since when owners wait: when they came, or last gave something back. Of those that hold as much, who has waited longest is next.
+    waiting_since: HashMap<Arc<str>, u64>,
     next_session: u64,
     /// Jobs whose prompt is being computed, in the order of their admission.
     prefilling: Vec<u64>,
@@ -94,6 +96,8 @@ struct Session {
     /// Pages promised to it.
     pages: usize,
     lanes: usize,
+    /// When it came, or last gave something back.
+    waiting_since: u64,
 }
 
 /// A sequence's part in a step.
@@ -131,6 +135,7 @@ impl<C: Compute> Batcher<C> {
             by_id: HashMap::new(),
             next_job: 0,
             sessions: BTreeMap::new(),
+            waiting_since: HashMap::new(),
             next_session: 0,
             prefilling: Vec::new(),
             running: Vec::new(),
@@ -146,9 +151,10 @@ impl<C: Compute> Batcher<C> {
         let id = self.next_job;
         self.next_job += 1;
         self.by_id.insert(asked.id.clone(), id);
+        self.waiting_since.entry(asked.client.owner.clone()).or_insert(self.clock);
         let session = self.sessions.entry(asked.client.clone()).or_insert_with(|| {
             self.next_session += 1;
-            Session { number: self.next_session, ..Session::default() }
+            Session { number: self.next_session, waiting_since: self.clock, ..Session::default() }
         });
         session.jobs.push(id);
         self.jobs.insert(id, Job::new(plan, weights, asked, session.number));
@@ -264,7 +270,10 @@ impl<C: Compute> Batcher<C> {
             let found = session.jobs.iter().find_map(|job| self.jobs[job].want().map(|want| (*job, want)));
             found.map(|(job, want)| (client, session, job, want))
         });
-        let first = wants.min_by_key(|(client, session, job, _)| (owners[&*client.owner], session.pages, session.lanes, *job));
+        let first = wants.min_by_key(|(client, session, job, _)| {
+            let owner = (owners[&*client.owner], self.waiting_since.get(&client.owner));
+            (owner, session.pages, session.lanes, session.waiting_since, *job)
+        });
         first.map(|(client, _, job, want)| (client.clone(), job, want))
     }
 
@@ -458,6 +467,8 @@ impl<C: Compute> Batcher<C> {
         if let Some(session) = self.sessions.get_mut(client) {
             session.pages -= pages;
             session.lanes -= lanes;
+            session.waiting_since = self.clock;
+            self.waiting_since.insert(client.owner.clone(), self.clock);
         }
     }
 
@@ -722,6 +733,9 @@ impl<C: Compute> Batcher<C> {
             session.jobs.retain(|&other| other != id);
             if session.jobs.is_empty() {
                 self.sessions.remove(&job.asked.client);
+                if !self.sessions.keys().any(|client| client.owner == job.asked.client.owner) {
+                    self.waiting_since.remove(&job.asked.client.owner);
+                }
             }
         }
         self.may_admit = true;
@@ -873,7 +887,8 @@ impl<C: Compute> Batcher<C> {
     /// What is held although nothing is open.
     pub(crate) fn leftovers(&self) -> Result<(), String> {
         self.audit()?;
-        let tables = (self.jobs.len(), self.by_id.len(), self.sessions.len(), self.running.len(), self.prefilling.len(), self.lanes);
+        let sessions = self.sessions.len() + self.waiting_since.len();
+        let tables = (self.jobs.len(), self.by_id.len(), sessions, self.running.len(), self.prefilling.len(), self.lanes);
         if tables != (0, 0, 0, 0, 0, 0) || !self.pool.is_unused() {
             return Err(format!("the sampler keeps {tables:?} jobs, names, sessions, samples, prompts and promises, or pages"));
         }
