@@ -152,7 +152,9 @@ impl Control {
     /// Forgets whom to answer: the request was refused.
     fn withdraw(self) {
         match self {
-            Control::Create { reply, .. } | Control::CreateFrom { reply, .. } | Control::CreateSampler { reply, .. } => reply.withdraw(),
+            Control::Create { reply, .. } | Control::CreateFrom { reply, .. } | Control::CreateSampler { reply, .. } => {
+                reply.withdraw()
+            }
             Control::Sample { asked, .. } => asked.reply.withdraw(),
             Control::Unload { .. } | Control::DropSampler { .. } | Control::Cancel { .. } | Control::EndSession { .. } => {}
         }

@@ -143,8 +143,13 @@ mod tests {
     use super::*;
 
     const GIB: u64 = 1 << 30;
-    const SMALL: Needs =
-        Needs { weight_bytes: GIB, kv_page_bytes: 7 << 20, train_bytes_per_token: 200 << 10, workspace_bytes: 240 << 20, max_position_embeddings: 40_960 };
+    const SMALL: Needs = Needs {
+        weight_bytes: GIB,
+        kv_page_bytes: 7 << 20,
+        train_bytes_per_token: 200 << 10,
+        workspace_bytes: 240 << 20,
+        max_position_embeddings: 40_960,
+    };
 
     #[test]
     fn the_parts_never_exceed_the_whole() {

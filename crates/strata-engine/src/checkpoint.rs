@@ -14,8 +14,8 @@ use strata_model::checkpoint::{
 use strata_model::lora::LoraModule;
 
 use crate::api::{CheckpointSource, Failure, METADATA_BYTES_MAX, METADATA_FILE, SaveTarget};
-use crate::optimizer::Moments;
 use crate::learner::LearnerState;
+use crate::optimizer::Moments;
 
 /// What checkpoints are written for and read against.
 #[derive(Clone, Debug)]

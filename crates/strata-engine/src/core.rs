@@ -30,9 +30,16 @@ const INNER_PASS_FRACTION: usize = 4;
 
 /// Sampling weights by name.
 enum SamplerSlot<C: Compute> {
-    Ready { weights: (WeightsId, C::Frozen), bytes: u64 },
+    Ready {
+        weights: (WeightsId, C::Frozen),
+        bytes: u64,
+    },
     /// Being loaded.
-    Loading { ticket: u64, reply: PendingReply, queued: Vec<(Plan, Asked)> },
+    Loading {
+        ticket: u64,
+        reply: PendingReply,
+        queued: Vec<(Plan, Asked)>,
+    },
 }
 
 /// A training pass that runs.
@@ -689,7 +696,14 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
     }
 
-    fn sampler_loaded(&mut self, c: &C, sampler_id: SamplerId, ticket: u64, lora: &LoraSpec, result: Result<C::State, Failure>) {
+    fn sampler_loaded(
+        &mut self,
+        c: &C,
+        sampler_id: SamplerId,
+        ticket: u64,
+        lora: &LoraSpec,
+        result: Result<C::State, Failure>,
+    ) {
         let is_it = matches!(self.samplers.get(&sampler_id), Some(SamplerSlot::Loading { ticket: at, .. }) if *at == ticket);
         if !is_it {
             return;

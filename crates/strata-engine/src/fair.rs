@@ -62,7 +62,9 @@ impl Fair {
             return Standing(self.level.now, Duration::ZERO, Duration::ZERO);
         };
         let first = self.level.start(owner.used);
-        let Some(session) = owner.sessions.get(&client.session) else { return Standing(first, owner.level.now, Duration::ZERO) };
+        let Some(session) = owner.sessions.get(&client.session) else {
+            return Standing(first, owner.level.now, Duration::ZERO);
+        };
         Standing(first, owner.level.start(session.used), session.level.start(session.kinds[work as usize]))
     }
 

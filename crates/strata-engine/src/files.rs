@@ -32,7 +32,10 @@ pub(crate) enum Done<S> {
         /// Bytes of the files.
         result: Result<u64, Failure>,
     },
-    Loaded { ticket: u64, result: Result<S, Failure> },
+    Loaded {
+        ticket: u64,
+        result: Result<S, Failure>,
+    },
 }
 
 /// A save that was captured.

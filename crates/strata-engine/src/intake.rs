@@ -24,12 +24,25 @@ pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
 
 /// An operation that has been checked.
 pub(crate) enum Op {
-    Forward { data: Vec<PreparedDatum>, backward: bool },
+    Forward {
+        data: Vec<PreparedDatum>,
+        backward: bool,
+    },
     Optim(AdamParams),
-    Save { target: SaveTarget, with_optimizer: bool },
+    Save {
+        target: SaveTarget,
+        with_optimizer: bool,
+    },
     /// `entry` is what the name stood for when the operation was accepted.
-    Snapshot { sampler_id: SamplerId, replace: bool, entry: u64 },
-    Load { source: CheckpointSource, with_optimizer: bool },
+    Snapshot {
+        sampler_id: SamplerId,
+        replace: bool,
+        entry: u64,
+    },
+    Load {
+        source: CheckpointSource,
+        with_optimizer: bool,
+    },
     Refused(Failure),
 }
 
@@ -54,14 +67,44 @@ pub(crate) struct QueuedOp {
 
 /// What is not an operation of a model; taken in the order of arrival.
 pub(crate) enum Control {
-    Create { model_id: ModelId, client: Client, lora: LoraSpec, reply: PendingReply },
-    CreateFrom { model_id: ModelId, client: Client, source: CheckpointSource, lora: LoraSpec, with_optimizer: bool, reply: PendingReply },
-    Unload { model_id: ModelId, failure: Failure },
-    CreateSampler { sampler_id: SamplerId, client: Client, source: Option<(CheckpointSource, LoraSpec)>, reply: PendingReply },
-    DropSampler { sampler_id: SamplerId, failure: Failure },
-    Sample { plan: Plan, asked: Asked },
-    Cancel { request_id: RequestId },
-    EndSession { client: Client },
+    Create {
+        model_id: ModelId,
+        client: Client,
+        lora: LoraSpec,
+        reply: PendingReply,
+    },
+    CreateFrom {
+        model_id: ModelId,
+        client: Client,
+        source: CheckpointSource,
+        lora: LoraSpec,
+        with_optimizer: bool,
+        reply: PendingReply,
+    },
+    Unload {
+        model_id: ModelId,
+        failure: Failure,
+    },
+    CreateSampler {
+        sampler_id: SamplerId,
+        client: Client,
+        source: Option<(CheckpointSource, LoraSpec)>,
+        reply: PendingReply,
+    },
+    DropSampler {
+        sampler_id: SamplerId,
+        failure: Failure,
+    },
+    Sample {
+        plan: Plan,
+        asked: Asked,
+    },
+    Cancel {
+        request_id: RequestId,
+    },
+    EndSession {
+        client: Client,
+    },
 }
 
 /// What a model has in the keeper.
@@ -207,7 +250,9 @@ impl Intake {
     /// Whether an operation could be accepted in this place.
     pub(crate) fn check_place(&self, model_id: &str, seq_id: u64) -> Result<Client, Refusal> {
         let inner = self.open()?;
-        let Some(queue) = inner.models.get(model_id) else { return Err(Refusal::User(format!("there is no model {model_id}"))) };
+        let Some(queue) = inner.models.get(model_id) else {
+            return Err(Refusal::User(format!("there is no model {model_id}")));
+        };
         queue.check_place(model_id, seq_id).map(|()| queue.client.clone())
     }
 
@@ -316,7 +361,8 @@ impl Intake {
         for model_id in models {
             inner.controls.push_back(Control::Unload { model_id, failure: failure.clone() });
         }
-        let samplers: Vec<SamplerId> = inner.samplers.iter().filter(|(_, s)| s.client == *client).map(|(id, _)| id.clone()).collect();
+        let samplers: Vec<SamplerId> =
+            inner.samplers.iter().filter(|(_, s)| s.client == *client).map(|(id, _)| id.clone()).collect();
         for sampler_id in samplers {
             inner.remove_sampler(&sampler_id);
             inner.controls.push_back(Control::DropSampler { sampler_id, failure: failure.clone() });
@@ -402,7 +448,12 @@ impl Intake {
 
     /// Begins the next operation of a model, if it has arrived and `may_begin` lets it. That is told how many bytes of adapters have room, and
     /// answers how many outlive their name by the operation: those are kept under `key`.
-    pub(crate) fn begin_op(&self, model_id: &str, key: u64, may_begin: impl FnOnce(&Op, u64) -> Option<u64>) -> Option<QueuedOp> {
+    pub(crate) fn begin_op(
+        &self,
+        model_id: &str,
+        key: u64,
+        may_begin: impl FnOnce(&Op, u64) -> Option<u64>,
+    ) -> Option<QueuedOp> {
         let mut inner = self.lock();
         let Inner { models, ready, waiting, kept, adapter_bytes_used, .. } = &mut *inner;
         let queue = models.get_mut(model_id)?;
@@ -458,7 +509,6 @@ impl Intake {
     pub(crate) fn wants_sampler(&self, sampler_id: &str) -> bool {
         self.lock().samplers.contains_key(sampler_id)
     }
-
 }
 
 #[cfg(any(test, feature = "simulation"))]
@@ -473,7 +523,10 @@ impl Intake {
         let inner = self.lock();
         let tables = (inner.controls.len(), inner.models.len(), inner.ready.len(), inner.waiting.len(), inner.samplers.len());
         if tables != (0, 0, 0, 0, 0) || !inner.kept.is_empty() || inner.adapter_bytes_used != 0 {
-            return Err(format!("{tables:?} controls, models, ready, waiting, samplers, and {} bytes are kept", inner.adapter_bytes_used));
+            return Err(format!(
+                "{tables:?} controls, models, ready, waiting, samplers, and {} bytes are kept",
+                inner.adapter_bytes_used
+            ));
         }
         Ok(())
     }
@@ -491,7 +544,10 @@ impl Intake {
         let samplers: u64 = inner.samplers.values().map(|s| s.bytes).sum();
         let kept: u64 = inner.kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum();
         if models + samplers + kept != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
-            return Err(format!("adapters take {models} + {samplers} + {kept} bytes, {} are counted", inner.adapter_bytes_used));
+            return Err(format!(
+                "adapters take {models} + {samplers} + {kept} bytes, {} are counted",
+                inner.adapter_bytes_used
+            ));
         }
         let waiting: HashSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
         if waiting.len() != inner.waiting.len() {
@@ -696,7 +752,9 @@ mod tests {
         intake.cancel(&"m:1".into(), &gone);
         assert!(intake.wants_sampler("x"), "the second will make it");
         begin(&intake).unwrap();
-        let Op::Snapshot { entry, .. } = intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op else { panic!("the second is a snapshot") };
+        let Op::Snapshot { entry, .. } = intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op else {
+            panic!("the second is a snapshot")
+        };
         intake.remove_sampler("x", &gone);
         assert!(!intake.wants_snapshot("x", entry));
         intake.accept_op("m", 4, 1, queued(4, replacing()).0).unwrap();

@@ -46,7 +46,11 @@ impl RunningForward {
         for &loss in &elementwise_loss {
             self.loss_sum += loss as f64;
         }
-        self.outputs.push(DatumOutput { shape: std::mem::take(&mut datum.shape), logprobs: logprobs.to_vec(), elementwise_loss });
+        self.outputs.push(DatumOutput {
+            shape: std::mem::take(&mut datum.shape),
+            logprobs: logprobs.to_vec(),
+            elementwise_loss,
+        });
         datum.clear();
     }
 
@@ -84,7 +88,18 @@ pub(crate) struct Tenant<C: Compute> {
 
 impl<C: Compute> Tenant<C> {
     pub(crate) fn new(uid: u64, client: Client, learner: Option<C::Learner>, lora: LoraSpec) -> Self {
-        Tenant { uid, client, learner, lora, in_pass: false, running: VecDeque::new(), loading: None, saving: None, due: false, served: 0 }
+        Tenant {
+            uid,
+            client,
+            learner,
+            lora,
+            in_pass: false,
+            running: VecDeque::new(),
+            loading: None,
+            saving: None,
+            due: false,
+            served: 0,
+        }
     }
 
     /// Whether an operation can begin. Passes may, as long as less than `ahead_max` tokens wait for one.

@@ -88,7 +88,8 @@ fn a_sampler_checkpoint_samples_as_the_snapshot_does() {
     let saved = submit(&engine, train("m", 6, TrainOp::SaveSampler(save(&target))));
     // The load is behind the save on the disk thread, and the sample waits for the load.
     assert!(saved.recv().unwrap().is_ok());
-    let created = submit(&engine, Request::CreateSampler { sampler_id: "disk".into(), source: Some((source(&target), lora(8, 0))) });
+    let created =
+        submit(&engine, Request::CreateSampler { sampler_id: "disk".into(), source: Some((source(&target), lora(8, 0))) });
     let request = || sample_request(tokens(4, 30), 2, 20, 6);
     let from_disk = sampled(ask(&engine, sample("disk", request())));
     assert!(created.recv().unwrap().is_ok());
@@ -270,7 +271,12 @@ fn a_load_never_mixes_two_saves() {
         for round in 0..ROUNDS {
             let model_id = format!("from-{round}");
             let source = CheckpointSource { save_id: Some("a".into()), ..source(&target) };
-            let request = Request::CreateModelFromCheckpoint { model_id: model_id.clone(), source, lora: lora(8, 0), with_optimizer: true };
+            let request = Request::CreateModelFromCheckpoint {
+                model_id: model_id.clone(),
+                source,
+                lora: lora(8, 0),
+                with_optimizer: true,
+            };
             match ask(&engine, request) {
                 Ok(Response::Created { lora }) if lora.rank == 4 => {
                     loaded += 1;

@@ -258,7 +258,12 @@ fn a_cancelled_request_and_an_ended_session_stop_their_work() {
     submit_as(&engine, "a", Request::EndSession).recv().unwrap().unwrap();
     user_error(cancelled.recv().unwrap());
     // What pays for an answer is given back with it, on the engine's thread.
-    let given_back = (0..1000).any(|_| engine.ledger().used() == 0 || { std::thread::sleep(Duration::from_millis(1)); false });
+    let given_back = (0..1000).any(|_| {
+        engine.ledger().used() == 0 || {
+            std::thread::sleep(Duration::from_millis(1));
+            false
+        }
+    });
     assert!(given_back, "{} bytes are held for nobody", engine.ledger().used());
 }
 

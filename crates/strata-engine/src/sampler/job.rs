@@ -1,6 +1,8 @@
 //! A sample request and its sequences, from the check of the request to the answer.
 
-use crate::api::{Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK};
+use crate::api::{
+    Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK,
+};
 use crate::datum::check_tokens;
 use crate::reply::PendingReply;
 use crate::snapshot::WeightsId;

@@ -211,7 +211,8 @@ impl<C: Compute> Batcher<C> {
         // Sequences with the same weights lie together, so that each adapter multiplies one run of tokens.
         parts.sort_by_key(|p| self.jobs[&self.job_of(p)].weights.0);
         let mut targets = Vec::new();
-        let spans: Vec<StepSpan<'_, C::Frozen>> = parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
+        let spans: Vec<StepSpan<'_, C::Frozen>> =
+            parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
         let cache = &mut self.cache;
         let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
         drop(spans);
@@ -502,7 +503,7 @@ impl<C: Compute> Batcher<C> {
         let smallest = wants.iter().map(SessionWork::tokens).filter(|&n| n > 0).min().unwrap_or(0);
         // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
         let limit = if order.len() < 2 { whole } else { order.len() * (STEP_BASE_TOKENS + smallest) - STEP_BASE_TOKENS };
-        let quotas = share_out(&wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
+        let quotas = share_among_owners(order, &wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
             let taken = self.take_parts(compute, work, quota, &mut parts);
@@ -791,6 +792,26 @@ impl SessionWork {
     }
 }
 
+/// Divides `limit` among owners, and the share of each among its sessions, which want `wants`.
+fn share_among_owners(order: &[Client], wants: &[usize], limit: usize) -> Vec<usize> {
+    let mut owners: Vec<(&str, Vec<usize>)> = Vec::new();
+    for (i, client) in order.iter().enumerate() {
+        match owners.iter_mut().find(|(owner, _)| *owner == &*client.owner) {
+            Some((_, sessions)) => sessions.push(i),
+            None => owners.push((&*client.owner, vec![i])),
+        }
+    }
+    let of_owner = |sessions: &[usize]| -> Vec<usize> { sessions.iter().map(|&i| wants[i]).collect() };
+    let whole: Vec<usize> = owners.iter().map(|(_, sessions)| of_owner(sessions).iter().sum()).collect();
+    let mut quotas = vec![0; wants.len()];
+    for ((_, sessions), share) in owners.iter().zip(share_out(&whole, limit)) {
+        for (&i, quota) in sessions.iter().zip(share_out(&of_owner(sessions), share)) {
+            quotas[i] = quota;
+        }
+    }
+    quotas
+}
+
 /// Divides `limit` among those who want `wants`: equally, and what someone does not need to the others, the first in line first.
 fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
     let mut given = vec![0; wants.len()];
@@ -915,9 +936,8 @@ impl<C: Compute> Batcher<C> {
         }
         for (client, session) in &self.sessions {
             let jobs = self.jobs.values().filter(|j| j.session == session.number);
-            let of_jobs: usize = jobs
-                .map(|j| if j.admitted { j.plan.prompt_pages() } else { 0 } + j.idle_lanes * j.plan.own_pages())
-                .sum();
+            let of_jobs: usize =
+                jobs.map(|j| if j.admitted { j.plan.prompt_pages() } else { 0 } + j.idle_lanes * j.plan.own_pages()).sum();
             let own = self.running.iter().filter(|s| s.session == session.number);
             let of_sequences: usize = own.map(|s| s.granted).sum();
             if of_jobs + of_sequences != session.pages {
@@ -936,6 +956,14 @@ impl<C: Compute> Batcher<C> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_owner_gets_no_more_of_a_step_for_having_more_sessions() {
+        let client = |owner: &str, session: &str| Client { owner: owner.into(), session: session.into() };
+        let order = [client("a", "1"), client("b", "2"), client("a", "3"), client("a", "4")];
+        assert_eq!(share_among_owners(&order, &[100, 100, 100, 2], 60), [14, 30, 14, 2]);
+        assert_eq!(share_among_owners(&order, &[100, 5, 100, 100], 60), [19, 5, 18, 18]);
+    }
 
     #[test]
     fn tokens_are_shared_equally_and_what_is_not_needed_goes_to_others() {

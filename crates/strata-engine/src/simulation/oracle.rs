@@ -3,7 +3,9 @@
 //! A cell (what a real model keeps as keys and values of a position) is a hash of the weights, the token, the position and all cells before it;
 //! a prediction is a hash of all cells up to its position. So a page that is stale, misplaced, or of other weights changes every number after it.
 
-use crate::api::{AdamParams, Datum, DatumOutput, ForwardBackwardOutput, LossSpec, SampleOutput, SampleRequest, SampledSequence, Stop};
+use crate::api::{
+    AdamParams, Datum, DatumOutput, ForwardBackwardOutput, LossSpec, SampleOutput, SampleRequest, SampledSequence, Stop,
+};
 use crate::api::{LoraSpec, StopReason, TopK};
 use crate::datum::{self, ModelLimits, PreparedDatum};
 use crate::sampler::{DrawSettings, Drawn};
@@ -144,9 +146,10 @@ pub(super) fn train(weights: u64, datum: &mut PreparedDatum) -> (Vec<f32>, u64) 
     if datum.loss.loss.needs_sequence_ratio() {
         datum.loss.set_sequence_ratio(&logprobs);
     }
-    let gradient = logprobs.iter().enumerate().fold(sequence.folded, |hash, (i, &logprob)| {
-        mix(hash, u64::from(datum.loss.term(i, logprob).derivative.to_bits()))
-    });
+    let gradient = logprobs
+        .iter()
+        .enumerate()
+        .fold(sequence.folded, |hash, (i, &logprob)| mix(hash, u64::from(datum.loss.term(i, logprob).derivative.to_bits())));
     (logprobs, gradient)
 }
 

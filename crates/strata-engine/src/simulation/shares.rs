@@ -196,10 +196,13 @@ fn a_small_request_waits_for_no_backlog() {
             let moment = Duration::from_micros(rng.below(100_000));
             // A sample that fills the cache keeps it until it has got somewhere.
             let one = latency(&[], (other.clone(), Load::Samples(1, 1, 700, 60)), Duration::ZERO).0;
-            let one = if large.iter().any(|(_, load)| matches!(load, Load::Samples(_, _, 700, _))) { one } else { Duration::ZERO };
+            let one =
+                if large.iter().any(|(_, load)| matches!(load, Load::Samples(_, _, 700, _))) { one } else { Duration::ZERO };
             let (latency, wait) = latency(&large, (small.clone(), what), moment);
             if latency > alone * 3 + wait + one {
-                slow.push(format!("{what:?} takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"));
+                slow.push(format!(
+                    "{what:?} takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"
+                ));
             }
         }
     }

@@ -53,10 +53,18 @@ pub(super) struct Shared {
 /// A piece of work, by the numbers of the requests in it: the seed of a sample, the first loss input of an example.
 #[derive(Clone, Debug)]
 pub(super) enum Worked {
-    Step { samples: Vec<u64>, tokens: usize },
-    Pass { requests: Vec<u64>, tokens: usize },
+    Step {
+        samples: Vec<u64>,
+        tokens: usize,
+    },
+    Pass {
+        requests: Vec<u64>,
+        tokens: usize,
+    },
     /// A pass was told to go on.
-    GoesOn { requests: Vec<u64> },
+    GoesOn {
+        requests: Vec<u64>,
+    },
 }
 
 impl Shared {
@@ -328,7 +336,8 @@ impl Compute for Toy {
         if learner.frozen.is_none() {
             self.shared.spend(FREEZE_COST);
         }
-        let frozen = learner.frozen.get_or_insert_with(|| (WeightsId::fresh(), self.freeze(learner.rank, learner.params.weights)));
+        let frozen =
+            learner.frozen.get_or_insert_with(|| (WeightsId::fresh(), self.freeze(learner.rank, learner.params.weights)));
         Ok(frozen.clone())
     }
 

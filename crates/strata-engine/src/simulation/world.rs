@@ -72,13 +72,25 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
 /// Whom a request is about.
 #[derive(Clone, Debug)]
 enum Kind {
-    Create { model: usize },
-    Train { model: usize, seq: u64 },
-    CreateSampler { sampler: usize },
+    Create {
+        model: usize,
+    },
+    Train {
+        model: usize,
+        seq: u64,
+    },
+    CreateSampler {
+        sampler: usize,
+    },
     /// What version of the sampler was there when it was asked; `None` if it was not there at all.
-    Sample { sampler: Option<usize>, version: Option<usize> },
+    Sample {
+        sampler: Option<usize>,
+        version: Option<usize>,
+    },
     /// Answered on the spot; whether it names something that is there.
-    Free { found: Option<bool> },
+    Free {
+        found: Option<bool>,
+    },
 }
 
 struct Asked {
@@ -397,7 +409,13 @@ impl World {
     fn data(&mut self) -> (Vec<Datum>, LossSpec) {
         let number = self.next_number() as f32;
         let policy = self.rng.chance(40);
-        let name = if !policy { "cross_entropy" } else if self.rng.chance(50) { "ppo" } else { "importance_sampling" };
+        let name = if !policy {
+            "cross_entropy"
+        } else if self.rng.chance(50) {
+            "ppo"
+        } else {
+            "importance_sampling"
+        };
         let count = if self.rng.chance(5) { self.rng.between(10, 30) } else { self.rng.between(1, 4) };
         let data = (0..count).map(|_| {
             let n = self.length(16);
@@ -405,7 +423,9 @@ impl World {
             let shape = if k == 1 { vec![n] } else { vec![n, k] };
             let numbers = |first: f32, rng: &mut Rng| LossInput {
                 shape: shape.clone(),
-                values: LossValues::F32((0..n * k).map(|i| if i == 0 { first } else { rng.below(100) as f32 / 50.0 }).collect()),
+                values: LossValues::F32(
+                    (0..n * k).map(|i| if i == 0 { first } else { rng.below(100) as f32 / 50.0 }).collect(),
+                ),
             };
             let targets: Vec<i64> = (0..n * k).map(|_| self.rng.below(u64::from(VOCAB)) as i64).collect();
             let mut inputs = BTreeMap::from([(
@@ -425,7 +445,8 @@ impl World {
     }
 
     fn some_model(&mut self, session: usize) -> Option<usize> {
-        let own: Vec<usize> = (0..self.models.len()).filter(|&m| self.models[m].session == session && !self.models[m].gone).collect();
+        let own: Vec<usize> =
+            (0..self.models.len()).filter(|&m| self.models[m].session == session && !self.models[m].gone).collect();
         self.rng.pick(&own).copied()
     }
 
@@ -481,7 +502,8 @@ impl World {
             }
             82..92 => {
                 let replace = self.rng.chance(50);
-                let name = if replace { format!("{}:inflight", self.models[model].name) } else { format!("x{}", self.next_number()) };
+                let name =
+                    if replace { format!("{}:inflight", self.models[model].name) } else { format!("x{}", self.next_number()) };
                 TrainOp::Snapshot { sampler_id: name, replace }
             }
             92..97 => match self.rng.pick(&self.saves).cloned() {
@@ -655,7 +677,9 @@ impl World {
         }
         a.attempts += 1;
         let attempt = a.attempts;
-        if let (Request::Train { op: TrainOp::Snapshot { .. }, .. }, Kind::Train { model, .. }, None) = (&a.request, &a.kind, a.accepted) {
+        if let (Request::Train { op: TrainOp::Snapshot { .. }, .. }, Kind::Train { model, .. }, None) =
+            (&a.request, &a.kind, a.accepted)
+        {
             let bytes = bytes_of(self.models[*model].rank).frozen;
             let had_room = self.room() >= bytes;
             self.asked[asked].had_room = had_room;
@@ -954,7 +978,9 @@ impl World {
             (TrainOp::LoadState { source, with_optimizer }, Ok(Response::Loaded)) => {
                 let save_id = source.save_id.as_deref().unwrap_or_default();
                 let contents = self.contents.borrow();
-                let Some(content) = contents.written.get(save_id) else { return fail("it loaded what was never written".into()) };
+                let Some(content) = contents.written.get(save_id) else {
+                    return fail("it loaded what was never written".into());
+                };
                 if content.rank != self.models[model].shape {
                     return fail("it loaded an adapter of another shape".into());
                 }
@@ -1038,7 +1064,8 @@ impl World {
                 match versions.iter().any(|&weights| oracle::expected_sample(weights, sample, max_context_tokens) == output) {
                     true => Ok(()),
                     false => {
-                        let expected = versions.first().map(|&weights| oracle::expected_sample(weights, sample, max_context_tokens));
+                        let expected =
+                            versions.first().map(|&weights| oracle::expected_sample(weights, sample, max_context_tokens));
                         Err(format!("it got other numbers than alone: {output:?}, not {expected:?}"))
                     }
                 }
@@ -1145,7 +1172,9 @@ fn simulate(seed: u64, trace: bool) -> Result<Outline, String> {
         engine.core.leftovers()?;
         let (live, used) = (engine.shared.live_bytes.get(), world.handle.ledger().used());
         match live == 0 && used == 0 {
-            true => Ok(Outline { answers: world.answers, evictions: engine.evictions(), fingerprint: world.fingerprint, ..outline }),
+            true => {
+                Ok(Outline { answers: world.answers, evictions: engine.evictions(), fingerprint: world.fingerprint, ..outline })
+            }
             false => Err(format!("at the end {live} bytes of adapters are alive, and {used} bytes are charged")),
         }
     });
@@ -1167,7 +1196,8 @@ fn drive(engine: &mut Engine, world: &Rc<RefCell<World>>) -> Result<Outline, Str
         if engine.core.recoveries() > 0 {
             return Err("the engine panicked outside of a pass".into());
         }
-        let open = || world.borrow().stuck().map(|a| format!("request {} ({})", a + 1, brief(&world.borrow().asked[a].request)));
+        let open =
+            || world.borrow().stuck().map(|a| format!("request {} ({})", a + 1, brief(&world.borrow().asked[a].request)));
         quiet = if world.borrow().answers > answers { 0 } else { quiet + 1 };
         answers = world.borrow().answers;
         if quiet > TURNS_WITHOUT_ANSWER_MAX {
