@@ -113,7 +113,8 @@ impl Admission {
     }
 
     fn control(&self, reply: PendingReply, control: impl FnOnce(PendingReply) -> Control) -> Result<(), Refusal> {
-        self.intake.accept(control(reply)).map_err(|(refusal, control)| {
+        self.intake.accept(control(reply)).map_err(|refused| {
+            let (refusal, control) = *refused;
             control.withdraw();
             refusal
         })

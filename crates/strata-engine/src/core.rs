@@ -843,6 +843,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     }
 
     /// Time that the owner of a client was charged for.
+    #[cfg(test)]
     pub(crate) fn used(&self, client: &Client) -> Duration {
         self.state.fair.used(client)
     }

@@ -193,10 +193,10 @@ impl Intake {
     }
 
     /// Accepts something that is not an operation of a model.
-    pub(crate) fn accept(&self, control: Control) -> Result<(), (Refusal, Control)> {
+    pub(crate) fn accept(&self, control: Control) -> Result<(), Box<(Refusal, Control)>> {
         let mut inner = match self.open() {
             Ok(inner) => inner,
-            Err(refusal) => return Err((refusal, control)),
+            Err(refusal) => return Err(Box::new((refusal, control))),
         };
         inner.controls.push_back(control);
         self.stir(inner);

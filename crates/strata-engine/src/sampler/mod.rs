@@ -478,10 +478,11 @@ impl<C: Compute> Batcher<C> {
         self.pool.unreserve(std::mem::take(&mut sequence.reserved));
         let pages = std::mem::take(&mut sequence.pages);
         if let Some(job) = self.jobs.get_mut(&sequence.job) {
-            for page in sequence.registered..sequence.cached / self.page_tokens {
+            let full = sequence.registered..sequence.cached / self.page_tokens;
+            for (page, &held) in full.clone().zip(pages.get(full).unwrap_or_default()) {
                 let positions = page * self.page_tokens..(page + 1) * self.page_tokens;
                 let tokens: Vec<u32> = positions.map(|p| sequence.token(&job.plan, p)).collect();
-                sequence.prefix = self.pool.register(sequence.prefix, &tokens, pages[page]);
+                sequence.prefix = self.pool.register(sequence.prefix, &tokens, held);
             }
             job.running -= 1;
             let client = job.asked.client.clone();

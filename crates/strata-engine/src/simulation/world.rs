@@ -12,7 +12,7 @@ use crate::api::{
 };
 use crate::engine::EngineHandle;
 use crate::ledger::Charge;
-use crate::sampler::{Plan, SamplerLimits};
+use crate::sampler::{Plan, REQUEST_BYTES, SamplerLimits};
 
 use super::disk::Contents;
 use super::oracle::{self, Numbers, VOCAB};
@@ -102,6 +102,8 @@ struct Asked {
     /// The attempt that was accepted.
     accepted: Option<u64>,
     attempts: u64,
+    /// Since when it finds no room, in attempts.
+    refusals: u64,
     given_up: bool,
     outcome: Option<Outcome>,
     cancelled: Option<u64>,
@@ -171,6 +173,8 @@ pub(super) struct World {
     events: BTreeMap<(Duration, u64), Event>,
     last_event: u64,
     held: BTreeMap<usize, Charge>,
+    /// What open requests hold at least.
+    owed_bytes: u64,
     /// Directory, identity and rank.
     saves: Vec<(String, String, usize)>,
     expected_saves: HashMap<String, Content>,
@@ -207,6 +211,7 @@ impl World {
             events: BTreeMap::new(),
             last_event: 0,
             held: BTreeMap::new(),
+            owed_bytes: 0,
             saves: Vec::new(),
             expected_saves: HashMap::new(),
             acts_left: 0,
@@ -324,6 +329,7 @@ impl World {
             wrong: None,
             accepted: None,
             attempts: 0,
+            refusals: 0,
             given_up: false,
             outcome: None,
             cancelled: None,
@@ -703,6 +709,7 @@ impl World {
             return self.violate(format!("request {} was accepted twice", asked + 1));
         }
         self.asked[asked].accepted = Some(attempt);
+        self.owed_bytes += held_bytes(&self.asked[asked].request);
         let Kind::Train { model, seq } = self.asked[asked].kind else { return };
         if self.models[model].gone {
             return self.violate(format!("request {} was accepted for a model that is gone", asked + 1));
@@ -732,8 +739,9 @@ impl World {
                 if self.handle.ledger().used() == 0 {
                     self.violate(format!("request {number} finds no room in an empty account"));
                 }
-                self.after(2000 * self.asked[asked].attempts, Event::Send { asked });
-                if self.asked[asked].attempts > ATTEMPTS_MAX {
+                self.asked[asked].refusals += 1;
+                self.after(2000 * self.asked[asked].refusals, Event::Send { asked });
+                if self.asked[asked].refusals > ATTEMPTS_MAX {
                     self.make_way(number);
                 }
             }
@@ -761,7 +769,10 @@ impl World {
     /// A request is refused for ever: because of a client that is gone and has left operations behind, which a server notices, or for nothing.
     fn make_way(&mut self, number: usize) {
         match self.sessions.iter().position(|s| s.lost_one && !s.over) {
-            Some(session) => self.end_session(session),
+            Some(session) => {
+                self.end_session(session);
+                self.asked.iter_mut().for_each(|asked| asked.refusals = 0);
+            }
             None => self.violate(format!("request {number} is refused for ever")),
         }
     }
@@ -778,10 +789,23 @@ impl World {
         if a.outcome.is_some() {
             return self.violate(format!("request {number} is answered twice"));
         }
+        self.owed_bytes -= held_bytes(&a.request);
+        let result_bytes = result_bytes(&outcome);
         a.outcome = Some(outcome);
+        if charge.as_ref().map_or(0, Charge::bytes) < result_bytes {
+            self.violate(format!("the result of request {number} takes {result_bytes} bytes and is charged {charge:?}"));
+        }
         if let Some(mut charge) = charge {
             let bytes = charge.bytes();
+            let held = self.handle.ledger().used();
             charge.shrink_to(self.rng.below(bytes + 1));
+            if held - self.handle.ledger().used() != bytes - charge.bytes() {
+                return self.violate(format!(
+                    "a charge of {bytes} bytes shrank to {}, and {held} are {}",
+                    charge.bytes(),
+                    self.handle.ledger().used()
+                ));
+            }
             self.held.insert(asked, charge);
             let patience = if self.rng.chance(5) { 100_000 } else { 4000 };
             self.after(patience, Event::Release { asked });
@@ -1114,6 +1138,34 @@ fn id_of(asked: usize) -> crate::api::RequestId {
     format!("r{}", asked + 1).into()
 }
 
+/// What a request holds at least while it is open.
+fn held_bytes(request: &Request) -> u64 {
+    let tokens = |n: usize| REQUEST_BYTES + 4 * n as u64;
+    match request {
+        Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. } => {
+            // Wrong ones are let go of at once.
+            let limit = i64::from(VOCAB);
+            let right = data.iter().all(|d| d.tokens.iter().all(|&t| t < limit));
+            if right { tokens(data.iter().map(|d| d.tokens.len() * 2).sum()) } else { REQUEST_BYTES }
+        }
+        Request::Train { .. } => REQUEST_BYTES,
+        _ => 0,
+    }
+}
+
+/// What a result holds at least.
+fn result_bytes(outcome: &Outcome) -> u64 {
+    match outcome {
+        Ok(Response::ForwardBackward(output)) => output.data.iter().map(|d| 8 * d.logprobs.len() as u64).sum(),
+        Ok(Response::Sampled(output)) => {
+            let topk = |s: &crate::api::SampledSequence| s.topk.iter().flatten().map(|k| 8 * k.len() as u64).sum::<u64>();
+            let sequences: u64 = output.sequences.iter().map(|s| 8 * s.tokens.len() as u64 + topk(s)).sum();
+            sequences + output.prompt_logprobs.as_ref().map_or(0, |p| 8 * p.len() as u64)
+        }
+        _ => 0,
+    }
+}
+
 fn says(asked: &Asked, text: &str) -> bool {
     matches!(&asked.outcome, Some(Err(failure)) if failure.to_string().contains(text))
 }
@@ -1193,6 +1245,10 @@ fn drive(engine: &mut Engine, world: &Rc<RefCell<World>>) -> Result<Outline, Str
         let worked = engine.turn();
         world.borrow_mut().tick();
         engine.audit()?;
+        let (used, owed) = (engine.handle.ledger().used(), world.borrow().owed_bytes);
+        if used < owed {
+            return Err(format!("open requests hold {owed} bytes, and {used} are charged"));
+        }
         if engine.core.recoveries() > 0 {
             return Err("the engine panicked outside of a pass".into());
         }
