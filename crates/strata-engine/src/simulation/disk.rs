@@ -40,7 +40,7 @@ impl Disk {
     }
 
     fn delay(&self) -> Duration {
-        let slowest = if self.shared.chance(self.shared.faults.get().disk) { 2_000_000 } else { 3000 };
+        let slowest = if self.shared.chance(self.shared.faults.get().disk) { 300_000 } else { 3000 };
         Duration::from_micros(self.shared.rng.borrow_mut().below(slowest))
     }
 

@@ -1231,6 +1231,13 @@ fn simulate(seed: u64, trace: bool) -> Result<Outline, String> {
         }
     });
     done.map_err(|what| {
+        let open = |a: &&Asked| a.accepted.is_some() && a.outcome.is_none();
+        let open: Vec<String> = world.asked.iter().filter(open).map(|a| brief(&a.request)).collect();
+        let held: u64 = world.held.values().map(Charge::bytes).sum();
+        let what = format!(
+            "{what}\n{} bytes are charged, {held} of them for results; open are: {open:#?}",
+            world.handle.ledger().used()
+        );
         let lines = world.trace.take().unwrap_or_default().into_iter().collect::<Vec<_>>().join("\n");
         format!("{what}\nlimits: {limits:?}\nlast events:\n{lines}\n{what}")
     })
