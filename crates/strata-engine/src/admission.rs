@@ -116,7 +116,8 @@ impl Admission {
     }
 
     fn control(&self, reply: PendingReply, control: impl FnOnce(PendingReply) -> Control) -> Result<(), Refusal> {
-        self.intake.accept(control(reply)).map_err(|(refusal, control)| {
+        self.intake.accept(control(reply)).map_err(|refused| {
+            let (refusal, control) = *refused;
             control.withdraw();
             refusal
         })
@@ -139,7 +140,7 @@ impl Admission {
             },
             TrainOp::SaveState(target) => Op::Save { target, with_optimizer: true },
             TrainOp::SaveSampler(target) => Op::Save { target, with_optimizer: false },
-            TrainOp::Snapshot { sampler_id, replace } => Op::Snapshot { sampler_id, replace },
+            TrainOp::Snapshot { sampler_id, replace } => Op::Snapshot { sampler_id, replace, entry: 0 },
             TrainOp::LoadState { source, with_optimizer } => Op::Load { source, with_optimizer },
             TrainOp::Refused(reason) => Op::Refused(Failure::User(reason)),
         }

@@ -31,13 +31,12 @@ const INNER_PASS_FRACTION: usize = 4;
 /// Sampling weights by name.
 enum SamplerSlot<C: Compute> {
     Ready {
-        client: Client,
         weights: (WeightsId, C::Frozen),
+        bytes: u64,
     },
     /// Being loaded.
     Loading {
         ticket: u64,
-        client: Client,
         reply: PendingReply,
         queued: Vec<(Plan, Asked)>,
     },
@@ -45,7 +44,7 @@ enum SamplerSlot<C: Compute> {
 
 /// A training pass that runs.
 struct PassInWork {
-    /// Who takes part, and with how many tokens; whose turn it was comes first.
+    /// Who takes part, and with how many tokens.
     clients: Vec<(Client, usize)>,
     tokens: usize,
     uids: Vec<u64>,
@@ -81,11 +80,15 @@ struct State<C: Compute, S> {
     fair: Fair,
     storage: S,
     files: Files<C::State>,
+    /// Weights of samples that run and whose name stands for others since, and under what their memory is kept.
+    retired: Vec<(u64, WeightsId)>,
     /// Passes that run, each between two layers of the one before.
     passes: Vec<PassInWork>,
     last_uid: u64,
     /// Counts passes, so that the models of a session take turns.
     served: u64,
+    /// Panics outside of passes. What the simulation sees.
+    recoveries: u64,
 }
 
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
@@ -99,9 +102,11 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             storage,
             files: Files::new(budget.captured_bytes),
             budget,
+            retired: Vec::new(),
             passes: Vec::new(),
             last_uid: 0,
             served: 0,
+            recoveries: 0,
         };
         Core { compute, state }
     }
@@ -154,6 +159,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     /// After a panic in a place that is no pass: the sampler's books may be wrong, so it begins anew; learners that a pass had are gone.
     fn recover(&mut self, c: &C) {
+        self.recoveries += 1;
         self.passes.clear();
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
         let page_tokens = self.batcher.page_tokens();
@@ -167,6 +173,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     /// Takes requests and files that have arrived, and begins the operations whose turn it is.
     fn take_arrivals(&mut self, c: &C) {
+        self.retired.retain(|&(key, weights)| {
+            let used = self.batcher.uses(weights);
+            if !used {
+                self.intake.release(key);
+            }
+            used
+        });
         while let Some(control) = self.intake.next_control() {
             self.control(c, control);
         }
@@ -191,7 +204,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Who is next and with what, of those that have something to run; training only if its next example has at most `pass_tokens`.
     fn next_work(&mut self, c: &C, pass_tokens: usize) -> Option<(Standing, Client, Work)> {
         let sampling = self.batcher.runnable(c).into_iter().map(|client| (client, Work::Sampling));
-        let ready = self.tenants.values().filter(|t| t.next_example().is_some_and(|n| n <= pass_tokens));
+        let ready = self.tenants.values().filter(|t| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
         let mut training: Vec<(Client, Work)> = ready.map(|t| (t.client.clone(), Work::Training)).collect();
         training.dedup();
         let all = sampling.chain(training).map(|(client, work)| (self.fair.standing(&client, work), client, work));
@@ -201,7 +214,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     fn run(&mut self, c: &C, client: &Client, work: Work, pass_tokens: usize) {
         self.fair.serve(client, work);
         match work {
-            Work::Training => self.run_pass(c, client, pass_tokens),
+            Work::Training => self.train(c, client, pass_tokens),
             Work::Sampling => {
                 let mut order = self.batcher.runnable(c);
                 order.sort_by_key(|other| (other != client, self.fair.standing(other, Work::Sampling)));
@@ -221,6 +234,19 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     }
 
     // Training passes.
+
+    /// Runs what the model of a session needs that has waited longest: an operation on its adapter, or a pass.
+    fn train(&mut self, c: &C, client: &Client, pass_tokens: usize) {
+        let of_client = self.tenants.iter().filter(|(_, t)| t.client == *client);
+        let ready = of_client.filter(|(_, t)| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
+        match ready.min_by_key(|(_, t)| t.served) {
+            Some((model_id, tenant)) if tenant.due => {
+                let model_id = model_id.clone();
+                self.take_turn(c, &model_id);
+            }
+            _ => self.run_pass(c, client, pass_tokens),
+        }
+    }
 
     /// Runs one pass for a session, and for others what goes with it.
     fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize) {
@@ -341,13 +367,16 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 return ControlFlow::Break(());
             }
             let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
-            let (tokens, first) = (pass.tokens, &pass.clients[0].0);
-            let due = self.fair.standing(first, Work::Training);
+            let tokens = pass.tokens;
+            // Whoever has had least of those in the pass waits for it.
+            let Some(due) = pass.clients.iter().map(|(client, _)| self.fair.standing(client, Work::Training)).min() else {
+                return ControlFlow::Continue(());
+            };
             let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
             let room = self.budget.activation_tokens.saturating_sub(in_work);
             let inner = (tokens / INNER_PASS_FRACTION).min(room);
             match self.next_work(c, inner) {
-                Some((standing, client, work)) if standing <= due => {
+                Some((standing, client, work)) if standing < due => {
                     self.run(c, &client, work, inner);
                     if let Some(pass) = self.passes.last_mut() {
                         pass.charged_until = c.now();
@@ -433,6 +462,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Control::EndSession { client } => {
                 let failure = Failure::User("the session is over".into());
                 self.batcher.cancel_where(|asked| asked.client == client, &failure);
+                for slot in self.samplers.values_mut() {
+                    let SamplerSlot::Loading { queued, .. } = slot else { continue };
+                    let over = queued.extract_if(.., |(_, asked)| asked.client == client);
+                    over.for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
+                }
+                // Passes that run charge their clients: whoever is over must not come back that way.
+                self.passes.iter_mut().for_each(|pass| pass.clients.retain(|(other, _)| *other != client));
                 self.fair.forget(&client);
                 self.files.forget(&client);
             }
@@ -459,13 +495,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             return reply.fail_user(format!("sampling weights {sampler_id} were dropped before they were made"));
         }
         let Some((source, lora)) = source else {
-            self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights: (WeightsId::BASE, c.base()) });
+            self.samplers.insert(sampler_id, SamplerSlot::Ready { weights: (WeightsId::BASE, c.base()), bytes: 0 });
             return reply.send(Ok(Response::Sampler));
         };
         let ticket = self.next_uid();
         let load_for = LoadFor::Sampler { sampler_id: sampler_id.clone(), lora };
         self.files.load(&client, Load { ticket, source, with_optimizer: false }, load_for);
-        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, client, reply, queued: Vec::new() });
+        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, reply, queued: Vec::new() });
     }
 
     fn drop_sampler(&mut self, sampler_id: &str, failure: &Failure) {
@@ -504,14 +540,46 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     // Operations of a model.
 
-    /// Begins the operations of a model whose turn it is.
+    /// Begins the operations of a model whose turn it is, up to one that takes time on the device.
     fn begin_ops(&mut self, c: &C, model_id: &str) {
-        let ahead_max = self.budget.pass_tokens;
-        loop {
-            let Some(tenant) = self.tenants.get(model_id) else { return };
-            let Some(queued) = self.intake.begin_op(model_id, |op| tenant.may_begin(op, ahead_max)) else { return };
-            self.begin(c, model_id, queued);
+        while self.begin_op(c, model_id, false) {}
+    }
+
+    /// Begins an operation of a model that takes time on the device, and those that follow it.
+    fn take_turn(&mut self, c: &C, model_id: &str) {
+        self.served += 1;
+        if let Some(tenant) = self.tenants.get_mut(model_id) {
+            tenant.served = self.served;
         }
+        self.begin_op(c, model_id, true);
+        self.begin_ops(c, model_id);
+    }
+
+    /// Begins the next operation of a model if it can. Answers whether it did.
+    fn begin_op(&mut self, c: &C, model_id: &str, has_turn: bool) -> bool {
+        let (ahead_max, ticket) = (self.budget.pass_tokens, self.next_uid());
+        let Some(tenant) = self.tenants.get_mut(model_id) else { return false };
+        tenant.due = false;
+        let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
+            Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
+            _ => None,
+        };
+        let mut retired = None;
+        let queued = self.intake.begin_op(model_id, ticket, |op, room| {
+            if let Op::Snapshot { sampler_id, replace: true, .. } = op {
+                retired = replaced(sampler_id);
+            }
+            let bytes = retired.map_or(0, |(_, bytes)| bytes);
+            if !tenant.may_begin(op, ahead_max) || bytes > room {
+                return None;
+            }
+            tenant.due = op.takes_a_turn() && !has_turn;
+            (!tenant.due).then_some(bytes)
+        });
+        let Some(queued) = queued else { return false };
+        self.retired.extend(retired.map(|(weights, _)| (ticket, weights)));
+        self.begin(c, model_id, queued);
+        true
     }
 
     fn begin(&mut self, c: &C, model_id: &str, queued: QueuedOp) {
@@ -548,14 +616,21 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 if !captured {
                     // No room for a copy: the model goes on once its state is written.
                     tenant.saving = Some(ticket);
+                    self.intake.keep(ticket, model_id, bytes);
                 }
                 let save_for = SaveFor { dir: target.dir.clone(), reply, captured_bytes: if captured { bytes } else { 0 } };
                 let client = tenant.client.clone();
                 self.files.save(&client, Save { ticket, state, target, bytes }, save_for);
                 self.files.dispatch(&mut self.storage);
             }
-            Op::Snapshot { sampler_id, replace } => {
-                let made = self.snapshot(c, model_id, sampler_id, replace);
+            Op::Snapshot { sampler_id, replace, entry } => {
+                let client = tenant.client.clone();
+                let made = match self.intake.wants_snapshot(&sampler_id, entry) {
+                    true => self.snapshot(c, model_id, &sampler_id, replace),
+                    false => Err(Failure::User(format!("sampling weights {sampler_id} were dropped before they were made"))),
+                };
+                self.intake.snapshot_over(&sampler_id, entry, made.is_ok());
+                self.fair.charge(&client, Work::Training, c.now().saturating_sub(start));
                 reply.send(made.map(|()| Response::Sampler));
             }
             Op::Load { source, with_optimizer } => {
@@ -567,30 +642,18 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
     }
 
-    fn snapshot(&mut self, c: &C, model_id: &str, sampler_id: SamplerId, replace: bool) -> Result<(), Failure> {
-        if !self.intake.wants_sampler(&sampler_id) {
-            return Err(Failure::User(format!("sampling weights {sampler_id} were dropped before they were made")));
-        }
-        if !replace && self.samplers.contains_key(&sampler_id) {
+    fn snapshot(&mut self, c: &C, model_id: &str, sampler_id: &str, replace: bool) -> Result<(), Failure> {
+        if !replace && self.samplers.contains_key(sampler_id) {
             return Err(Failure::User(format!("sampling weights {sampler_id} exist already")));
         }
         let tenant = self.tenants.get_mut(model_id);
         let Some(tenant) = tenant else { return Err(Failure::User(format!("there is no model {model_id}"))) };
-        let client = tenant.client.clone();
         let learner = tenant.learner.as_mut().ok_or_else(|| Failure::User(format!("model {model_id} is not there yet")))?;
-        match c.freeze(learner) {
-            // Samples that run keep the weights they began with.
-            Ok(weights) => {
-                self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights });
-                Ok(())
-            }
-            Err(failure) => {
-                if !self.samplers.contains_key(&sampler_id) {
-                    self.intake.remove_sampler(&sampler_id, &failure);
-                }
-                Err(failure)
-            }
-        }
+        // Samples that run keep the weights they began with.
+        let weights = c.freeze(learner)?;
+        let bytes = c.adapter_bytes(&tenant.lora).map_or(0, |bytes| bytes.frozen);
+        self.samplers.insert(sampler_id.to_owned(), SamplerSlot::Ready { weights, bytes });
+        Ok(())
     }
 
     // Files that have been written or read.
@@ -601,6 +664,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 tenant.saving = None;
             }
         }
+        self.intake.release(ticket);
         let Some(SaveFor { dir, reply, .. }) = self.files.saved(ticket) else { return };
         reply.send(result.map(|size_bytes| Response::Saved { dir, size_bytes }));
     }
@@ -655,15 +719,15 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         if !is_it {
             return;
         }
-        let Some(SamplerSlot::Loading { client, reply, queued, .. }) = self.samplers.remove(&sampler_id) else { return };
+        let Some(SamplerSlot::Loading { reply, queued, .. }) = self.samplers.remove(&sampler_id) else { return };
         let weights = result.and_then(|state| {
             fits(c, &state, lora).map_err(Failure::User)?;
-            c.freeze_state(&state)
+            Ok((c.freeze_state(&state)?, c.state_bytes(&state).frozen))
         });
         match weights {
-            Ok(frozen) => {
+            Ok((frozen, bytes)) => {
                 let weights = (WeightsId::fresh(), frozen);
-                self.samplers.insert(sampler_id, SamplerSlot::Ready { client, weights: weights.clone() });
+                self.samplers.insert(sampler_id, SamplerSlot::Ready { weights: weights.clone(), bytes });
                 reply.send(Ok(Response::Sampler));
                 queued.into_iter().for_each(|(plan, asked)| self.batcher.submit(plan, weights.clone(), asked));
             }
@@ -753,6 +817,7 @@ fn share(queues: &[Vec<usize>], limit: usize, room: usize) -> Vec<usize> {
     counts
 }
 
+#[cfg(any(test, feature = "simulation"))]
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     /// Requests that are open anywhere in the engine.
     pub(crate) fn open_requests(&self) -> usize {
@@ -788,8 +853,31 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         self.state.batcher.evictions
     }
 
-    pub(crate) fn compute(&self) -> &C {
-        &self.compute
+    /// Time that the owner of a client was charged for.
+    #[cfg(test)]
+    pub(crate) fn used(&self, client: &Client) -> Duration {
+        self.state.fair.used(client)
+    }
+
+    /// Panics outside of passes.
+    pub(crate) fn recoveries(&self) -> u64 {
+        self.state.recoveries
+    }
+
+    /// What is still there of what should be over, if anything, when every session has ended and everything is answered.
+    pub(crate) fn leftovers(&self) -> Result<(), String> {
+        let state = &self.state;
+        state.batcher.leftovers()?;
+        state.intake.leftovers()?;
+        let models: Vec<&ModelId> = state.tenants.keys().collect();
+        let samplers: Vec<&SamplerId> = state.samplers.keys().collect();
+        if !models.is_empty() || !samplers.is_empty() || !state.files.is_idle() || !state.passes.is_empty() {
+            return Err(format!("left over: models {models:?}, sampling weights {samplers:?}, passes or files"));
+        }
+        match state.fair.sessions() + state.files.sessions() {
+            0 => Ok(()),
+            n => Err(format!("the shares of {n} sessions that are over are kept")),
+        }
     }
 
     pub(crate) fn storage_mut(&mut self) -> &mut S {

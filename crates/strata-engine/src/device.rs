@@ -209,7 +209,7 @@ fn fix_sequence_ratios(
             data.for_each(|d| push_datum(d, &mut batch, &mut targets));
         }
     }
-    if batch.len() == 0 {
+    if batch.is_empty() {
         return Ok(());
     }
     let logprobs = model.forward_with(&batch, &targets, between).map_err(pass_error)?;

@@ -131,6 +131,18 @@ impl EngineHandle {
         Ok(EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) })
     }
 
+    /// A handle on an engine that someone else drives.
+    #[cfg(any(test, feature = "simulation"))]
+    pub(crate) fn over(admission: Admission, info: EngineInfo) -> Self {
+        let alive = Arc::new(AtomicBool::new(true));
+        EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) }
+    }
+
+    #[cfg(any(test, feature = "simulation"))]
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.shared.admission.intake
+    }
+
     /// What the engine serves.
     pub fn info(&self) -> &EngineInfo {
         &self.shared.info

@@ -98,6 +98,20 @@ impl Fair {
     }
 }
 
+#[cfg(any(test, feature = "simulation"))]
+impl Fair {
+    /// Time that the owner of a client was charged for.
+    #[cfg(test)]
+    pub(crate) fn used(&self, client: &Client) -> Duration {
+        self.owners.get(&client.owner).map_or(Duration::ZERO, |owner| owner.used)
+    }
+
+    /// Sessions that are remembered.
+    pub(crate) fn sessions(&self) -> usize {
+        self.owners.values().map(|owner| owner.sessions.len()).sum()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,6 +164,6 @@ mod tests {
         let a = client("a", "1");
         run(&mut fair, &[(a.clone(), Work::Training, 10), (client("b", "1"), Work::Training, 10)], 10);
         fair.forget(&a);
-        assert!(!fair.owners.get("a").is_some_and(|o| !o.sessions.is_empty()));
+        assert!(fair.owners.get("a").is_none_or(|o| o.sessions.is_empty()));
     }
 }

@@ -3,7 +3,7 @@
 //! A save holds the state it captured until it is written. Sessions take turns by the bytes they have had; a slow or hanging file delays its own
 //! session, and others only by its share of the few places there are.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use crate::api::{CheckpointSource, Client, Failure, LoraSpec, SaveTarget};
@@ -75,6 +75,8 @@ pub(crate) struct Files<S> {
     saves: BTreeMap<Client, VecDeque<Save<S>>>,
     loads: BTreeMap<Client, VecDeque<Load>>,
     turns: Fair,
+    /// Sessions that are over and have saves that wait.
+    over: BTreeSet<Client>,
     saving: BTreeMap<u64, SaveFor>,
     /// Tickets that the storage has.
     writing: Vec<u64>,
@@ -90,6 +92,7 @@ impl<S> Files<S> {
             saves: BTreeMap::new(),
             loads: BTreeMap::new(),
             turns: Fair::default(),
+            over: BTreeSet::new(),
             saving: BTreeMap::new(),
             writing: Vec::new(),
             loading: BTreeMap::new(),
@@ -127,6 +130,9 @@ impl<S> Files<S> {
             self.turns.serve(&client, Work::Training);
             // Bytes stand for time: only their ratio matters.
             self.turns.charge(&client, Work::Training, Duration::from_nanos(save.bytes.max(1)));
+            if !self.saves.contains_key(&client) && self.over.remove(&client) {
+                self.turns.forget(&client);
+            }
             self.writing.push(save.ticket);
             storage.save(save.ticket, save.state, save.target);
         }
@@ -165,16 +171,22 @@ impl<S> Files<S> {
         self.loads.retain(|_, queue| !queue.is_empty());
     }
 
-    /// Forgets a session's shares.
+    /// Forgets a session's shares, once its saves have had theirs.
     pub(crate) fn forget(&mut self, client: &Client) {
         self.turns.forget(client);
+        if self.saves.contains_key(client) {
+            self.over.insert(client.clone());
+        }
     }
 
     /// Saves that are not written yet.
     pub(crate) fn unwritten(&self) -> usize {
         self.saving.len()
     }
+}
 
+#[cfg(any(test, feature = "simulation"))]
+impl<S> Files<S> {
     /// Whether nothing waits or runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.saving.is_empty() && self.loading.is_empty()
@@ -187,6 +199,11 @@ impl<S> Files<S> {
             return Err(format!("saves hold {captured} bytes, {} are counted", self.captured_bytes));
         }
         Ok(())
+    }
+
+    /// Sessions whose shares are remembered.
+    pub(crate) fn sessions(&self) -> usize {
+        self.turns.sessions()
     }
 }
 

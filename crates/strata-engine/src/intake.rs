@@ -22,15 +22,34 @@ use crate::sampler::{Asked, Plan};
 
 /// An operation that has been checked.
 pub(crate) enum Op {
-    Forward { data: Vec<PreparedDatum>, backward: bool },
+    Forward {
+        data: Vec<PreparedDatum>,
+        backward: bool,
+    },
     Optim(AdamParams),
-    Save { target: SaveTarget, with_optimizer: bool },
-    Snapshot { sampler_id: SamplerId, replace: bool },
-    Load { source: CheckpointSource, with_optimizer: bool },
+    Save {
+        target: SaveTarget,
+        with_optimizer: bool,
+    },
+    /// `entry` is what the name stood for when the operation was accepted.
+    Snapshot {
+        sampler_id: SamplerId,
+        replace: bool,
+        entry: u64,
+    },
+    Load {
+        source: CheckpointSource,
+        with_optimizer: bool,
+    },
     Refused(Failure),
 }
 
 impl Op {
+    /// Whether it takes time on the device, and so waits for its session's turn.
+    pub(crate) fn takes_a_turn(&self) -> bool {
+        matches!(self, Op::Optim(_) | Op::Snapshot { .. })
+    }
+
     /// Whether it may begin while passes of the model still run.
     pub(crate) fn is_pass(&self) -> bool {
         matches!(self, Op::Forward { .. } | Op::Refused(_))
@@ -100,19 +119,41 @@ struct ModelQueue {
     waiting: BTreeMap<u64, QueuedOp>,
 }
 
+/// A name for sampling weights, and the room they take.
+struct SamplerEntry {
+    /// Distinguishes it from an earlier one of the same name.
+    uid: u64,
+    client: Client,
+    bytes: u64,
+    /// Whether there is something behind it, or a request of its own that will tell.
+    made: bool,
+    /// Snapshots that have not begun and are to make it. Without any, and not made, the name is given up.
+    pending: usize,
+}
+
 #[derive(Default)]
 struct Inner {
     closed: bool,
     /// Something has happened since the engine last looked.
     stirred: bool,
     controls: VecDeque<Control>,
-    models: HashMap<ModelId, ModelQueue>,
+    models: BTreeMap<ModelId, ModelQueue>,
     /// Models whose next operation has arrived.
     ready: BTreeSet<ModelId>,
     /// Where an operation waits.
     waiting: HashMap<RequestId, (ModelId, u64)>,
-    samplers: HashMap<SamplerId, (Client, u64)>,
+    samplers: BTreeMap<SamplerId, SamplerEntry>,
+    last_uid: u64,
+    /// Memory of adapters that outlives their names, or may.
+    kept: BTreeMap<u64, Kept>,
     adapter_bytes_used: u64,
+}
+
+/// Memory of an adapter that something still needs.
+struct Kept {
+    bytes: u64,
+    /// The model in whose room it still is.
+    within: Option<ModelId>,
 }
 
 /// The keeper.
@@ -155,10 +196,10 @@ impl Intake {
     }
 
     /// Accepts something that is not an operation of a model.
-    pub(crate) fn accept(&self, control: Control) -> Result<(), (Refusal, Control)> {
+    pub(crate) fn accept(&self, control: Control) -> Result<(), Box<(Refusal, Control)>> {
         let mut inner = match self.open() {
             Ok(inner) => inner,
-            Err(refusal) => return Err((refusal, control)),
+            Err(refusal) => return Err(Box::new((refusal, control))),
         };
         inner.controls.push_back(control);
         self.stir(inner);
@@ -190,7 +231,9 @@ impl Intake {
             return Err(format!("sampling weights {sampler_id} exist already"));
         }
         self.take_adapter_room(&mut inner, bytes)?;
-        inner.samplers.insert(sampler_id.clone(), (client.clone(), bytes));
+        inner.last_uid += 1;
+        let entry = SamplerEntry { uid: inner.last_uid, client: client.clone(), bytes, made: true, pending: 0 };
+        inner.samplers.insert(sampler_id.clone(), entry);
         Ok(())
     }
 
@@ -234,7 +277,7 @@ impl Intake {
                 return Err(refusal);
             }
         };
-        let Inner { models, ready, waiting, samplers, adapter_bytes_used, .. } = &mut *inner;
+        let Inner { models, ready, waiting, samplers, adapter_bytes_used, last_uid, .. } = &mut *inner;
         let Some(queue) = models.get_mut(model_id) else {
             queued.reply.withdraw();
             return Err(Refusal::User(format!("there is no model {model_id}")));
@@ -253,22 +296,30 @@ impl Intake {
                 return Err(refusal);
             }
         };
-        if let Op::Snapshot { sampler_id, replace } = &queued.op
-            && !(*replace && samplers.contains_key(sampler_id))
-        {
+        if let Op::Snapshot { sampler_id, replace, entry } = &mut queued.op {
             let need = queue.bytes.frozen;
-            let refused = if samplers.contains_key(sampler_id) {
-                Some(format!("sampling weights {sampler_id} exist already"))
-            } else if *adapter_bytes_used + need > self.adapter_bytes_max {
-                Some(format!(
+            let refused = match samplers.get_mut(sampler_id) {
+                Some(there) if *replace && *adapter_bytes_used + need.saturating_sub(there.bytes) <= self.adapter_bytes_max => {
+                    *adapter_bytes_used += need.saturating_sub(there.bytes);
+                    there.bytes = there.bytes.max(need);
+                    there.pending += 1;
+                    *entry = there.uid;
+                    None
+                }
+                Some(_) if !*replace => Some(format!("sampling weights {sampler_id} exist already")),
+                there if there.is_some() || *adapter_bytes_used + need > self.adapter_bytes_max => Some(format!(
                     "a snapshot needs {need} bytes, but models and samplers take {adapter_bytes_used} of the {} bytes set aside \
                      for adapters; free some, or start the server with more memory",
                     self.adapter_bytes_max
-                ))
-            } else {
-                *adapter_bytes_used += need;
-                samplers.insert(sampler_id.clone(), (queue.client.clone(), need));
-                None
+                )),
+                _ => {
+                    *last_uid += 1;
+                    *entry = *last_uid;
+                    *adapter_bytes_used += need;
+                    let made = SamplerEntry { uid: *entry, client: queue.client.clone(), bytes: need, made: false, pending: 1 };
+                    samplers.insert(sampler_id.clone(), made);
+                    None
+                }
             };
             if let Some(reason) = refused {
                 queued.op = Op::Refused(Failure::User(reason));
@@ -314,7 +365,7 @@ impl Intake {
             inner.controls.push_back(Control::Unload { model_id, failure: failure.clone() });
         }
         let samplers: Vec<SamplerId> =
-            inner.samplers.iter().filter(|(_, s)| s.0 == *client).map(|(id, _)| id.clone()).collect();
+            inner.samplers.iter().filter(|(_, s)| s.client == *client).map(|(id, _)| id.clone()).collect();
         for sampler_id in samplers {
             inner.remove_sampler(&sampler_id);
             inner.controls.push_back(Control::DropSampler { sampler_id, failure: failure.clone() });
@@ -332,12 +383,9 @@ impl Intake {
         if let Some((model_id, seq_id)) = place
             && let Some(queued) = inner.models.get_mut(&model_id).and_then(|q| q.waiting.get_mut(&seq_id))
         {
-            let snapshot = match &queued.op {
-                Op::Snapshot { sampler_id, replace: false } => Some(sampler_id.clone()),
-                _ => None,
-            };
-            over = Some(std::mem::replace(&mut queued.op, Op::Refused(failure.clone())));
-            snapshot.map(|sampler_id| inner.remove_sampler(&sampler_id));
+            let op = std::mem::replace(&mut queued.op, Op::Refused(failure.clone()));
+            inner.give_up_snapshot(&op);
+            over = Some(op);
         } else {
             inner.controls.push_back(Control::Cancel { request_id: request_id.clone() });
         }
@@ -422,13 +470,22 @@ impl Intake {
         self.lock().ready.iter().cloned().collect()
     }
 
-    /// Begins the next operation of a model, if it has arrived and `may_begin` lets it.
-    pub(crate) fn begin_op(&self, model_id: &str, may_begin: impl FnOnce(&Op) -> bool) -> Option<QueuedOp> {
+    /// Begins the next operation of a model, if it has arrived and `may_begin` lets it. That is told how many bytes of adapters have room, and
+    /// answers how many outlive their name by the operation: those are kept under `key`.
+    pub(crate) fn begin_op(
+        &self,
+        model_id: &str,
+        key: u64,
+        may_begin: impl FnOnce(&Op, u64) -> Option<u64>,
+    ) -> Option<QueuedOp> {
         let mut inner = self.lock();
-        let Inner { models, ready, waiting, .. } = &mut *inner;
+        let Inner { models, ready, waiting, kept, adapter_bytes_used, .. } = &mut *inner;
         let queue = models.get_mut(model_id)?;
-        if !may_begin(&queue.waiting.get(&queue.next)?.op) {
-            return None;
+        let room = self.adapter_bytes_max - *adapter_bytes_used;
+        let bytes = may_begin(&queue.waiting.get(&queue.next)?.op, room)?;
+        if bytes > 0 {
+            *adapter_bytes_used += bytes;
+            kept.insert(key, Kept { bytes, within: None });
         }
         let queued = queue.waiting.remove(&queue.next)?;
         queue.next += 1;
@@ -439,14 +496,63 @@ impl Intake {
         Some(queued)
     }
 
+    /// Notes that a part of a model's memory is needed until [`Intake::release`], also if the model is given up before.
+    pub(crate) fn keep(&self, key: u64, model_id: &str, bytes: u64) {
+        let mut inner = self.lock();
+        let within = inner.models.contains_key(model_id).then(|| model_id.to_owned());
+        if within.is_none() {
+            inner.adapter_bytes_used += bytes;
+        }
+        inner.kept.insert(key, Kept { bytes, within });
+    }
+
+    /// Gives back what was kept.
+    pub(crate) fn release(&self, key: u64) {
+        let mut inner = self.lock();
+        if let Some(Kept { bytes, within: None }) = inner.kept.remove(&key) {
+            inner.adapter_bytes_used -= bytes;
+        }
+    }
+
     /// Whether a model is still wanted.
     pub(crate) fn has_model(&self, model_id: &str) -> bool {
         self.lock().models.contains_key(model_id)
     }
 
+    /// Whether a snapshot is still wanted: its name stands for what it stood for when the snapshot was accepted.
+    pub(crate) fn wants_snapshot(&self, sampler_id: &str, entry: u64) -> bool {
+        self.lock().samplers.get(sampler_id).is_some_and(|there| there.uid == entry)
+    }
+
+    /// Notes what became of a snapshot: a name with nothing behind it is given up.
+    pub(crate) fn snapshot_over(&self, sampler_id: &str, entry: u64, made: bool) {
+        self.lock().snapshot_over(sampler_id, entry, made);
+    }
+
     /// Whether sampling weights are still wanted.
     pub(crate) fn wants_sampler(&self, sampler_id: &str) -> bool {
         self.lock().samplers.contains_key(sampler_id)
+    }
+}
+
+#[cfg(any(test, feature = "simulation"))]
+impl Intake {
+    /// Bytes of adapters that outlive their names.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.lock().kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum()
+    }
+
+    /// What is kept although nothing is open.
+    pub(crate) fn leftovers(&self) -> Result<(), String> {
+        let inner = self.lock();
+        let tables = (inner.controls.len(), inner.models.len(), inner.ready.len(), inner.waiting.len(), inner.samplers.len());
+        if tables != (0, 0, 0, 0, 0) || !inner.kept.is_empty() || inner.adapter_bytes_used != 0 {
+            return Err(format!(
+                "{tables:?} controls, models, ready, waiting, samplers, and {} bytes are kept",
+                inner.adapter_bytes_used
+            ));
+        }
+        Ok(())
     }
 
     /// Requests that wait here.
@@ -459,9 +565,13 @@ impl Intake {
     pub(crate) fn audit(&self) -> Result<(), String> {
         let inner = self.lock();
         let models: u64 = inner.models.values().map(|q| q.bytes.training).sum();
-        let samplers: u64 = inner.samplers.values().map(|s| s.1).sum();
-        if models + samplers != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
-            return Err(format!("adapters take {models} + {samplers} bytes, {} are counted", inner.adapter_bytes_used));
+        let samplers: u64 = inner.samplers.values().map(|s| s.bytes).sum();
+        let kept: u64 = inner.kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum();
+        if models + samplers + kept != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
+            return Err(format!(
+                "adapters take {models} + {samplers} + {kept} bytes, {} are counted",
+                inner.adapter_bytes_used
+            ));
         }
         let waiting: HashSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
         if waiting.len() != inner.waiting.len() {
@@ -471,6 +581,13 @@ impl Intake {
             inner.models.iter().filter(|(_, q)| q.waiting.contains_key(&q.next)).map(|(id, _)| id).collect();
         if ready != inner.ready.iter().collect() {
             return Err(format!("{ready:?} are ready, {:?} are noted", inner.ready));
+        }
+        for (id, entry) in &inner.samplers {
+            let waits = |op: &&QueuedOp| matches!(&op.op, Op::Snapshot { entry: uid, .. } if *uid == entry.uid);
+            let pending = inner.models.values().flat_map(|q| q.waiting.values()).filter(waits).count();
+            if pending != entry.pending || (pending == 0 && !entry.made) {
+                return Err(format!("sampling weights {id}: {pending} snapshots wait, {} are counted", entry.pending));
+            }
         }
         if self.ledger.used() > self.ledger.total() {
             return Err(format!("{} of {} bytes are charged", self.ledger.used(), self.ledger.total()));
@@ -484,20 +601,37 @@ impl Inner {
         let queue = self.models.remove(model_id)?;
         self.ready.remove(model_id);
         self.adapter_bytes_used -= queue.bytes.training;
+        for kept in self.kept.values_mut().filter(|kept| kept.within.as_deref() == Some(model_id)) {
+            kept.within = None;
+            self.adapter_bytes_used += kept.bytes;
+        }
         for queued in queue.waiting.values() {
             self.waiting.remove(&queued.id);
-            if let Op::Snapshot { sampler_id, replace: false } = &queued.op {
-                let bytes = self.samplers.remove(sampler_id).map_or(0, |s| s.1);
-                self.adapter_bytes_used -= bytes;
-            }
+            self.give_up_snapshot(&queued.op);
         }
         Some(queue)
     }
 
     fn remove_sampler(&mut self, sampler_id: &str) -> bool {
-        let Some((_, bytes)) = self.samplers.remove(sampler_id) else { return false };
-        self.adapter_bytes_used -= bytes;
+        let Some(entry) = self.samplers.remove(sampler_id) else { return false };
+        self.adapter_bytes_used -= entry.bytes;
         true
+    }
+
+    /// Forgets a snapshot that will not be made, and its name if nothing else is behind it.
+    fn give_up_snapshot(&mut self, op: &Op) {
+        if let Op::Snapshot { sampler_id, entry, .. } = op {
+            self.snapshot_over(sampler_id, *entry, false);
+        }
+    }
+
+    fn snapshot_over(&mut self, sampler_id: &str, uid: u64, made: bool) {
+        let Some(entry) = self.samplers.get_mut(sampler_id).filter(|entry| entry.uid == uid) else { return };
+        entry.pending -= 1;
+        entry.made |= made;
+        if !entry.made && entry.pending == 0 {
+            self.remove_sampler(sampler_id);
+        }
     }
 }
 
@@ -566,7 +700,7 @@ mod tests {
     }
 
     fn begin(intake: &Intake) -> Option<RequestId> {
-        intake.begin_op("m", |_| true).map(|queued| queued.id.clone())
+        intake.begin_op("m", 0, |_, _| Some(0)).map(|queued| queued.id.clone())
     }
 
     #[test]
@@ -610,11 +744,18 @@ mod tests {
         assert!(intake.add_model(&"one more".into(), &client(), BYTES).unwrap_err().contains("100 bytes"));
         let gone = Failure::User("gone".into());
         assert!(intake.remove_model("m3", &gone));
-        let snapshot = |name: &str| Op::Snapshot { sampler_id: name.into(), replace: false };
+        let snapshot = |name: &str| Op::Snapshot { sampler_id: name.into(), replace: false, entry: 0 };
         for seq in 1..=4 {
             intake.accept_op("m", seq, 1, queued(seq, snapshot(&seq.to_string())).0).unwrap();
         }
-        let refused = (0..4).filter(|_| matches!(intake.begin_op("m", |_| true).unwrap().op, Op::Refused(_))).count();
+        let refused = (0..4).filter(|_| match intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op {
+            Op::Snapshot { sampler_id, entry, .. } => {
+                intake.snapshot_over(&sampler_id, entry, true);
+                false
+            }
+            _ => true,
+        });
+        let refused = refused.count();
         assert_eq!(refused, 1, "three snapshots fit in the place of a model");
         assert!(intake.remove_sampler("2", &gone) && !intake.wants_sampler("2"));
         assert!(!intake.remove_sampler("2", &gone));
@@ -645,15 +786,38 @@ mod tests {
     }
 
     #[test]
+    fn a_name_whose_last_snapshot_is_given_up_is_given_up() {
+        let intake = intake(1 << 20);
+        let gone = Failure::User("gone".into());
+        let replacing = || Op::Snapshot { sampler_id: "x".into(), replace: true, entry: 0 };
+        for seq in 1..=3 {
+            intake.accept_op("m", seq, 1, queued(seq, replacing()).0).unwrap();
+        }
+        intake.cancel(&"m:1".into(), &gone);
+        assert!(intake.wants_sampler("x"), "the second will make it");
+        begin(&intake).unwrap();
+        let Op::Snapshot { entry, .. } = intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op else {
+            panic!("the second is a snapshot")
+        };
+        intake.remove_sampler("x", &gone);
+        assert!(!intake.wants_snapshot("x", entry));
+        intake.accept_op("m", 4, 1, queued(4, replacing()).0).unwrap();
+        assert!(!intake.wants_snapshot("x", entry), "the name stands for something else now");
+        assert!(intake.remove_model("m", &gone) && !intake.wants_sampler("x"));
+        assert_eq!(intake.lock().adapter_bytes_used, 0);
+        intake.audit().unwrap();
+    }
+
+    #[test]
     fn what_is_cancelled_keeps_its_place_and_what_ends_is_answered() {
         let intake = intake(1 << 20);
-        let (first, _) = queued(1, Op::Snapshot { sampler_id: "x".into(), replace: false });
+        let (first, _) = queued(1, Op::Snapshot { sampler_id: "x".into(), replace: false, entry: 0 });
         let (second, rx) = queued(2, Op::Optim(AdamParams::default()));
         intake.accept_op("m", 1, 1, first).unwrap();
         intake.accept_op("m", 2, 1, second).unwrap();
         intake.cancel(&"m:1".into(), &Failure::User("cancelled".into()));
         assert!(!intake.wants_sampler("x"));
-        assert!(matches!(intake.begin_op("m", |_| true).unwrap().op, Op::Refused(_)));
+        assert!(matches!(intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op, Op::Refused(_)));
         assert!(rx.try_recv().is_err());
         intake.end_session(&client(), &Failure::User("over".into()));
         assert_eq!(rx.try_recv().unwrap().unwrap_err(), Failure::User("over".into()));

@@ -75,15 +75,21 @@ impl Learner {
     /// Clears a gradient that a failed pass may have left incomplete; the next step fails, because requests that were answered
     /// had a part in it.
     pub(crate) fn lose_gradient(&mut self, why: &str) {
+        self.clear_gradient();
+        self.gradient_lost = Some(why.to_string());
+    }
+
+    fn clear_gradient(&mut self) {
         if let Some(gradient) = &mut self.gradient {
             gradient.tensors_mut().for_each(|t| t.as_mut().fill_zero());
         }
-        self.gradient_lost = Some(why.to_string());
     }
 
     /// Applies and clears the gradient. Returns its norm before clipping.
     pub(crate) fn optim_step(&mut self, model: &Model, params: &AdamParams) -> Result<f64, Failure> {
         if let Some(why) = self.gradient_lost.take() {
+            // What was added since belongs to the step that fails: the next begins anew.
+            self.clear_gradient();
             return Err(Failure::Server(format!("the gradient was lost to an earlier failure ({why}); no step was taken")));
         }
         optimizer::check(params).map_err(Failure::User)?;

@@ -109,10 +109,11 @@ impl Ledger {
         }
     }
 
-    /// Charges the part that is kept for operations that others wait for.
+    /// Charges the part that is kept for operations that others wait for, as far as results that came out of it have left it.
     pub(crate) fn charge_reserve(&self, client: &Client, bytes: u64) -> Result<Charge, Shortage> {
         let mut book = self.shared.lock();
-        if book.reserve_used + bytes > self.shared.total / RESERVE_FRACTION {
+        let reserve = self.shared.total / RESERVE_FRACTION;
+        if book.reserve_used + bytes > reserve || book.used + book.reserve_used + bytes > self.shared.total {
             return Err(Shortage::Now { bytes });
         }
         book.reserve_used += bytes;
@@ -223,6 +224,23 @@ mod tests {
     /// Charges until it is refused; answers the charges.
     fn fill(ledger: &Ledger, client: &Client) -> Vec<Charge> {
         std::iter::from_fn(|| ledger.charge(client, 10).ok()).collect()
+    }
+
+    #[test]
+    fn results_that_came_out_of_the_reserve_never_take_more_than_there_is() {
+        let ledger = Ledger::new(1000);
+        let client = |n: u64| Client { owner: format!("o{n}").into(), session: "s".into() };
+        let mut held: Vec<Charge> = (0..100).filter_map(|n| ledger.charge(&client(n), 30).ok()).collect();
+        for n in 0..20 {
+            if let Ok(mut charge) = ledger.charge_reserve(&client(n), 100) {
+                charge.shrink_to(90);
+                held.push(charge);
+            }
+        }
+        assert!(ledger.used() <= ledger.total() && ledger.used() > 900, "{} bytes", ledger.used());
+        drop(held);
+        assert_eq!(ledger.used(), 0);
+        assert!(ledger.charge_reserve(&client(0), 100).is_ok());
     }
 
     #[test]

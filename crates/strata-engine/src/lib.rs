@@ -8,6 +8,7 @@
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
 //! - `budget`: memory, divided once.
+//! - `simulation`: all of it over a toy model, a toy disk and a simulated clock.
 //!
 //! Invariants:
 //! - One thread computes. Every accepted request is answered exactly once, also when that thread dies; a refused one never.
@@ -37,6 +38,8 @@ mod losses;
 mod optimizer;
 mod reply;
 mod sampler;
+#[cfg(any(test, feature = "simulation"))]
+pub mod simulation;
 mod snapshot;
 mod tenant;
 mod unfinished;

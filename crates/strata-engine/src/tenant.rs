@@ -80,13 +80,26 @@ pub(crate) struct Tenant<C: Compute> {
     pub(crate) loading: Option<(u64, PendingReply)>,
     /// A save that shares memory with the learner, which must not change until it is written.
     pub(crate) saving: Option<u64>,
-    /// When it last had a part in a pass.
+    /// Whether its next operation could begin, and waits for the session's turn on the device.
+    pub(crate) due: bool,
+    /// When it last had a turn or a part in a pass.
     pub(crate) served: u64,
 }
 
 impl<C: Compute> Tenant<C> {
     pub(crate) fn new(uid: u64, client: Client, learner: Option<C::Learner>, lora: LoraSpec) -> Self {
-        Tenant { uid, client, learner, lora, in_pass: false, running: VecDeque::new(), loading: None, saving: None, served: 0 }
+        Tenant {
+            uid,
+            client,
+            learner,
+            lora,
+            in_pass: false,
+            running: VecDeque::new(),
+            loading: None,
+            saving: None,
+            due: false,
+            served: 0,
+        }
     }
 
     /// Whether an operation can begin. Passes may, as long as less than `ahead_max` tokens wait for one.

@@ -41,13 +41,13 @@ use pages::{PagePool, Prefix};
 
 /// Samples that run at the same time, at most.
 const SEQUENCES_MAX: usize = 256;
-/// Of a session, how many times the tokens that reading the weights is worth draw in one step, and how many prompt tokens are read. Beyond it
-/// a step gets longer, and whoever comes waits for it, while each token costs hardly less: at 12 times a step is 92% arithmetic.
-const DECODES_PER_BASE: usize = 12;
+/// How many times the tokens that reading the weights is worth a step has, at most: with samples that draw, who wait for it, and with
+/// prompts alone. Beyond it a step gets longer, and whoever comes waits for it, while each token costs hardly less: at 16 times, a step is
+/// 94% arithmetic.
+const STEP_PER_BASE: usize = 16;
 const PREFILL_PER_BASE: usize = 32;
-/// The least and the most of both.
-const DECODES: (usize, usize) = (32, SEQUENCES_MAX);
-const PREFILL: (usize, usize) = (64, 512);
+/// The least and the most tokens of a step by that measure.
+const STEP_TOKENS: (usize, usize) = (48, 512);
 /// A session's last sample keeps its pages until it has drawn this many tokens since it began, and a quarter of what it had to compute again.
 const TOKENS_BEFORE_EVICTION: usize = 16;
 
@@ -74,6 +74,8 @@ pub(crate) struct Batcher<C: Compute> {
     by_id: HashMap<RequestId, u64>,
     next_job: u64,
     sessions: BTreeMap<Client, Session>,
+    /// Since when owners wait: when they came, or last gave something back. Of those that hold as much, who has waited longest is next.
+    waiting_since: HashMap<Arc<str>, u64>,
     next_session: u64,
     /// Jobs whose prompt is being computed, in the order of their admission.
     prefilling: Vec<u64>,
@@ -99,6 +101,8 @@ struct Session {
     /// Pages promised to it.
     pages: usize,
     lanes: usize,
+    /// When it came, or last gave something back.
+    waiting_since: u64,
 }
 
 /// A sequence's part in a step.
@@ -136,6 +140,7 @@ impl<C: Compute> Batcher<C> {
             by_id: HashMap::new(),
             next_job: 0,
             sessions: BTreeMap::new(),
+            waiting_since: HashMap::new(),
             next_session: 0,
             prefilling: Vec::new(),
             running: Vec::new(),
@@ -152,9 +157,10 @@ impl<C: Compute> Batcher<C> {
         let id = self.next_job;
         self.next_job += 1;
         self.by_id.insert(asked.id.clone(), id);
+        self.waiting_since.entry(asked.client.owner.clone()).or_insert(self.clock);
         let session = self.sessions.entry(asked.client.clone()).or_insert_with(|| {
             self.next_session += 1;
-            Session { number: self.next_session, ..Session::default() }
+            Session { number: self.next_session, waiting_since: self.clock, ..Session::default() }
         });
         session.jobs.push(id);
         self.jobs.insert(id, Job::new(plan, weights, asked, session.number));
@@ -178,14 +184,14 @@ impl<C: Compute> Batcher<C> {
         }
     }
 
+    /// Whether an open request samples with these weights.
+    pub(crate) fn uses(&self, weights: WeightsId) -> bool {
+        self.jobs.values().any(|job| job.weights.0 == weights)
+    }
+
     /// Tokens in a page.
     pub(crate) fn page_tokens(&self) -> usize {
         self.page_tokens
-    }
-
-    /// Whether nothing waits or runs.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty()
     }
 
     /// Empties the prefix cache.
@@ -278,7 +284,10 @@ impl<C: Compute> Batcher<C> {
             let found = session.jobs.iter().find_map(|job| self.jobs[job].want().map(|want| (*job, want)));
             found.map(|(job, want)| (client, session, job, want))
         });
-        let first = wants.min_by_key(|(client, session, job, _)| (owners[&*client.owner], session.pages, session.lanes, *job));
+        let first = wants.min_by_key(|(client, session, job, _)| {
+            let owner = (owners[&*client.owner], self.waiting_since.get(&client.owner));
+            (owner, session.pages, session.lanes, session.waiting_since, *job)
+        });
         first.map(|(client, _, job, want)| (client.clone(), job, want))
     }
 
@@ -472,6 +481,8 @@ impl<C: Compute> Batcher<C> {
         if let Some(session) = self.sessions.get_mut(client) {
             session.pages -= pages;
             session.lanes -= lanes;
+            session.waiting_since = self.clock;
+            self.waiting_since.insert(client.owner.clone(), self.clock);
         }
     }
 
@@ -480,10 +491,11 @@ impl<C: Compute> Batcher<C> {
         self.pool.unreserve(std::mem::take(&mut sequence.reserved));
         let pages = std::mem::take(&mut sequence.pages);
         if let Some(job) = self.jobs.get_mut(&sequence.job) {
-            for page in sequence.registered..sequence.cached / self.page_tokens {
+            let full = sequence.registered..sequence.cached / self.page_tokens;
+            for (page, &held) in full.clone().zip(pages.get(full).unwrap_or_default()) {
                 let positions = page * self.page_tokens..(page + 1) * self.page_tokens;
                 let tokens: Vec<u32> = positions.map(|p| sequence.token(&job.plan, p)).collect();
-                sequence.prefix = self.pool.register(sequence.prefix, &tokens, pages[page]);
+                sequence.prefix = self.pool.register(sequence.prefix, &tokens, held);
             }
             job.running -= 1;
             let client = job.asked.client.clone();
@@ -499,17 +511,19 @@ impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
     fn plan_step(&mut self, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
         let base = self.cost.base_tokens();
-        let most = |per_base: usize, (least, most): (usize, usize)| (per_base * base).clamp(least, most);
-        let (decodes_max, reading_max) = (most(DECODES_PER_BASE, DECODES), most(PREFILL_PER_BASE, PREFILL));
+        let most = |per_base: usize| (per_base * base).clamp(STEP_TOKENS.0, STEP_TOKENS.1);
         let mut by_session = self.work_by_session();
         let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
         let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
-        wants.iter_mut().for_each(|work| work.limit(decodes_max, reading_max));
+        wants.iter_mut().for_each(|work| work.reading_max = most(PREFILL_PER_BASE));
+        let draws = wants.iter().any(|work| !work.decodes.is_empty());
+        let longest = most(if draws { STEP_PER_BASE } else { PREFILL_PER_BASE });
         let whole = wants.iter().map(SessionWork::tokens).sum();
         let smallest = wants.iter().map(SessionWork::tokens).filter(|&n| n > 0).min().unwrap_or(0);
         // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
-        let limit = if order.len() < 2 { whole } else { order.len() * (base + smallest) - base };
-        let quotas = share_out(&wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
+        let company = if order.len() < 2 { whole } else { order.len() * (base + smallest) - base };
+        let limit = company.min(longest.max(order.len()));
+        let quotas = share_among_owners(order, &wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
             let taken = self.take_parts(work, quota, &mut parts);
@@ -546,7 +560,7 @@ impl<C: Compute> Batcher<C> {
             (_, decodes) if quota == 1 => usize::from(self.clock.is_multiple_of(2) || decodes == 0),
             (_, decodes) => reading.min((quota / 2).max(quota.saturating_sub(decodes))),
         };
-        let decodes = work.decodes.len().min(quota - for_reading).min(work.decodes_max);
+        let decodes = work.decodes.len().min(quota - for_reading);
         for &sequence in &work.decodes[..decodes] {
             let s = &mut self.running[sequence];
             s.last_step = self.clock;
@@ -740,6 +754,9 @@ impl<C: Compute> Batcher<C> {
             session.jobs.retain(|&other| other != id);
             if session.jobs.is_empty() {
                 self.sessions.remove(&job.asked.client);
+                if !self.sessions.keys().any(|client| client.owner == job.asked.client.owner) {
+                    self.waiting_since.remove(&job.asked.client.owner);
+                }
             }
         }
         self.may_admit = true;
@@ -780,17 +797,11 @@ struct SessionWork {
     again: Vec<(usize, usize)>,
     /// Jobs, and how many tokens of the prompt are missing.
     prompts: Vec<(u64, usize)>,
-    /// Sequences that draw in one step, at most.
-    decodes_max: usize,
     /// Tokens that are read in one step, at most.
     reading_max: usize,
 }
 
 impl SessionWork {
-    fn limit(&mut self, decodes_max: usize, reading_max: usize) {
-        (self.decodes_max, self.reading_max) = (decodes_max, reading_max);
-    }
-
     /// Tokens to read, up to a step's share.
     fn reading(&self) -> usize {
         // Running sequences wait for what is read beside them.
@@ -800,8 +811,28 @@ impl SessionWork {
     }
 
     fn tokens(&self) -> usize {
-        self.decodes.len().min(self.decodes_max) + self.reading()
+        self.decodes.len() + self.reading()
     }
+}
+
+/// Divides `limit` among owners, and the share of each among its sessions, which want `wants`.
+fn share_among_owners(order: &[Client], wants: &[usize], limit: usize) -> Vec<usize> {
+    let mut owners: Vec<(&str, Vec<usize>)> = Vec::new();
+    for (i, client) in order.iter().enumerate() {
+        match owners.iter_mut().find(|(owner, _)| *owner == &*client.owner) {
+            Some((_, sessions)) => sessions.push(i),
+            None => owners.push((&*client.owner, vec![i])),
+        }
+    }
+    let of_owner = |sessions: &[usize]| -> Vec<usize> { sessions.iter().map(|&i| wants[i]).collect() };
+    let whole: Vec<usize> = owners.iter().map(|(_, sessions)| of_owner(sessions).iter().sum()).collect();
+    let mut quotas = vec![0; wants.len()];
+    for ((_, sessions), share) in owners.iter().zip(share_out(&whole, limit)) {
+        for (&i, quota) in sessions.iter().zip(share_out(&of_owner(sessions), share)) {
+            quotas[i] = quota;
+        }
+    }
+    quotas
 }
 
 /// Divides `limit` among those who want `wants`: equally, and what someone does not need to the others, the first in line first.
@@ -889,7 +920,19 @@ fn look_up_prefix<F>(job: &mut Job<F>, pool: &mut PagePool, page_tokens: usize) 
     job.cache_hit_tokens = job.computed;
 }
 
+#[cfg(any(test, feature = "simulation"))]
 impl<C: Compute> Batcher<C> {
+    /// What is held although nothing is open.
+    pub(crate) fn leftovers(&self) -> Result<(), String> {
+        self.audit()?;
+        let sessions = self.sessions.len() + self.waiting_since.len();
+        let tables = (self.jobs.len(), self.by_id.len(), sessions, self.running.len(), self.prefilling.len(), self.lanes);
+        if tables != (0, 0, 0, 0, 0, 0) || !self.pool.is_unused() {
+            return Err(format!("the sampler keeps {tables:?} jobs, names, sessions, samples, prompts and promises, or pages"));
+        }
+        Ok(())
+    }
+
     /// Requests that wait or run.
     pub(crate) fn open(&self) -> usize {
         self.jobs.len()
@@ -930,6 +973,14 @@ impl<C: Compute> Batcher<C> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_owner_gets_no_more_of_a_step_for_having_more_sessions() {
+        let client = |owner: &str, session: &str| Client { owner: owner.into(), session: session.into() };
+        let order = [client("a", "1"), client("b", "2"), client("a", "3"), client("a", "4")];
+        assert_eq!(share_among_owners(&order, &[100, 100, 100, 2], 60), [14, 30, 14, 2]);
+        assert_eq!(share_among_owners(&order, &[100, 5, 100, 100], 60), [19, 5, 18, 18]);
+    }
 
     #[test]
     fn tokens_are_shared_equally_and_what_is_not_needed_goes_to_others() {

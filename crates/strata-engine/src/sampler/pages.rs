@@ -162,7 +162,14 @@ impl PagePool {
         &self.free
     }
 
+    /// Whether every page is free or idle, and none is promised.
+    #[cfg(any(test, feature = "simulation"))]
+    pub(crate) fn is_unused(&self) -> bool {
+        self.reserved == 0 && self.free.len() + self.idle.len() == self.pages.len()
+    }
+
     /// Compares the books with who holds what.
+    #[cfg(any(test, feature = "simulation"))]
     pub(crate) fn audit(&self, holders: &HashMap<u32, u32>, promised: usize) -> Result<(), String> {
         for (page, state) in (0u32..).zip(&self.pages) {
             let held = holders.get(&page).copied().unwrap_or(0);

@@ -1,0 +1,95 @@
+//! A toy disk: slow, full, or hanging, as it is told. Saves are written one after the other, loads end in any order.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+
+use crate::api::{CheckpointSource, Failure, SaveTarget};
+use crate::files::{Done, Storage};
+
+use super::toy::{Content, Shared, State};
+
+/// The identity of a save.
+type SaveId = String;
+
+/// What is on the disk, for those who watch it.
+#[derive(Default)]
+pub(super) struct Contents {
+    dirs: BTreeMap<PathBuf, SaveId>,
+    /// Everything that was ever written.
+    pub(super) written: HashMap<SaveId, Content>,
+}
+
+pub(super) struct Disk {
+    shared: Rc<Shared>,
+    contents: Rc<RefCell<Contents>>,
+    saves: VecDeque<(Duration, u64, State, SaveTarget)>,
+    loads: Vec<(Duration, u64, CheckpointSource, bool)>,
+}
+
+impl Disk {
+    pub(super) fn new(shared: Rc<Shared>, contents: Rc<RefCell<Contents>>) -> Self {
+        Disk { shared, contents, saves: VecDeque::new(), loads: Vec::new() }
+    }
+
+    /// When something ends next, if anything runs.
+    pub(super) fn next_end(&self) -> Option<Duration> {
+        self.saves.front().map(|s| s.0).into_iter().chain(self.loads.iter().map(|l| l.0)).min()
+    }
+
+    fn delay(&self) -> Duration {
+        let slowest = if self.shared.chance(self.shared.faults.get().disk) { 300_000 } else { 3000 };
+        Duration::from_micros(self.shared.rng.borrow_mut().below(slowest))
+    }
+
+    fn write(&self, state: &State, target: SaveTarget) -> Result<u64, Failure> {
+        if self.shared.chance(self.shared.faults.get().disk) {
+            return Err(Failure::Server("toy disk: it is full".into()));
+        }
+        let contents = &mut *self.contents.borrow_mut();
+        if contents.dirs.contains_key(&target.dir) && !target.overwrite {
+            return Err(Failure::User("toy disk: the directory exists".into()));
+        }
+        let id = target.metadata["save_id"].as_str().unwrap_or_default().to_string();
+        contents.dirs.insert(target.dir, id.clone());
+        contents.written.insert(id, state.content());
+        Ok(1)
+    }
+
+    fn read(&self, source: &CheckpointSource, with_optimizer: bool) -> Result<State, Failure> {
+        if self.shared.chance(self.shared.faults.get().disk) {
+            return Err(Failure::Server("toy disk: it cannot be read".into()));
+        }
+        let contents = self.contents.borrow();
+        match contents.dirs.get(&source.dir) {
+            Some(id) if source.save_id.as_ref().is_none_or(|wanted| wanted == id) => {
+                Ok(State::new(&self.shared, &contents.written[id], with_optimizer))
+            }
+            _ => Err(Failure::User("toy disk: it is not there".into())),
+        }
+    }
+}
+
+impl Storage<State> for Disk {
+    fn save(&mut self, ticket: u64, state: State, target: SaveTarget) {
+        let begin = self.saves.back().map_or(Duration::ZERO, |s| s.0).max(self.shared.now.get());
+        self.saves.push_back((begin + self.delay(), ticket, state, target));
+    }
+
+    fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool) {
+        self.loads.push((self.shared.now.get() + self.delay(), ticket, source, with_optimizer));
+    }
+
+    fn poll(&mut self) -> Option<Done<State>> {
+        let now = self.shared.now.get();
+        if self.saves.front().is_some_and(|s| s.0 <= now) {
+            let (_, ticket, state, target) = self.saves.pop_front()?;
+            return Some(Done::Saved { ticket, result: self.write(&state, target) });
+        }
+        let ended = self.loads.iter().position(|l| l.0 <= now)?;
+        let (_, ticket, source, with_optimizer) = self.loads.remove(ended);
+        Some(Done::Loaded { ticket, result: self.read(&source, with_optimizer) })
+    }
+}

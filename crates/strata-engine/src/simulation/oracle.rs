@@ -1,0 +1,211 @@
+//! What the toy model computes, as plain functions of a whole sequence, and what each request must get when it is alone.
+//!
+//! A cell (what a real model keeps as keys and values of a position) is a hash of the weights, the token, the position and all cells before it;
+//! a prediction is a hash of all cells up to its position. So a page that is stale, misplaced, or of other weights changes every number after it.
+
+use crate::api::{
+    AdamParams, Datum, DatumOutput, ForwardBackwardOutput, LossSpec, SampleOutput, SampleRequest, SampledSequence, Stop,
+};
+use crate::api::{LoraSpec, StopReason, TopK};
+use crate::datum::{self, ModelLimits, PreparedDatum};
+use crate::sampler::{DrawSettings, Drawn};
+
+/// Rows of the toy's vocabulary.
+pub const VOCAB: u32 = 24;
+/// Tokens that end a sample by default.
+pub const END_OF_SEQUENCE: [u32; 2] = [3, 11];
+/// The weights of the base model.
+pub const BASE: u64 = 0x5eed;
+/// What a sequence is before its first token.
+pub(super) const EMPTY: u64 = 0x0123_4567_89ab_cdef;
+
+/// Mixes a value into a hash (the finaliser of SplitMix64).
+pub(super) fn mix(hash: u64, value: u64) -> u64 {
+    let mut z = (hash.rotate_left(23) ^ value).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The cell of a token behind what `before` amounts to.
+pub(super) fn cell(before: u64, weights: u64, token: u32, position: usize) -> u64 {
+    mix(mix(mix(before, weights), u64::from(token)), position as u64)
+}
+
+/// What a sequence amounts to with one more cell.
+pub(super) fn fold(before: u64, cell: u64) -> u64 {
+    mix(before, cell ^ 0xf01d)
+}
+
+pub(super) fn logprob(row: u64, token: u32) -> f32 {
+    -((mix(row, u64::from(token) + 77) >> 44) as f32) / 131_072.0
+}
+
+pub(super) fn top_k(row: u64, k: usize) -> TopK {
+    (0..k.min(VOCAB as usize) as u32).map(|i| ((i * 5 + (row % 24) as u32) % VOCAB, logprob(row, i + 1000))).collect()
+}
+
+pub(super) fn draw(row: u64, settings: &DrawSettings, sample: usize, position: usize) -> Drawn {
+    let uniform = match settings.temperature == 0.0 {
+        true => mix(row, 0xa19),
+        false => mix(mix(mix(row, settings.seed), sample as u64), position as u64),
+    };
+    let token = (uniform % u64::from(VOCAB)) as u32;
+    Drawn { token, logprob: logprob(row, token), topk: top_k(row, settings.report_topk) }
+}
+
+/// A sequence that grows token by token.
+struct Sequence {
+    weights: u64,
+    length: usize,
+    folded: u64,
+}
+
+impl Sequence {
+    fn new(weights: u64) -> Self {
+        Sequence { weights, length: 0, folded: EMPTY }
+    }
+
+    /// Appends a token; answers the prediction after it.
+    fn push(&mut self, token: u32) -> u64 {
+        let cell = cell(self.folded, self.weights, token, self.length);
+        self.length += 1;
+        self.folded = fold(self.folded, cell);
+        self.folded
+    }
+}
+
+/// What a sample request gets from these weights; its tokens must be in the vocabulary. How much the prefix cache had is left at 0.
+pub fn expected_sample(weights: u64, request: &SampleRequest, max_context_tokens: usize) -> SampleOutput {
+    let prompt: Vec<u32> = request.prompt.iter().map(|&t| t as u32).collect();
+    let length = prompt.len();
+    let settings = DrawSettings {
+        seed: request.seed,
+        temperature: request.temperature,
+        top_k: request.top_k,
+        top_p: request.top_p,
+        report_topk: request.topk_sample_logprobs,
+    };
+    let scores = request.prompt_logprobs || request.topk_prompt_logprobs > 0;
+    let first_scored = match scores {
+        true => length.saturating_sub(request.prompt_logprobs_last_n.unwrap_or(length)).max(1),
+        false => length,
+    };
+    let (mut prompt_logprobs, mut prompt_topk) = (vec![None; length], vec![TopK::new(); length]);
+    let mut sequence = Sequence::new(weights);
+    for (position, &token) in prompt.iter().enumerate() {
+        if position >= first_scored {
+            prompt_logprobs[position] = Some(logprob(sequence.folded, token));
+            prompt_topk[position] = top_k(sequence.folded, request.topk_prompt_logprobs);
+        }
+        sequence.push(token);
+    }
+    let max_tokens = request.max_tokens.unwrap_or(usize::MAX).min(max_context_tokens - length);
+    let stops = |token: u32| match &request.stop {
+        Stop::EndOfSequence => END_OF_SEQUENCE.contains(&token),
+        Stop::Tokens(tokens) => tokens.contains(&i64::from(token)),
+        Stop::Strings(_) => false,
+    };
+    let sample = |index: usize| {
+        let mut s = Sequence { ..sequence };
+        let mut drawn = vec![draw(s.folded, &settings, index, 0)];
+        loop {
+            let last = drawn[drawn.len() - 1].token;
+            let reason = if stops(last) {
+                StopReason::Stop
+            } else if drawn.len() >= max_tokens {
+                StopReason::Length
+            } else {
+                drawn.push(draw(s.push(last), &settings, index, drawn.len()));
+                continue;
+            };
+            return SampledSequence {
+                tokens: drawn.iter().map(|d| d.token).collect(),
+                logprobs: drawn.iter().map(|d| d.logprob).collect(),
+                topk: (request.topk_sample_logprobs > 0).then(|| drawn.iter().map(|d| d.topk.clone()).collect()),
+                stop_reason: reason,
+            };
+        }
+    };
+    SampleOutput {
+        sequences: (0..request.num_samples).map(sample).collect(),
+        prompt_logprobs: request.prompt_logprobs.then_some(prompt_logprobs),
+        topk_prompt_logprobs: (request.topk_prompt_logprobs > 0).then_some(prompt_topk),
+        prompt_cache_hit_tokens: 0,
+    }
+}
+
+/// Log-probabilities of the targets of an example, and what it adds to a gradient.
+pub(super) fn train(weights: u64, datum: &mut PreparedDatum) -> (Vec<f32>, u64) {
+    let mut sequence = Sequence::new(weights);
+    let mut logprobs = Vec::with_capacity(datum.targets.len());
+    for (&token, targets) in datum.tokens.iter().zip(datum.targets.chunks(datum.targets_per_token)) {
+        let row = sequence.push(token);
+        logprobs.extend(targets.iter().map(|&target| logprob(row, target)));
+    }
+    if datum.loss.loss.needs_sequence_ratio() {
+        datum.loss.set_sequence_ratio(&logprobs);
+    }
+    let gradient = logprobs
+        .iter()
+        .enumerate()
+        .fold(sequence.folded, |hash, (i, &logprob)| mix(hash, u64::from(datum.loss.term(i, logprob).derivative.to_bits())));
+    (logprobs, gradient)
+}
+
+/// The numbers of an adapter in training.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Numbers {
+    /// Its weights: what samples and log-probabilities depend on.
+    pub weights: u64,
+    /// What the optimizer remembers.
+    pub moments: u64,
+    /// What has been added since the last step; 0 is nothing.
+    pub gradient: u64,
+}
+
+impl Numbers {
+    /// A fresh adapter.
+    pub fn fresh(lora: &LoraSpec) -> Self {
+        Numbers { weights: mix(mix(BASE, lora.seed), lora.rank as u64), moments: 0, gradient: 0 }
+    }
+
+    pub(super) fn add(&mut self, gradient: u64) {
+        self.gradient = mix(self.gradient, gradient).max(1);
+    }
+
+    /// Takes a step; answers the norm of the gradient.
+    pub fn optim_step(&mut self, params: &AdamParams) -> f64 {
+        let norm = (self.gradient % 1009) as f64;
+        self.moments = mix(self.moments, self.gradient);
+        self.weights = mix(mix(self.weights, self.moments), params.learning_rate.to_bits());
+        self.gradient = 0;
+        norm
+    }
+
+    /// What a `forward_backward` gets, and unless `forward_only` its gradient is added.
+    ///
+    /// # Errors
+    /// The message for the user, if the request is wrong.
+    pub fn forward(
+        &mut self,
+        data: Vec<Datum>,
+        loss: &LossSpec,
+        forward_only: bool,
+        max_context_tokens: usize,
+    ) -> Result<ForwardBackwardOutput, String> {
+        let limits = ModelLimits { vocab_size: VOCAB as usize, max_context_tokens };
+        let mut outputs = Vec::new();
+        let mut sum = 0.0;
+        for mut datum in datum::prepare(data, loss, limits)? {
+            let (logprobs, gradient) = train(self.weights, &mut datum);
+            if !forward_only {
+                self.add(gradient);
+            }
+            let elementwise_loss: Vec<f32> = logprobs.iter().enumerate().map(|(i, &lp)| datum.loss.term(i, lp).loss).collect();
+            elementwise_loss.iter().for_each(|&loss| sum += f64::from(loss));
+            outputs.push(DatumOutput { shape: datum.shape, logprobs, elementwise_loss });
+        }
+        Ok(ForwardBackwardOutput { data: outputs, metrics: vec![("loss:sum".into(), sum)] })
+    }
+}

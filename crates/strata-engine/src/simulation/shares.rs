@@ -1,0 +1,243 @@
+//! Nobody waits for more than their share: what a small request costs beside someone who has far too much to do.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::api::{AdamParams, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, Stop, TrainOp};
+
+use crate::engine::EngineHandle;
+
+use super::toy::{BASE_COST, LAYERS, OPTIM_COST, TOKEN_COST, Worked};
+use super::{Engine, Limits, Rng, oracle};
+
+/// Pages of the cache: 800 tokens.
+const PAGES: usize = 200;
+
+/// What someone has to do.
+#[derive(Clone, Copy, Debug)]
+enum Load {
+    /// Requests, samples of each, prompt tokens, sampled tokens.
+    Samples(usize, usize, usize, usize),
+    /// Models, operations of each, examples of each, tokens of each.
+    Training(usize, usize, usize, usize),
+    /// Models, optimizer steps of each.
+    Steps(usize, usize),
+    /// Models, snapshots of each with a step before.
+    Snapshots(usize, usize),
+}
+
+/// Clients that send all at once, and when they are answered.
+#[derive(Clone)]
+struct Clients {
+    handle: EngineHandle,
+    answers: Arc<Mutex<Vec<u64>>>,
+    answered: Rc<RefCell<HashMap<u64, Duration>>>,
+    sent: Rc<Cell<u64>>,
+}
+
+fn client(owner: &str, session: &str) -> Client {
+    Client { owner: owner.into(), session: session.into() }
+}
+
+fn datum(number: u64, length: usize, rng: &mut Rng) -> Datum {
+    let ids = |rng: &mut Rng| (0..length).map(|_| rng.below(u64::from(oracle::VOCAB)) as i64).collect::<Vec<i64>>();
+    let input = |values| LossInput { shape: vec![length], values };
+    let mut loss_inputs = BTreeMap::new();
+    loss_inputs.insert("target_tokens".to_string(), input(LossValues::I64(ids(rng))));
+    loss_inputs.insert("weights".to_string(), input(LossValues::F32(vec![number as f32; length])));
+    Datum { tokens: ids(rng), loss_inputs }
+}
+
+impl Clients {
+    fn new(pages: usize) -> (Engine, Clients) {
+        let engine = Engine::new(Limits { adapter_bytes: 1 << 20, pages, ..Limits::roomy(1) });
+        let handle = engine.handle();
+        (engine, Clients { handle, answers: Arc::default(), answered: Rc::default(), sent: Rc::default() })
+    }
+
+    /// Notes what was answered by now.
+    fn look(&self, now: Duration) {
+        let answers = self.answers.lock().unwrap().drain(..).map(|number| (number, now)).collect::<Vec<_>>();
+        self.answered.borrow_mut().extend(answers);
+    }
+
+    /// What someone sends to have this load; the number of the last request.
+    fn load(&self, who: &Client, load: Load, rng: &mut Rng) -> u64 {
+        let session = &who.session;
+        let sampler_id = format!("{session}:base");
+        match load {
+            Load::Samples(requests, num_samples, prompt, max_tokens) => {
+                self.send(who, Request::CreateSampler { sampler_id: sampler_id.clone(), source: None });
+                for _ in 0..requests {
+                    let sample = SampleRequest {
+                        prompt: (0..prompt).map(|_| rng.below(u64::from(oracle::VOCAB)) as i64).collect(),
+                        num_samples,
+                        max_tokens: Some(max_tokens),
+                        seed: self.sent.get() + 1,
+                        stop: Stop::Tokens(Vec::new()),
+                        temperature: 1.0,
+                        top_k: None,
+                        top_p: 1.0,
+                        prompt_logprobs: false,
+                        prompt_logprobs_last_n: None,
+                        topk_prompt_logprobs: 0,
+                        topk_sample_logprobs: 0,
+                    };
+                    self.send(who, Request::Sample { sampler_id: sampler_id.clone(), sample });
+                }
+            }
+            Load::Training(models, ops, examples, tokens) => self.train(who, models, ops, |_, number, rng| {
+                vec![TrainOp::ForwardBackward {
+                    data: (0..examples).map(|_| datum(number, tokens, rng)).collect(),
+                    loss: LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() },
+                    forward_only: false,
+                }]
+            }),
+            Load::Steps(models, ops) => self.train(who, models, ops, |_, _, _| vec![TrainOp::OptimStep(AdamParams::default())]),
+            Load::Snapshots(models, ops) => self.train(who, models, ops, |model, _, _| {
+                let sampler_id = format!("{model}:inflight");
+                vec![TrainOp::OptimStep(AdamParams::default()), TrainOp::Snapshot { sampler_id, replace: true }]
+            }),
+        }
+        self.sent.get()
+    }
+
+    fn train(&self, who: &Client, models: usize, ops: usize, op: impl Fn(&str, u64, &mut Rng) -> Vec<TrainOp>) {
+        let mut rng = Rng::new(3);
+        for n in 0..models {
+            let model_id = format!("{}:{n}", who.session);
+            let lora = LoraSpec { rank: 1, seed: 1, train_attn: true, train_mlp: true, train_unembed: true };
+            self.send(who, Request::CreateModel { model_id: model_id.clone(), lora });
+            let ops = (0..ops).flat_map(|_| op(&model_id, self.sent.get() + 1, &mut rng)).collect::<Vec<_>>();
+            for (seq_id, op) in (1..).zip(ops) {
+                self.send(who, Request::Train { model_id: model_id.clone(), seq_id, op });
+            }
+        }
+    }
+
+    fn send(&self, who: &Client, request: Request) {
+        let number = self.sent.get() + 1;
+        self.sent.set(number);
+        let answers = self.answers.clone();
+        let reply = Box::new(move |outcome: crate::api::Outcome, _| {
+            // What is open when the engine is dropped fails; anything else that fails is missed as never answered.
+            if outcome.is_ok() {
+                answers.lock().unwrap().push(number);
+            }
+        });
+        self.handle.submit(format!("r{number}").into(), who.clone(), request, reply).unwrap();
+    }
+}
+
+/// How long `small` takes beside `large` when it comes at some moment, and how long the largest step, layer and optimizer step take meanwhile.
+fn latency(large: &[(Client, Load)], small: (Client, Load), moment: Duration) -> (Duration, Duration) {
+    let (mut engine, clients) = Clients::new(PAGES);
+    for (who, load) in large {
+        clients.load(who, *load, &mut Rng::new(5));
+    }
+    // It comes at its moment, also in the middle of a pass.
+    let begun = Rc::new(Cell::new(None));
+    let (others, noted, shared) = (clients.clone(), begun.clone(), engine.shared.clone());
+    engine.on_time(move || {
+        let now = shared.now.get();
+        others.look(now);
+        if now >= moment && noted.get().is_none() {
+            noted.set(Some((others.load(&small.0, small.1, &mut Rng::new(9)), now)));
+        }
+    });
+    let mut quiet = 0;
+    loop {
+        quiet = if engine.turn() { 0 } else { quiet + 1 };
+        engine.audit().unwrap();
+        clients.look(engine.now());
+        if let Some((number, at)) = begun.get()
+            && let Some(&end) = clients.answered.borrow().get(&number)
+        {
+            let log = engine.shared.log.borrow();
+            let steps = log.iter().filter_map(|(_, w)| if let Worked::Step { tokens, .. } = w { Some(*tokens) } else { None });
+            let passes = log.iter().filter_map(|(_, w)| if let Worked::Pass { tokens, .. } = w { Some(*tokens) } else { None });
+            let (step, pass) = (steps.max().unwrap_or(0) as u32, passes.max().unwrap_or(0) as u32);
+            let wait = BASE_COST + TOKEN_COST * step + (BASE_COST + TOKEN_COST * pass) / LAYERS + OPTIM_COST;
+            return (end - at, wait);
+        }
+        if quiet > 0 {
+            assert!(begun.get().is_none() || quiet < 10, "it is never answered");
+            engine.advance(Duration::from_micros(50));
+        }
+    }
+}
+
+#[test]
+fn a_small_request_waits_for_no_backlog() {
+    let (small, other) = (client("small", "s"), client("large", "t"));
+    let loads = [
+        Load::Samples(200, 4, 20, 64),
+        Load::Samples(30, 1, 700, 60),
+        Load::Samples(300, 8, 3, 200),
+        Load::Training(1, 40, 8, 100),
+        Load::Training(4, 40, 8, 10),
+        Load::Training(2, 10, 1, 700),
+        Load::Steps(4, 300),
+        Load::Snapshots(4, 200),
+    ];
+    let smalls = [Load::Samples(1, 1, 8, 16), Load::Training(1, 1, 1, 8), Load::Steps(1, 1), Load::Samples(1, 2, 40, 30)];
+    let mut rng = Rng::new(seed());
+    let mut slow = Vec::new();
+    for what in smalls {
+        let (alone, _) = latency(&[], (small.clone(), what), Duration::ZERO);
+        let mut beside: Vec<Vec<(Client, Load)>> = loads.iter().map(|&load| vec![(other.clone(), load)]).collect();
+        // Of the same owner, in another session; and all of them together, which is still one owner.
+        beside.extend(loads.iter().map(|&load| vec![(client("small", "t"), load)]));
+        beside.push((0..loads.len()).map(|n| (client("large", &format!("t{n}")), loads[n])).collect());
+        for large in beside {
+            let moment = Duration::from_micros(rng.below(100_000));
+            // A sample that fills the cache keeps it until it has got somewhere.
+            let one = latency(&[], (other.clone(), Load::Samples(1, 1, 700, 60)), Duration::ZERO).0;
+            let one =
+                if large.iter().any(|(_, load)| matches!(load, Load::Samples(_, _, 700, _))) { one } else { Duration::ZERO };
+            let (latency, wait) = latency(&large, (small.clone(), what), moment);
+            if latency > alone * 3 + wait + one {
+                slow.push(format!(
+                    "{what:?} takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"
+                ));
+            }
+        }
+    }
+    assert!(slow.is_empty(), "{}", slow.join("\n"));
+}
+
+fn seed() -> u64 {
+    let seed = std::env::var("STRATA_SIM_SEED").ok().and_then(|seed| seed.parse().ok());
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos() as u64);
+    let seed = seed.unwrap_or_else(now);
+    println!("STRATA_SIM_SEED={seed}");
+    seed
+}
+
+#[test]
+fn owners_with_as_much_to_do_have_as_much_of_the_device() {
+    // Of samples as long, so that as many pages are as much work. However it is cut: three sessions against one, large requests against small ones, training against samples.
+    let pairs = [
+        (vec![Load::Training(1, 60, 8, 100)], vec![Load::Training(4, 600, 2, 10)]),
+        (vec![Load::Samples(1000, 8, 8, 24)], vec![Load::Samples(5000, 1, 8, 24)]),
+        (vec![Load::Samples(500, 8, 8, 24); 3], vec![Load::Samples(1000, 4, 8, 24)]),
+        (vec![Load::Training(1, 60, 8, 100)], vec![Load::Samples(1000, 8, 8, 24)]),
+    ];
+    for (one, other) in pairs {
+        let (mut engine, clients) = Clients::new(4000);
+        for (owner, loads) in [("one", &one), ("other", &other)] {
+            for (n, load) in loads.iter().enumerate() {
+                clients.load(&client(owner, &format!("{owner}{n}")), *load, &mut Rng::new(5));
+            }
+        }
+        while engine.now() < Duration::from_millis(400) {
+            assert!(engine.turn(), "there is more to do");
+        }
+        let [a, b] = ["one", "other"].map(|owner| engine.core.used(&client(owner, &format!("{owner}0"))).as_micros() as i64);
+        // A pass or step of either may be in front.
+        assert!((a - b).abs() < 12_000, "{a} and {b} us for {one:?} and {other:?}");
+    }
+}
