@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use strata_model::Model;
 use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet};
+use strata_tensor::PackedStack;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::AdapterBytes;
@@ -108,16 +109,12 @@ pub(crate) fn pack(model: &Model, config: LoraConfig, weights: &LoraParams) -> R
 
 /// Bytes of an adapter of this shape.
 pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes {
-    let parameters: u64 = model
-        .lora_modules()
-        .iter()
-        .enumerate()
-        .filter(|(i, m)| config.carries(*i, m))
-        .map(|(_, m)| m.num_layers as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64)
-        .sum();
-    // Packed matrices round their narrow side up to the width of a panel.
-    let padded = parameters / config.rank.max(1) as u64 * config.rank.next_multiple_of(64) as u64;
-    let frozen = padded * model.dtype().size_bytes() as u64;
+    let (mut parameters, mut frozen) = (0, 0);
+    for (_, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
+        parameters += m.num_layers as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64;
+        let packed = |n_in, n_out| PackedStack::bytes(m.num_layers, n_in, n_out, model.dtype()) as u64;
+        frozen += packed(m.in_features, config.rank) + packed(config.rank, m.out_features);
+    }
     // In training: weights, gradient and two moments in f32, and the packed copy.
     AdapterBytes { training: parameters * 16 + frozen, frozen, captured: parameters * 12 }
 }
@@ -145,4 +142,33 @@ pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, St
         return Err("this model has no module of the parts that the adapter trains".into());
     }
     Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use strata_model::ModelSource;
+    use strata_tensor::CpuBackend;
+
+    use super::*;
+
+    #[test]
+    fn adapters_take_the_bytes_that_are_set_aside_for_them() {
+        let backend = CpuBackend::new(Some(1)).unwrap();
+        let model = Model::load(Arc::new(backend), &ModelSource::Embedded, None).unwrap();
+        for rank in [1, 8, 33, 64, 100] {
+            let lora = LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true };
+            let config = config_of(&lora, &model).unwrap();
+            let mut learner = Learner::fresh(&model, config, 1);
+            let bytes = adapter_bytes(&model, &config);
+            assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");
+            let state = learner.full_state(&model);
+            let moments = state.moments.unwrap();
+            let captured = state.weights.size_bytes() + moments.m.size_bytes() + moments.v.size_bytes();
+            assert_eq!(
+                (captured as u64, captured as u64 / 3 * 4 + bytes.frozen),
+                (bytes.captured, bytes.training),
+                "rank {rank}"
+            );
+        }
+    }
 }

@@ -29,6 +29,11 @@ impl PackedStack {
         PackedStack { num_layers, in_features, out_features, dtype, buffer: Buffer::zeroed(num_layers * layer_bytes) }
     }
 
+    /// Bytes that a stack takes, padding included.
+    pub fn bytes(num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize {
+        num_layers * layer_len(in_features, out_features) * dtype.size_bytes()
+    }
+
     /// Number of layers.
     pub fn num_layers(&self) -> usize {
         self.num_layers
@@ -36,7 +41,7 @@ impl PackedStack {
 
     /// Bytes of memory held.
     pub fn size_bytes(&self) -> usize {
-        self.num_layers * layer_len(self.in_features, self.out_features) * self.dtype.size_bytes()
+        Self::bytes(self.num_layers, self.in_features, self.out_features, self.dtype)
     }
 
     /// The weights of one layer.

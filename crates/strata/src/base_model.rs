@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer};
+use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, parameter_shapes};
 use strata_server::{DataDir, ModelInfo};
 use strata_tensor::CpuBackend;
 
@@ -57,6 +57,7 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     }
     let backend = machine::with_low_priority(|| CpuBackend::new(resources.threads))?;
     let name = source.served_name();
+    check_weights_fit(&source.config()?, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
     let model = Model::load(Arc::new(backend), &source, None).with_context(|| format!("loading {name}"))?;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = model.config().model_type.clone();
@@ -81,6 +82,17 @@ fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::R
         None => tracing::warn!("the model has no tokenizer.json: requests with stop strings will fail"),
     }
     Ok(tokenizer)
+}
+
+/// Refuses a model whose weights alone take more than all memory, before any of it is loaded.
+fn check_weights_fit(config: &ModelConfig, memory_bytes: u64) -> anyhow::Result<()> {
+    let elements =
+        parameter_shapes(config)?.iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum::<u64>();
+    let weight_bytes = elements.saturating_mul(config.dtype.map_or(2, |dtype| dtype.size_bytes() as u64));
+    if weight_bytes > memory_bytes {
+        anyhow::bail!("its weights take {weight_bytes} bytes, and --memory grants {memory_bytes}");
+    }
+    Ok(())
 }
 
 /// What clients load the tokenizer from: the directory of the model, its Hugging Face name, or files that are written for them.
@@ -131,6 +143,14 @@ pub fn default_data_dir() -> anyhow::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn weights_that_exceed_all_memory_are_refused_before_they_are_loaded() {
+        let config = ModelConfig::named_shape("qwen3-0.6b").unwrap();
+        assert!(check_weights_fit(&config, 2 << 30).is_ok());
+        let error = check_weights_fit(&config, 1 << 30).unwrap_err().to_string();
+        assert!(error.contains("--memory grants 1073741824"), "{error}");
+    }
 
     #[test]
     fn a_tokenizer_may_be_absent_but_not_malformed_or_anothers() {
