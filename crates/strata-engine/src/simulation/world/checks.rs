@@ -67,6 +67,7 @@ impl World {
                 self.samplers.push(Sampler { name, session, bytes, gone: false, versions: Vec::new(), pending: 0 });
                 self.samplers.len() - 1
             });
+            self.asked[asked].makes = Some(sampler);
             let bytes = bytes_of(self.models[model].rank).frozen;
             let s = &mut self.samplers[sampler];
             (s.pending, s.bytes) = (s.pending + 1, s.bytes.max(bytes));
@@ -302,9 +303,7 @@ impl World {
                 TrainOp::Snapshot { .. } if text.contains("toy fault") => true,
                 _ => false,
             };
-            if let TrainOp::Snapshot { sampler_id, .. } = &op {
-                self.snapshot_over(sampler_id, None);
-            }
+            self.snapshot_over(asked, None);
             if !expected && !self.is_excused(asked, failure) {
                 return Err(format!("operation {seq_id} of {}: {text}", self.models[model].name));
             }
@@ -338,9 +337,9 @@ impl World {
                 }
                 self.check_saved(save_id)?;
             }
-            (TrainOp::Snapshot { sampler_id, .. }, Ok(Response::Sampler)) => {
+            (TrainOp::Snapshot { .. }, Ok(Response::Sampler)) => {
                 self.models[model].snapshots.insert(seq_id, numbers.weights);
-                self.snapshot_over(&sampler_id, Some(numbers.weights));
+                self.snapshot_over(asked, Some(numbers.weights));
             }
             (TrainOp::LoadState { source, with_optimizer }, Ok(Response::Loaded)) => {
                 let save_id = source.save_id.as_deref().unwrap_or_default();
@@ -371,9 +370,8 @@ impl World {
         }
     }
 
-    fn snapshot_over(&mut self, sampler_id: &str, weights: Option<u64>) {
-        // The one that is there, or was last.
-        let Some(sampler) = self.samplers.iter_mut().rfind(|s| s.name == *sampler_id && s.pending > 0) else { return };
+    fn snapshot_over(&mut self, asked: usize, weights: Option<u64>) {
+        let Some(sampler) = self.asked[asked].makes.map(|sampler| &mut self.samplers[sampler]) else { return };
         sampler.pending -= 1;
         sampler.versions.extend(weights);
         if sampler.pending == 0 && sampler.versions.is_empty() {

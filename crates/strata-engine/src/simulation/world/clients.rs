@@ -48,6 +48,7 @@ impl World {
             given_up: false,
             outcome: None,
             cancelled: None,
+            makes: None,
             worked: false,
             ended: None,
             had_room: true,

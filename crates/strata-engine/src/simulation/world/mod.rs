@@ -104,6 +104,8 @@ struct Asked {
     given_up: bool,
     outcome: Option<Outcome>,
     cancelled: Option<u64>,
+    /// What a snapshot is to make.
+    makes: Option<usize>,
     /// Whether a pass has had a part of it.
     worked: bool,
     /// When what it needs was given up.
