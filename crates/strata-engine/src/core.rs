@@ -563,21 +563,38 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
             _ => None,
         };
-        let mut retired = None;
+        let (mut retired, mut has_room) = (None, true);
         let queued = self.intake.begin_op(model_id, ticket, |op, room| {
-            if let Op::Snapshot { sampler_id, replace: true, .. } = op {
-                retired = replaced(sampler_id);
-            }
-            let bytes = retired.map_or(0, |(_, bytes)| bytes);
-            if !tenant.may_begin(op, ahead_max) || bytes > room {
+            if !tenant.may_begin(op, ahead_max) {
                 return None;
             }
+            if let Op::Snapshot { sampler_id, replace: true, .. } = op {
+                retired = replaced(sampler_id).map(|(weights, bytes)| (sampler_id.clone(), weights, bytes));
+            }
+            let bytes = retired.as_ref().map_or(0, |(_, _, bytes)| *bytes);
+            has_room = bytes <= room;
             tenant.due = op.takes_a_turn() && !has_turn;
-            (!tenant.due).then_some(bytes)
+            (!tenant.due).then_some(if has_room { bytes } else { 0 })
         });
-        let Some(queued) = queued else { return false };
-        self.retired.extend(retired.map(|(weights, _)| (ticket, weights)));
+        let Some(mut queued) = queued else { return false };
+        if let Op::Snapshot { sampler_id, entry, .. } = &queued.op
+            && !has_room
+        {
+            // To wait for the samples would be to wait for all that come meanwhile.
+            let reason = format!(
+                "samples still run with the weights of {sampler_id} that this would replace, and there is no room for both among the bytes \
+                 set aside for adapters; wait for those samples, or free some"
+            );
+            self.intake.snapshot_over(sampler_id, *entry, false);
+            queued.op = Op::Refused(Failure::User(reason));
+        }
         self.begin(c, model_id, queued);
+        if let Some((sampler_id, weights, _)) = retired.filter(|_| has_room) {
+            match self.samplers.get(&sampler_id) {
+                Some(SamplerSlot::Ready { weights: now, .. }) if now.0 == weights => self.intake.release(ticket),
+                _ => self.retired.push((ticket, weights)),
+            }
+        }
         true
     }
 

@@ -300,6 +300,7 @@ impl World {
                     true
                 }
                 TrainOp::SaveState(_) | TrainOp::SaveSampler(_) | TrainOp::LoadState { .. } if text.contains("toy") => true,
+                TrainOp::Snapshot { replace: true, .. } if text.contains("samples still run") => true,
                 TrainOp::Snapshot { .. } if text.contains("toy fault") => true,
                 _ => false,
             };
