@@ -120,7 +120,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             Ok(worked) => worked,
             Err(_) => {
                 tracing::error!("the engine panicked outside of a pass; samples in work fail, models stay");
-                state.recover(compute);
+                state.recover(compute, 0);
                 true
             }
         }
@@ -157,15 +157,17 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         true
     }
 
-    /// After a panic in a place that is no pass: the sampler's books may be wrong, so it begins anew; learners that a pass had are gone.
-    fn recover(&mut self, c: &C) {
+    /// After a panic in a place that is no pass, with `depth` passes around it that go on: the sampler's books may be wrong, so it begins anew;
+    /// learners that other passes had are gone.
+    fn recover(&mut self, c: &C, depth: usize) {
         self.recoveries += 1;
-        self.passes.clear();
+        self.passes.truncate(depth);
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
         let page_tokens = self.batcher.page_tokens();
         // The old sampler answers everything it holds as it is dropped.
         self.batcher = Batcher::new(c, self.budget.kv_pages, page_tokens);
-        let lost: Vec<ModelId> = self.tenants.iter().filter(|(_, t)| t.in_pass).map(|(id, _)| id.clone()).collect();
+        let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));
+        let lost: Vec<ModelId> = self.tenants.iter().filter(lost).map(|(id, _)| id.clone()).collect();
         for model_id in lost {
             self.intake.remove_model(&model_id, &failure);
         }
@@ -270,7 +272,14 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let depth = self.passes.len();
         let done = {
             let mut work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
-            let mut between = || self.between(c);
+            // What panics between layers is no part of this pass.
+            let mut between = || {
+                catch_unwind(AssertUnwindSafe(|| self.between(c))).unwrap_or_else(|_| {
+                    tracing::error!("the engine panicked between the layers of a pass; samples in work fail, models stay");
+                    self.recover(c, depth);
+                    ControlFlow::Continue(())
+                })
+            };
             catch_unwind(AssertUnwindSafe(|| c.pass(&mut work, &mut between)))
         };
         // An inner pass that panicked may have left itself behind.
@@ -451,6 +460,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 let failure = Failure::User("the request was cancelled".into());
                 if !self.batcher.cancel(&request_id, &failure) {
                     self.cancel_queued_sample(&request_id, &failure);
+                    self.tenants.values_mut().for_each(|tenant| tenant.cancel(&request_id, &failure));
                 }
             }
             Control::Drain { keep, failure } => {
@@ -564,32 +574,49 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
             _ => None,
         };
-        let mut retired = None;
+        let (mut retired, mut has_room) = (None, true);
         let queued = self.intake.begin_op(model_id, ticket, |op, room| {
-            if let Op::Snapshot { sampler_id, replace: true, .. } = op {
-                retired = replaced(sampler_id);
-            }
-            let bytes = retired.map_or(0, |(_, bytes)| bytes);
-            if !tenant.may_begin(op, ahead_max) || bytes > room {
+            if !tenant.may_begin(op, ahead_max) {
                 return None;
             }
+            if let Op::Snapshot { sampler_id, replace: true, .. } = op {
+                retired = replaced(sampler_id).map(|(weights, bytes)| (sampler_id.clone(), weights, bytes));
+            }
+            let bytes = retired.as_ref().map_or(0, |(_, _, bytes)| *bytes);
+            has_room = bytes <= room;
             tenant.due = op.takes_a_turn() && !has_turn;
-            (!tenant.due).then_some(bytes)
+            (!tenant.due).then_some(if has_room { bytes } else { 0 })
         });
-        let Some(queued) = queued else { return false };
-        self.retired.extend(retired.map(|(weights, _)| (ticket, weights)));
+        let Some(mut queued) = queued else { return false };
+        if let Op::Snapshot { sampler_id, entry, .. } = &queued.op
+            && !has_room
+        {
+            // To wait for the samples would be to wait for all that come meanwhile.
+            let reason = format!(
+                "samples still run with the weights of {sampler_id} that this would replace, and there is no room for both among the bytes \
+                 set aside for adapters; wait for those samples, or free some"
+            );
+            self.intake.snapshot_over(sampler_id, *entry, false);
+            queued.op = Op::Refused(Failure::User(reason));
+        }
         self.begin(c, model_id, queued);
+        if let Some((sampler_id, weights, _)) = retired.filter(|_| has_room) {
+            match self.samplers.get(&sampler_id) {
+                Some(SamplerSlot::Ready { weights: now, .. }) if now.0 == weights => self.intake.release(ticket),
+                _ => self.retired.push((ticket, weights)),
+            }
+        }
         true
     }
 
     fn begin(&mut self, c: &C, model_id: &str, queued: QueuedOp) {
         let ticket = self.next_uid();
-        let QueuedOp { op, reply, .. } = queued;
+        let QueuedOp { id, op, reply } = queued;
         let Some(tenant) = self.tenants.get_mut(model_id) else { return };
         let Some(learner) = tenant.learner.as_mut() else {
             // Passes alone begin while a pass has the learner.
             match op {
-                Op::Forward { data, backward } => tenant.running.push_back(RunningForward::new(data, backward, reply)),
+                Op::Forward { data, backward } => tenant.running.push_back(RunningForward::new(id, data, backward, reply)),
                 Op::Refused(failure) => reply.send(Err(failure)),
                 _ => reply.send(Err(Failure::Server("the operation began while a pass had the adapter".into()))),
             }
@@ -597,7 +624,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         };
         let start = c.now();
         match op {
-            Op::Forward { data, backward } => tenant.running.push_back(RunningForward::new(data, backward, reply)),
+            Op::Forward { data, backward } => tenant.running.push_back(RunningForward::new(id, data, backward, reply)),
             Op::Refused(failure) => reply.send(Err(failure)),
             Op::Optim(params) => {
                 let done = catch_unwind(AssertUnwindSafe(|| c.optim_step(learner, &params)));

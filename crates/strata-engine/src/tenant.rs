@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::api::{Client, DatumOutput, Failure, LoraSpec};
+use crate::api::{Client, DatumOutput, Failure, LoraSpec, RequestId};
 use crate::compute::Compute;
 use crate::core::forward_backward_response;
 use crate::datum::PreparedDatum;
@@ -11,6 +11,7 @@ use crate::reply::PendingReply;
 
 /// A `forward_backward` in work: some of its examples have been computed, in order.
 pub(crate) struct RunningForward {
+    id: RequestId,
     pub(crate) data: Vec<PreparedDatum>,
     pub(crate) backward: bool,
     outputs: Vec<DatumOutput>,
@@ -19,8 +20,8 @@ pub(crate) struct RunningForward {
 }
 
 impl RunningForward {
-    pub(crate) fn new(data: Vec<PreparedDatum>, backward: bool, reply: PendingReply) -> Self {
-        RunningForward { outputs: Vec::with_capacity(data.len()), data, backward, loss_sum: 0.0, reply }
+    pub(crate) fn new(id: RequestId, data: Vec<PreparedDatum>, backward: bool, reply: PendingReply) -> Self {
+        RunningForward { id, outputs: Vec::with_capacity(data.len()), data, backward, loss_sum: 0.0, reply }
     }
 
     /// The next example to compute.
@@ -143,6 +144,14 @@ impl<C: Compute> Tenant<C> {
     pub(crate) fn answer_done(&mut self) {
         while self.running.front().is_some_and(RunningForward::is_done) {
             self.running.pop_front().into_iter().for_each(RunningForward::answer);
+        }
+    }
+
+    /// Fails a request of which nothing is computed. One that has a part in the gradient, or in a pass, is computed to its end.
+    pub(crate) fn cancel(&mut self, request_id: &str, failure: &Failure) {
+        let meant = self.running.iter().position(|f| *f.id == *request_id && f.next_datum() == 0);
+        if let Some(forward) = meant.and_then(|i| self.running.remove(i)) {
+            forward.fail(failure.clone());
         }
     }
 

@@ -76,6 +76,8 @@ pub struct Faults {
     pub adapter: u32,
     /// A save or a load fails or hangs.
     pub disk: u32,
+    /// Taking a page panics, which nothing expects.
+    pub page: u32,
 }
 
 /// Limits of a simulated engine.

@@ -26,6 +26,8 @@ pub(super) const OPTIM_COST: Duration = Duration::from_micros(300);
 pub(super) const FREEZE_COST: Duration = Duration::from_micros(100);
 /// The largest rank of an adapter.
 pub(super) const RANK_MAX: usize = 8;
+/// Why an adapter is not made or frozen.
+pub(super) const ADAPTER_FAULT: &str = "toy fault: no adapter";
 /// What no cell may hold when it is read.
 const STALE: u64 = 0xdead;
 
@@ -301,7 +303,7 @@ impl Compute for Toy {
 
     fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
         if self.shared.chance(self.shared.faults.get().adapter) {
-            return Err(Failure::Server("toy fault".into()));
+            return Err(Failure::Server(ADAPTER_FAULT.into()));
         }
         Ok(self.learner(lora.rank, self.params(lora.rank, Numbers::fresh(lora))))
     }
@@ -331,7 +333,7 @@ impl Compute for Toy {
 
     fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Frozen), Failure> {
         if self.shared.chance(self.shared.faults.get().adapter) {
-            return Err(Failure::Server("toy fault".into()));
+            return Err(Failure::Server(ADAPTER_FAULT.into()));
         }
         if learner.frozen.is_none() {
             self.shared.spend(FREEZE_COST);
@@ -420,6 +422,9 @@ impl Compute for Toy {
     }
 
     fn copy_page(&self, cache: &mut Cache, from: u32, to: u32) {
+        if self.shared.chance(self.shared.faults.get().page) {
+            std::panic::resume_unwind(Box::new("toy fault"));
+        }
         cache.pages[to as usize] = cache.pages[from as usize].clone();
     }
 

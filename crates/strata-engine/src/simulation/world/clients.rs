@@ -1,0 +1,383 @@
+//! What random clients do: models, training, samples, and giving all of that up at the wrong moment.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::api::{
+    AdamParams, CheckpointSource, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, SaveTarget, Stop,
+    TrainOp,
+};
+use crate::sampler::{Plan, SamplerLimits};
+
+use super::super::Rng;
+use super::super::oracle::{self, VOCAB};
+use super::super::toy::bytes_of;
+use super::{Asked, Event, Kind, Model, Sampler, World, id_of};
+
+impl World {
+    pub(super) fn act(&mut self, session: usize) {
+        if self.acts_left == 0 || self.sessions[session].over {
+            return;
+        }
+        self.acts_left -= 1;
+        match self.rng.below(100) {
+            0..13 => self.create_model(session),
+            13..45 => self.train(session),
+            45..57 => self.create_sampler(session),
+            57..86 => self.sample(session),
+            86..91 => self.cancel(),
+            91..94 => self.drop_sampler(session),
+            94..96 => self.unload(session),
+            _ if self.rng.chance(50) => {
+                self.end_session(session);
+                self.add_session();
+            }
+            _ => {}
+        }
+        self.after(3000, Event::Act { session });
+    }
+
+    fn ask(&mut self, session: usize, kind: Kind, request: Request) -> usize {
+        self.asked.push(Asked {
+            session,
+            kind,
+            request,
+            wrong: None,
+            accepted: None,
+            attempts: 0,
+            refusals: 0,
+            given_up: false,
+            outcome: None,
+            cancelled: None,
+            makes: None,
+            worked: false,
+            ended: None,
+            had_room: true,
+        });
+        self.asked.len() - 1
+    }
+
+    /// The number that the next request has in the toy's notes.
+    fn next_number(&self) -> u64 {
+        self.asked.len() as u64 + 1
+    }
+
+    fn lora(&mut self) -> LoraSpec {
+        let rank = if self.rng.chance(3) { 9 } else { self.rng.between(1, 6) };
+        LoraSpec { rank, seed: self.rng.below(1 << 40), train_attn: true, train_mlp: true, train_unembed: true }
+    }
+
+    fn create_model(&mut self, session: usize) {
+        let n = self.models.len();
+        let gone = self.models.iter().filter(|m| m.gone && m.session == session).map(|m| m.name.clone()).next();
+        let name = match gone.filter(|_| self.rng.chance(30)) {
+            Some(name) if !self.models.iter().any(|m| !m.gone && m.name == name) => name,
+            _ => format!("m{n}"),
+        };
+        let mut lora = self.lora();
+        let save = self.rng.pick(&self.saves).cloned().filter(|_| self.rng.chance(30));
+        let request = match save {
+            Some((dir, save_id, rank)) => {
+                if self.rng.chance(90) {
+                    lora.rank = rank;
+                }
+                let with_optimizer = self.rng.chance(50);
+                let source = CheckpointSource { dir: dir.clone().into(), name: dir, save_id: Some(save_id) };
+                Request::CreateModelFromCheckpoint { model_id: name.clone(), source, lora: lora.clone(), with_optimizer }
+            }
+            None => Request::CreateModel { model_id: name.clone(), lora: lora.clone() },
+        };
+        let had_room = self.room() >= bytes_of(lora.rank).training;
+        let asked = self.ask(session, Kind::Create { model: n }, request);
+        self.models.push(Model {
+            name,
+            session,
+            rank: lora.rank,
+            shape: lora.rank,
+            gone: false,
+            made: false,
+            next_seq: 1,
+            ops: BTreeMap::new(),
+            numbers: None,
+            lost: false,
+            next: 1,
+            snapshots: HashMap::new(),
+        });
+        self.asked[asked].had_room = had_room;
+        self.send(asked);
+    }
+
+    /// Room for adapters that is certainly free.
+    pub(super) fn room(&self) -> u64 {
+        let models: u64 = self.models.iter().filter(|m| !m.gone).map(|m| bytes_of(m.rank).training).sum();
+        let samplers: u64 = self.samplers.iter().filter(|s| !s.gone).map(|s| s.bytes).sum();
+        self.limits.adapter_bytes.saturating_sub(models + samplers + self.handle.intake().kept_bytes())
+    }
+
+    fn tokens(&mut self, length: usize) -> Vec<i64> {
+        let family = self.rng.below(3);
+        let own = self.rng.between(0, length);
+        (0..length)
+            .map(|i| match i < own {
+                true => (oracle::mix(family, i as u64) % u64::from(VOCAB)) as i64,
+                false => self.rng.below(u64::from(VOCAB)) as i64,
+            })
+            .collect()
+    }
+
+    fn length(&mut self, usual: usize) -> usize {
+        let max = self.limits.max_context_tokens();
+        if self.rng.chance(8) { self.rng.between(1, max) } else { self.rng.between(1, usual.min(max)) }
+    }
+
+    fn data(&mut self) -> (Vec<Datum>, LossSpec) {
+        let number = self.next_number() as f32;
+        let policy = self.rng.chance(40);
+        let name = if !policy {
+            "cross_entropy"
+        } else if self.rng.chance(50) {
+            "ppo"
+        } else {
+            "importance_sampling"
+        };
+        let count = if self.rng.chance(5) { self.rng.between(10, 30) } else { self.rng.between(1, 4) };
+        let data = (0..count).map(|_| {
+            let n = self.length(16);
+            let k = if policy { 1 } else { self.rng.between(1, 2) };
+            let shape = if k == 1 { vec![n] } else { vec![n, k] };
+            let numbers = |first: f32, rng: &mut Rng| LossInput {
+                shape: shape.clone(),
+                values: LossValues::F32(
+                    (0..n * k).map(|i| if i == 0 { first } else { rng.below(100) as f32 / 50.0 }).collect(),
+                ),
+            };
+            let targets: Vec<i64> = (0..n * k).map(|_| self.rng.below(u64::from(VOCAB)) as i64).collect();
+            let mut inputs = BTreeMap::from([(
+                "target_tokens".to_string(),
+                LossInput { shape: shape.clone(), values: LossValues::I64(targets) },
+            )]);
+            if policy {
+                inputs.insert("advantages".into(), numbers(number, &mut self.rng));
+                inputs.insert("logprobs".into(), numbers(-1.0, &mut self.rng));
+            } else {
+                inputs.insert("weights".into(), numbers(number, &mut self.rng));
+            }
+            Datum { tokens: self.tokens(n), loss_inputs: inputs }
+        });
+        let data = data.collect();
+        (data, LossSpec { name: name.into(), config: BTreeMap::new() })
+    }
+
+    fn some_model(&mut self, session: usize) -> Option<usize> {
+        let own: Vec<usize> =
+            (0..self.models.len()).filter(|&m| self.models[m].session == session && !self.models[m].gone).collect();
+        self.rng.pick(&own).copied()
+    }
+
+    fn train(&mut self, session: usize) {
+        let Some(model) = self.some_model(session) else { return self.create_model(session) };
+        let spread = if self.rng.chance(50) { 1 } else { 6000 };
+        for _ in 0..self.rng.between(1, 8) {
+            let seq = self.models[model].next_seq;
+            self.models[model].next_seq += 1;
+            let (op, wrong) = self.op(model);
+            let model_id = self.models[model].name.clone();
+            let asked = self.ask(session, Kind::Train { model, seq }, Request::Train { model_id, seq_id: seq, op });
+            self.asked[asked].wrong = wrong;
+            if self.rng.chance(1) {
+                self.sessions[session].lost_one = true;
+                continue;
+            }
+            for _ in 0..if self.rng.chance(10) { 2 } else { 1 } {
+                self.after(spread, Event::Send { asked });
+            }
+        }
+    }
+
+    fn op(&mut self, model: usize) -> (TrainOp, Option<String>) {
+        let rank = self.models[model].shape;
+        let op = match self.rng.below(100) {
+            0..48 => {
+                let (mut data, loss) = self.data();
+                let wrong = self.rng.chance(5);
+                if wrong {
+                    data[0].tokens[0] = 1000;
+                }
+                let op = TrainOp::ForwardBackward { data, loss, forward_only: self.rng.chance(25) };
+                return (op, wrong.then(|| "outside the vocabulary".into()));
+            }
+            48..70 => {
+                let wrong = self.rng.chance(5);
+                let learning_rate = if wrong { -1.0 } else { self.rng.below(1000) as f64 };
+                let op = TrainOp::OptimStep(AdamParams { learning_rate, ..AdamParams::default() });
+                return (op, wrong.then(|| "learning_rate".into()));
+            }
+            70..82 => {
+                let dir = format!("/d{}", self.rng.below(6));
+                let save_id = format!("save{}", self.next_number());
+                self.saves.push((dir.clone(), save_id.clone(), rank));
+                let target = SaveTarget {
+                    dir: dir.clone().into(),
+                    name: dir,
+                    overwrite: self.rng.chance(80),
+                    metadata: serde_json::json!({ "save_id": save_id }),
+                };
+                if self.rng.chance(60) { TrainOp::SaveState(target) } else { TrainOp::SaveSampler(target) }
+            }
+            82..92 => {
+                let replace = self.rng.chance(50);
+                let name =
+                    if replace { format!("{}:inflight", self.models[model].name) } else { format!("x{}", self.next_number()) };
+                TrainOp::Snapshot { sampler_id: name, replace }
+            }
+            92..97 => match self.rng.pick(&self.saves).cloned() {
+                Some((dir, save_id, _)) => {
+                    let source = CheckpointSource { dir: dir.clone().into(), name: dir, save_id: Some(save_id) };
+                    TrainOp::LoadState { source, with_optimizer: self.rng.chance(50) }
+                }
+                None => TrainOp::Refused("as asked".into()),
+            },
+            _ => TrainOp::Refused("as asked".into()),
+        };
+        let wrong = matches!(op, TrainOp::Refused(_)).then(|| "as asked".into());
+        (op, wrong)
+    }
+
+    fn create_sampler(&mut self, session: usize) {
+        let sampler = self.samplers.len();
+        let name = format!("sampler{sampler}");
+        let save = self.rng.pick(&self.saves).cloned().filter(|_| self.rng.chance(60));
+        let source = save.map(|(dir, save_id, rank)| {
+            let rank = if self.rng.chance(95) { rank } else { 1 };
+            let lora = LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true };
+            (CheckpointSource { dir: dir.clone().into(), name: dir, save_id: Some(save_id) }, lora)
+        });
+        let bytes = source.as_ref().map_or(0, |(_, lora)| bytes_of(lora.rank).frozen);
+        let had_room = self.room() >= bytes;
+        self.samplers.push(Sampler { name: name.clone(), session, bytes, gone: false, versions: Vec::new(), pending: 0 });
+        let asked = self.ask(session, Kind::CreateSampler { sampler }, Request::CreateSampler { sampler_id: name, source });
+        self.asked[asked].had_room = had_room;
+        self.send(asked);
+    }
+
+    fn sample(&mut self, session: usize) {
+        let own = |s: &Sampler| s.session == session && !s.gone;
+        let own: Vec<usize> = (0..self.samplers.len()).filter(|&s| own(&self.samplers[s])).collect();
+        let Some(&sampler) = self.rng.pick(&own).filter(|_| !own.is_empty()) else { return self.create_sampler(session) };
+        for _ in 0..if self.rng.chance(15) { self.rng.between(2, 12) } else { 1 } {
+            let length = self.length(24);
+            let sample = SampleRequest {
+                prompt: self.tokens(length),
+                num_samples: if self.rng.chance(10) { self.rng.between(5, 30) } else { self.rng.between(1, 5) },
+                max_tokens: (!self.rng.chance(10)).then(|| if self.rng.chance(15) { 1 } else { self.length(24) }),
+                seed: self.next_number(),
+                stop: match self.rng.below(4) {
+                    0 => Stop::Tokens(vec![self.rng.below(u64::from(VOCAB)) as i64]),
+                    1 => Stop::Tokens(Vec::new()),
+                    _ => Stop::EndOfSequence,
+                },
+                temperature: if self.rng.chance(20) { 0.0 } else { 1.0 },
+                top_k: None,
+                top_p: 1.0,
+                prompt_logprobs: self.rng.chance(25),
+                prompt_logprobs_last_n: self.rng.chance(30).then(|| self.rng.between(1, 10)),
+                topk_prompt_logprobs: if self.rng.chance(10) { 3 } else { 0 },
+                topk_sample_logprobs: if self.rng.chance(10) { 2 } else { 0 },
+            };
+            let limits = SamplerLimits {
+                vocab_size: VOCAB as usize,
+                max_context_tokens: self.limits.max_context_tokens(),
+                eos_token_ids: oracle::END_OF_SEQUENCE.to_vec(),
+                page_tokens: self.limits.page_tokens,
+                pages: self.limits.pages,
+                tokenizer: None,
+            };
+            let wrong = Plan::new(&sample, &limits).err();
+            let known = self.rng.chance(98);
+            let s = &self.samplers[sampler];
+            let kind = Kind::Sample { sampler: None, version: None };
+            let sampler_id = if known { s.name.clone() } else { "nowhere".into() };
+            let asked = self.ask(session, kind, Request::Sample { sampler_id, sample });
+            self.asked[asked].wrong = wrong;
+            self.send(asked);
+        }
+    }
+
+    fn cancel(&mut self) {
+        let open = |a: &Asked| a.accepted.is_some() && a.outcome.is_none();
+        let open: Vec<usize> = (0..self.asked.len()).filter(|&a| open(&self.asked[a])).collect();
+        let Some(&target) = self.rng.pick(&open) else { return };
+        let session = self.asked[target].session;
+        let request_id = id_of(target);
+        let asked = self.ask(session, Kind::Free { found: Some(true) }, Request::Cancel { request_id });
+        self.asked[target].cancelled = Some(self.shared.moment.get());
+        self.send(asked);
+    }
+
+    fn drop_sampler(&mut self, session: usize) {
+        let own = |s: &Sampler| s.session == session && !s.gone;
+        let own: Vec<usize> = (0..self.samplers.len()).filter(|&s| own(&self.samplers[s])).collect();
+        let Some(&sampler) = self.rng.pick(&own) else { return };
+        self.lose_sampler(sampler);
+        let sampler_id = self.samplers[sampler].name.clone();
+        let asked = self.ask(session, Kind::Free { found: None }, Request::DropSampler { sampler_id });
+        self.send(asked);
+    }
+
+    fn lose_sampler(&mut self, sampler: usize) {
+        let moment = self.shared.moment.get();
+        self.samplers[sampler].gone = true;
+        let name = self.samplers[sampler].name.clone();
+        for asked in self.asked.iter_mut().filter(|a| a.outcome.is_none()) {
+            let names = match &asked.kind {
+                Kind::Sample { sampler: Some(s), .. } => *s == sampler && asked.accepted.is_some(),
+                Kind::CreateSampler { sampler: s } => *s == sampler,
+                Kind::Train { .. } => {
+                    matches!(&asked.request, Request::Train { op: TrainOp::Snapshot { sampler_id, .. }, .. } if *sampler_id == name)
+                        && asked.accepted.is_some()
+                }
+                _ => false,
+            };
+            if names {
+                asked.ended.get_or_insert(moment);
+            }
+        }
+    }
+
+    fn unload(&mut self, session: usize) {
+        let Some(model) = self.some_model(session) else { return };
+        self.lose_model(model);
+        let request = Request::UnloadModel { model_id: self.models[model].name.clone() };
+        let asked = self.ask(session, Kind::Free { found: None }, request);
+        self.send(asked);
+    }
+
+    pub(super) fn lose_model(&mut self, model: usize) {
+        let moment = self.shared.moment.get();
+        self.models[model].gone = true;
+        for asked in self.asked.iter_mut().filter(|a| a.outcome.is_none()) {
+            if matches!(asked.kind, Kind::Train { model: m, .. } | Kind::Create { model: m } if m == model) {
+                asked.ended.get_or_insert(moment);
+            }
+        }
+    }
+
+    pub(super) fn end_session(&mut self, session: usize) {
+        self.sessions[session].over = true;
+        for model in 0..self.models.len() {
+            if self.models[model].session == session && !self.models[model].gone {
+                self.lose_model(model);
+            }
+        }
+        for sampler in 0..self.samplers.len() {
+            if self.samplers[sampler].session == session && !self.samplers[sampler].gone {
+                self.lose_sampler(sampler);
+            }
+        }
+        let moment = self.shared.moment.get();
+        for asked in self.asked.iter_mut().filter(|a| a.session == session && a.outcome.is_none()) {
+            asked.ended.get_or_insert(moment);
+        }
+        let asked = self.ask(session, Kind::Free { found: Some(true) }, Request::EndSession);
+        self.send(asked);
+    }
+}
