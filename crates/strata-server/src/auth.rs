@@ -1,8 +1,7 @@
 //! Who may ask.
 
 use std::convert::Infallible;
-use std::hash::{BuildHasher, RandomState};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::HeaderMap;
@@ -13,6 +12,7 @@ use axum::response::Response;
 
 use crate::app::App;
 use crate::error::ApiError;
+use crate::ids;
 use crate::payload::refuse;
 
 /// What every key starts with: the SDK refuses others before it sends them.
@@ -36,10 +36,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Owner {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Infallible> {
-        // Keys are kept nowhere, so that they cannot get out; their hashes differ from process to process.
-        static HASHER: OnceLock<RandomState> = OnceLock::new();
-        let key = given_key(&parts.headers).unwrap_or("");
-        Ok(Owner(format!("{:016x}", HASHER.get_or_init(RandomState::new).hash_one(key)).into()))
+        Ok(Owner(ids::owner(given_key(&parts.headers).unwrap_or("")).into()))
     }
 }
 

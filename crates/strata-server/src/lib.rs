@@ -6,7 +6,7 @@
 //! - `routes`: the endpoints, a file for each part of the API; `edge`, `auth`: who is answered; `payload`, `error`: what all of them need.
 //! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
 //!   on their way in.
-//! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`: the time they end by.
+//! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
 //! - [`limits`]: every bound on what comes from outside.
 //!
@@ -27,6 +27,7 @@ mod data_dir;
 mod edge;
 mod error;
 mod futures;
+mod ids;
 pub mod limits;
 mod names;
 mod payload;

@@ -247,8 +247,8 @@ impl Registry {
         let is_expired = |session: &Session| {
             session.status == SessionStatus::Active && now.saturating_duration_since(session.last_seen) > self.session_timeout
         };
-        let expired: Vec<String> =
-            inner.sessions.iter().filter(|(_, session)| is_expired(session)).map(|(id, _)| id.clone()).collect();
+        let expired = inner.session_order.values().filter(|id| inner.sessions.get(*id).is_some_and(is_expired));
+        let expired: Vec<String> = expired.cloned().collect();
         let reason = format!("its session was not heard of for {} s", self.session_timeout.as_secs());
         expired.into_iter().filter_map(|id| inner.end(&id, &reason)).collect()
     }

@@ -10,6 +10,7 @@ use strata_engine::api::Client;
 use crate::app::App;
 use crate::auth::Owner;
 use crate::error::ApiResult;
+use crate::ids;
 use crate::limits;
 use crate::payload::Payload;
 use crate::wire::json::{self as wire, CreateSession, FinishSession, Page, SessionOnly};
@@ -19,7 +20,7 @@ pub async fn create(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     let (asked, _held) = body.json::<CreateSession>().await?;
     let metadata = wire::metadata(asked.user_metadata);
     let display_name = asked.display_name.map(|name| name.0);
-    let session_id = uuid::Uuid::new_v4().to_string();
+    let session_id = ids::session();
     let client = Client { owner: owner.0, session: session_id.as_str().into() };
     let texts = metadata.iter().flatten().map(|(key, value)| key.len() + value.len() + 100).sum::<usize>();
     let bytes = limits::SESSION_BYTES + (texts + display_name.as_ref().map_or(0, String::len)) as u64;

@@ -6,6 +6,7 @@ mod edge;
 mod engine;
 mod requests;
 mod server;
+mod simulation;
 mod training;
 
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! `forward_backward`. The messages are written out by hand so that building needs no protobuf compiler; fields this server does not
 //! read (provenance spans) are left out, and decoding skips them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use axum::body::Bytes;
 use prost::Message;
@@ -241,8 +241,8 @@ pub struct ArrayRecord {
     #[prost(string, tag = "1")]
     pub type_tag: String,
     /// Tensors by name.
-    #[prost(map = "string, message", tag = "2")]
-    pub fields: HashMap<String, BatchedTensor>,
+    #[prost(btree_map = "string, message", tag = "2")]
+    pub fields: BTreeMap<String, BatchedTensor>,
     /// Number of examples.
     #[prost(int64, tag = "3")]
     pub num_datums: i64,
