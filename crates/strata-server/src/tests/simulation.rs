@@ -32,6 +32,8 @@ struct World {
     /// Models by id, with the next id of their operations.
     models: BTreeMap<String, u64>,
     samplers: Vec<String>,
+    /// What there was no room for.
+    to_send_again: Vec<(&'static str, String, Value)>,
     acknowledged: BTreeMap<String, Acknowledged>,
     next: u64,
     moved: Duration,
@@ -61,6 +63,7 @@ impl World {
             sessions: Vec::new(),
             models: BTreeMap::new(),
             samplers: Vec::new(),
+            to_send_again: Vec::new(),
             acknowledged: BTreeMap::new(),
             next: 0,
             moved: Duration::ZERO,
@@ -84,6 +87,9 @@ impl World {
             self.refusals += 1;
             let detail: Value = serde_json::from_slice(&bytes).unwrap();
             assert!(detail["detail"].is_string(), "{path}: {detail}");
+            if status == StatusCode::TOO_MANY_REQUESTS {
+                self.to_send_again.push((path, session.to_owned(), body));
+            }
             return;
         }
         let id = serde_json::from_slice::<Value>(&bytes).unwrap()["request_id"].as_str().unwrap().to_owned();
@@ -175,7 +181,12 @@ impl World {
                 self.submit("asample", &of_sampler, body).await;
             }
             75..88 => self.read_one().await,
-            88..91 => self.send_one_again().await,
+            88..91 => {
+                if let Some((path, session, body)) = self.to_send_again.pop() {
+                    self.submit(path, &session, body).await;
+                }
+                self.send_one_again().await;
+            }
             91 => {
                 let ids: Vec<String> = self.acknowledged.keys().cloned().collect();
                 if let Some(id) = self.rng.pick(&ids).cloned() {
