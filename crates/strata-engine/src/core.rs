@@ -886,6 +886,11 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         self.state.fair.used(client)
     }
 
+    /// Bytes of adapters and their copies that are accounted for, if that is settled.
+    pub(crate) fn adapter_bytes(&self) -> Option<u64> {
+        self.state.intake.adapter_bytes().map(|bytes| bytes + self.state.files.captured_bytes())
+    }
+
     /// Panics outside of passes.
     pub(crate) fn recoveries(&self) -> u64 {
         self.state.recoveries

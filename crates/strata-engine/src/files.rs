@@ -201,6 +201,11 @@ impl<S> Files<S> {
         Ok(())
     }
 
+    /// Bytes of states that were captured and are not written.
+    pub(crate) fn captured_bytes(&self) -> u64 {
+        self.captured_bytes
+    }
+
     /// Sessions whose shares are remembered.
     pub(crate) fn sessions(&self) -> usize {
         self.turns.sessions()

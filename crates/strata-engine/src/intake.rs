@@ -8,7 +8,7 @@
 //! Room for adapters is decided here too, when a request is accepted, in the order of acceptance: whether there is room does not depend on how
 //! far the engine has got.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -542,6 +542,12 @@ impl Intake {
         self.lock().kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum()
     }
 
+    /// Bytes of adapters that are accounted for; `None` while something that is given up waits for the engine to hear of it.
+    pub(crate) fn adapter_bytes(&self) -> Option<u64> {
+        let inner = self.lock();
+        inner.controls.is_empty().then_some(inner.adapter_bytes_used)
+    }
+
     /// What is kept although nothing is open.
     pub(crate) fn leftovers(&self) -> Result<(), String> {
         let inner = self.lock();
@@ -573,7 +579,7 @@ impl Intake {
                 inner.adapter_bytes_used
             ));
         }
-        let waiting: HashSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
+        let waiting: BTreeSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
         if waiting.len() != inner.waiting.len() {
             return Err(format!("{} operations wait, {} are indexed", waiting.len(), inner.waiting.len()));
         }

@@ -249,9 +249,11 @@ impl Engine {
         if let Some(first) = self.shared.violations.borrow().first() {
             return Err(first.clone());
         }
-        let (live, max) = (self.shared.live_bytes.get(), self.limits.adapter_bytes + self.limits.captured_bytes);
-        if live > max {
-            return Err(format!("adapters and their copies take {live} bytes of {max}"));
+        let live = self.shared.live_bytes.get();
+        if let Some(counted) = self.core.adapter_bytes()
+            && live > counted
+        {
+            return Err(format!("adapters and their copies take {live} bytes, {counted} are counted"));
         }
         Ok(())
     }

@@ -183,6 +183,7 @@ fn a_small_request_waits_for_no_backlog() {
         Load::Samples(200, 4, 20, 64),
         Load::Samples(30, 1, 700, 60),
         Load::Samples(300, 8, 3, 200),
+        Load::Samples(200, 64, 2, 6),
         Load::Training(1, 40, 8, 100),
         Load::Training(4, 40, 8, 10),
         Load::Training(2, 10, 1, 700),

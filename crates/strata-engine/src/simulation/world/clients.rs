@@ -23,7 +23,8 @@ impl World {
             0..13 => self.create_model(session),
             13..45 => self.train(session),
             45..57 => self.create_sampler(session),
-            57..86 => self.sample(session),
+            57..78 => self.sample(session),
+            78..86 => self.replace_weights(session),
             86..91 => self.cancel(),
             91..94 => self.drop_sampler(session),
             94..96 => self.unload(session),
@@ -193,6 +194,26 @@ impl World {
         }
     }
 
+    /// A step, the weights of a sampler replaced, and samples meanwhile, as asynchronous reinforcement learning does.
+    fn replace_weights(&mut self, session: usize) {
+        let Some(model) = self.some_model(session) else { return self.create_model(session) };
+        for _ in 0..self.rng.between(1, 4) {
+            let model_id = self.models[model].name.clone();
+            let sampler_id = format!("{model_id}:inflight");
+            let step = TrainOp::OptimStep(AdamParams { learning_rate: self.rng.below(1000) as f64, ..AdamParams::default() });
+            for op in [step, TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: true }] {
+                let seq = self.models[model].next_seq;
+                self.models[model].next_seq += 1;
+                let request = Request::Train { model_id: model_id.clone(), seq_id: seq, op };
+                let asked = self.ask(session, Kind::Train { model, seq }, request);
+                self.after(3000, Event::Send { asked });
+            }
+            if let Some(sampler) = self.samplers.iter().position(|s| s.name == sampler_id && !s.gone) {
+                self.sample_from(session, sampler);
+            }
+        }
+    }
+
     fn op(&mut self, model: usize) -> (TrainOp, Option<String>) {
         let rank = self.models[model].shape;
         let op = match self.rng.below(100) {
@@ -263,6 +284,10 @@ impl World {
         let own = |s: &Sampler| s.session == session && !s.gone;
         let own: Vec<usize> = (0..self.samplers.len()).filter(|&s| own(&self.samplers[s])).collect();
         let Some(&sampler) = self.rng.pick(&own).filter(|_| !own.is_empty()) else { return self.create_sampler(session) };
+        self.sample_from(session, sampler);
+    }
+
+    fn sample_from(&mut self, session: usize, sampler: usize) {
         for _ in 0..if self.rng.chance(15) { self.rng.between(2, 12) } else { 1 } {
             let length = self.length(24);
             let sample = SampleRequest {
