@@ -8,7 +8,7 @@
 //! Room for adapters is decided here too, when a request is accepted, in the order of acceptance: whether there is room does not depend on how
 //! far the engine has got.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 

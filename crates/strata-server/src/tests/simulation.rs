@@ -48,7 +48,12 @@ impl World {
             pages: rng.between(12, 60),
             adapter_bytes: rng.between(100, 2000) as u64,
             ledger_bytes: 1 << rng.between(18, 22),
-            faults: Faults { step: rng.below(3) as u32, pass: rng.below(3) as u32, disk: rng.below(60) as u32, ..Faults::default() },
+            faults: Faults {
+                step: rng.below(3) as u32,
+                pass: rng.below(3) as u32,
+                disk: rng.below(60) as u32,
+                ..Faults::default()
+            },
             ..Limits::roomy(seed)
         };
         let engine = Engine::new(limits);
@@ -126,7 +131,8 @@ impl World {
         match self.rng.below(100) {
             0..6 => {
                 let key = if self.rng.chance(50) { "tml-a" } else { "tml-b" };
-                let (status, bytes) = self.post("create_session", key, &json!({ "user_metadata": { "n": "x".repeat(50) } })).await;
+                let (status, bytes) =
+                    self.post("create_session", key, &json!({ "user_metadata": { "n": "x".repeat(50) } })).await;
                 if status == StatusCode::OK {
                     let made: Value = serde_json::from_slice(&bytes).unwrap();
                     self.sessions.push(made["session_id"].as_str().unwrap().to_owned());
