@@ -138,6 +138,9 @@ def test_unnamed_snapshots_made_one_upon_another_do_not_pile_up(tmp_path):
             assert len(made) >= 16 and answers[-1]["sampling_session_id"] == made[-1], answers[-1]
             here = [wire.post("asample", sample_body(sampler, 0, tokens(1, 20))).status_code for sampler in made]
             assert here[-16:] == [200] * 16 and sum(status == 200 for status in here) == 16, here
+            # One that is in use would not make room for the next round.
+            for sampler in made[-16:]:
+                sampled(wire, f"{sampler}:0")
 
 
 def test_a_full_queue_refuses_and_takes_the_same_operation_later(tmp_path):

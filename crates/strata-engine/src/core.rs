@@ -6,15 +6,16 @@
 //!
 //! Nothing here knows a clock but the device's, a thread, or a file: a simulation drives it turn by turn.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::ControlFlow;
+mod passes;
+
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::api::{Client, Failure, ForwardBackwardOutput, LoraSpec, ModelId, Response, SamplerId};
 use crate::budget::Budget;
-use crate::compute::{Compute, PassError, PassPart};
+use crate::compute::Compute;
 use crate::fair::{Fair, Standing, Work};
 use crate::files::{Done, Files, Load, LoadFor, Save, SaveFor, Storage};
 use crate::intake::{Control, Intake, Op, QueuedOp};
@@ -42,29 +43,6 @@ enum SamplerSlot<C: Compute> {
     },
 }
 
-/// A training pass that runs.
-struct PassInWork {
-    /// Who takes part, and with how many tokens.
-    clients: Vec<(Client, usize)>,
-    tokens: usize,
-    uids: Vec<u64>,
-    /// Up to when its time was charged.
-    charged_until: Duration,
-}
-
-/// What a pass takes from one tenant.
-struct Part<C: Compute> {
-    model_id: ModelId,
-    uid: u64,
-    client: Client,
-    learner: C::Learner,
-    /// The operations that have examples in the pass, the first perhaps computed in part.
-    ops: VecDeque<RunningForward>,
-    /// Examples of `ops` that are in the pass.
-    count: usize,
-    backward: bool,
-}
-
 /// Everything the engine owns.
 pub(crate) struct Core<C: Compute, S> {
     compute: C,
@@ -83,7 +61,7 @@ struct State<C: Compute, S> {
     /// Weights of samples that run and whose name stands for others since, and under what their memory is kept.
     retired: Vec<(u64, WeightsId)>,
     /// Passes that run, each between two layers of the one before.
-    passes: Vec<PassInWork>,
+    passes: Vec<passes::PassInWork>,
     last_uid: u64,
     /// Counts passes, so that the models of a session take turns.
     served: u64,
@@ -232,185 +210,6 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let total: usize = clients.iter().map(|(_, tokens)| tokens).sum();
         for (client, tokens) in clients.iter().filter(|(_, tokens)| *tokens > 0) {
             self.fair.charge(client, work, time.mul_f64(*tokens as f64 / total as f64));
-        }
-    }
-
-    // Training passes.
-
-    /// Runs what the model of a session needs that has waited longest: an operation on its adapter, or a pass.
-    fn train(&mut self, c: &C, client: &Client, pass_tokens: usize) {
-        let of_client = self.tenants.iter().filter(|(_, t)| t.client == *client);
-        let ready = of_client.filter(|(_, t)| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
-        match ready.min_by_key(|(_, t)| t.served) {
-            Some((model_id, tenant)) if tenant.due => {
-                let model_id = model_id.clone();
-                self.take_turn(c, &model_id);
-            }
-            _ => self.run_pass(c, client, pass_tokens),
-        }
-    }
-
-    /// Runs one pass for a session, and for others what goes with it.
-    fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize) {
-        let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
-        let room = self.budget.activation_tokens.saturating_sub(in_work);
-        let mut parts = self.choose_parts(primary, tokens_max, room);
-        if parts.is_empty() {
-            return;
-        }
-        let mut clients: Vec<(Client, usize)> = Vec::new();
-        for part in &parts {
-            let tokens: usize = part.lengths().sum();
-            match clients.iter_mut().find(|(client, _)| *client == part.client) {
-                Some((_, sum)) => *sum += tokens,
-                None => clients.push((part.client.clone(), tokens)),
-            }
-        }
-        let tokens = clients.iter().map(|(_, tokens)| tokens).sum();
-        let uids = parts.iter().map(|p| p.uid).collect();
-        self.passes.push(PassInWork { clients, tokens, uids, charged_until: c.now() });
-        let depth = self.passes.len();
-        let done = {
-            let mut work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
-            // What panics between layers is no part of this pass.
-            let mut between = || {
-                catch_unwind(AssertUnwindSafe(|| self.between(c))).unwrap_or_else(|_| {
-                    tracing::error!("the engine panicked between the layers of a pass; samples in work fail, models stay");
-                    self.recover(c, depth);
-                    ControlFlow::Continue(())
-                })
-            };
-            catch_unwind(AssertUnwindSafe(|| c.pass(&mut work, &mut between)))
-        };
-        // An inner pass that panicked may have left itself behind.
-        self.passes.truncate(depth);
-        self.charge_pass(c);
-        self.passes.pop();
-        let error = match done {
-            Ok(Ok(logprobs)) if logprobs.len() == parts.iter().map(Part::num_targets).sum::<usize>() => {
-                let mut rest = &logprobs[..];
-                for part in &mut parts {
-                    rest = part.take(rest);
-                }
-                None
-            }
-            Ok(Ok(logprobs)) => Some(format!("{} log-probabilities came back", logprobs.len())),
-            Ok(Err(PassError::Interrupted)) => Some("it was interrupted".into()),
-            Ok(Err(PassError::Failed(error))) => Some(error),
-            Err(_) => Some("it panicked; the server log says where".into()),
-        };
-        if let Some(error) = &error {
-            tracing::error!(error, "a training pass failed");
-        }
-        for part in parts {
-            self.put_back(c, part, error.as_deref());
-        }
-    }
-
-    /// Takes examples for a pass: from the session whose turn it is at least one, from others what costs nobody more than taking turns would.
-    /// A sequence longer than a pass is the only one of its pass.
-    fn choose_parts(&mut self, primary: &Client, tokens_max: usize, room: usize) -> Vec<Part<C>> {
-        let (most, most_of_one) = (self.budget.pass_tokens.min(tokens_max), tokens_max);
-        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|n| n <= most_of_one));
-        let mut models: Vec<(bool, Standing, u64, ModelId)> = ready
-            .map(|(id, t)| (t.client != *primary, self.fair.standing(&t.client, Work::Training), t.served, id.clone()))
-            .collect();
-        models.sort();
-        let queues: Vec<Vec<usize>> = models.iter().map(|(.., id)| self.tenants[id].next_lengths(most)).collect();
-        let mut sessions: BTreeMap<&Client, usize> = BTreeMap::new();
-        for ((.., id), queue) in models.iter().zip(&queues) {
-            *sessions.entry(&self.tenants[id].client).or_default() += queue.iter().sum::<usize>();
-        }
-        let smallest = sessions.values().copied().min().unwrap_or(0);
-        let limit = match sessions.len() {
-            0 | 1 => most,
-            n => most.min((n * (PASS_BASE_TOKENS + smallest)).saturating_sub(PASS_BASE_TOKENS)),
-        };
-        let counts = share(&queues, limit, room);
-        self.served += 1;
-        let mut parts = Vec::new();
-        for ((.., model_id), count) in models.into_iter().zip(counts) {
-            if count > 0
-                && let Some(tenant) = self.tenants.get_mut(&model_id)
-            {
-                tenant.served = self.served;
-                parts.extend(Part::take_from(model_id, tenant, count));
-            }
-        }
-        parts
-    }
-
-    /// Puts a part back where it came from, or answers for it if its model is gone.
-    fn put_back(&mut self, c: &C, mut part: Part<C>, error: Option<&str>) {
-        let tenant = self.tenants.get_mut(&part.model_id).filter(|t| t.uid == part.uid);
-        let Some(tenant) = tenant else {
-            let failure = Failure::User(format!("model {} was unloaded before this operation was done", part.model_id));
-            part.ops.into_iter().for_each(|forward| forward.fail(failure.clone()));
-            return;
-        };
-        tenant.in_pass = false;
-        if let Some(error) = error {
-            // What was answered had a part in the gradient, so a step without it would not be what was asked for.
-            let why = format!("training pass: {error}");
-            if part.backward {
-                c.lose_gradient(&mut part.learner, &why);
-            }
-            let failed: Vec<RunningForward> = part.ops.drain(..).collect();
-            failed.into_iter().for_each(|forward| forward.fail(Failure::Server(why.clone())));
-        }
-        tenant.learner = Some(part.learner);
-        while let Some(forward) = part.ops.pop_back() {
-            tenant.running.push_front(forward);
-        }
-        tenant.answer_done();
-        let model_id = part.model_id;
-        self.begin_ops(c, &model_id);
-    }
-
-    /// Between two layers of a pass: what has arrived is taken, and who is due before the pass runs.
-    fn between(&mut self, c: &C) -> ControlFlow<()> {
-        self.charge_pass(c);
-        loop {
-            self.take_arrivals(c);
-            if self.intake.is_closed() || self.pass_is_for_nobody() {
-                return ControlFlow::Break(());
-            }
-            let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
-            let tokens = pass.tokens;
-            // Whoever has had least of those in the pass waits for it.
-            let Some(due) = pass.clients.iter().map(|(client, _)| self.fair.standing(client, Work::Training)).min() else {
-                return ControlFlow::Continue(());
-            };
-            let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
-            let room = self.budget.activation_tokens.saturating_sub(in_work);
-            let inner = (tokens / INNER_PASS_FRACTION).min(room);
-            match self.next_work(c, inner) {
-                Some((standing, client, work)) if standing < due => {
-                    self.run(c, &client, work, inner);
-                    if let Some(pass) = self.passes.last_mut() {
-                        pass.charged_until = c.now();
-                    }
-                }
-                _ => return ControlFlow::Continue(()),
-            }
-        }
-    }
-
-    fn pass_is_for_nobody(&self) -> bool {
-        let Some(pass) = self.passes.last() else { return false };
-        !pass.uids.iter().any(|uid| self.tenants.values().any(|t| t.uid == *uid))
-    }
-
-    /// Charges the innermost pass for the time since it was last charged.
-    fn charge_pass(&mut self, c: &C) {
-        let now = c.now();
-        let Some(pass) = self.passes.last_mut() else { return };
-        let time = now.saturating_sub(pass.charged_until);
-        pass.charged_until = now;
-        let clients = std::mem::take(&mut pass.clients);
-        self.charge(&clients, Work::Training, time);
-        if let Some(pass) = self.passes.last_mut() {
-            pass.clients = clients;
         }
     }
 
@@ -779,71 +578,6 @@ fn fits<C: Compute>(c: &C, state: &C::State, lora: &LoraSpec) -> Result<(), Stri
     Ok(())
 }
 
-impl<C: Compute> Part<C> {
-    /// Takes the next `count` examples of a tenant, and its learner with them.
-    fn take_from(model_id: ModelId, tenant: &mut Tenant<C>, count: usize) -> Option<Self> {
-        let backward = tenant.running.front()?.backward;
-        let learner = tenant.learner.take()?;
-        let (mut ops, mut left) = (VecDeque::new(), count);
-        while left > 0 {
-            let Some(forward) = tenant.running.pop_front() else { break };
-            left = left.saturating_sub(forward.remaining());
-            ops.push_back(forward);
-        }
-        tenant.in_pass = true;
-        Some(Part { model_id, uid: tenant.uid, client: tenant.client.clone(), learner, ops, count, backward })
-    }
-
-    fn lengths(&self) -> impl Iterator<Item = usize> {
-        self.ops.iter().flat_map(|f| f.data[f.next_datum()..].iter().map(|d| d.tokens.len())).take(self.count)
-    }
-
-    fn num_targets(&self) -> usize {
-        self.ops.iter().flat_map(|f| f.data[f.next_datum()..].iter().map(|d| d.targets.len())).take(self.count).sum()
-    }
-
-    fn work(&mut self) -> PassPart<'_, C> {
-        let data = self.ops.iter_mut().flat_map(|f| {
-            let next = f.next_datum();
-            f.data[next..].iter_mut()
-        });
-        PassPart { learner: &mut self.learner, data: data.take(self.count).collect(), backward: self.backward }
-    }
-
-    /// Hands the log-probabilities to the operations they belong to; answers those of the parts that follow.
-    fn take<'l>(&mut self, logprobs: &'l [f32]) -> &'l [f32] {
-        let (mut rest, mut left) = (logprobs, self.count);
-        for forward in &mut self.ops {
-            while left > 0 && !forward.is_done() {
-                let (own, others) = rest.split_at(forward.data[forward.next_datum()].targets.len());
-                forward.push_logprobs(own);
-                rest = others;
-                left -= 1;
-            }
-        }
-        rest
-    }
-}
-
-/// How many examples a pass takes from each queue of lengths: one from each in turn, until the next of a queue would go beyond `limit`. The
-/// first is taken if it fits `room`.
-fn share(queues: &[Vec<usize>], limit: usize, room: usize) -> Vec<usize> {
-    let mut counts = vec![0; queues.len()];
-    let mut open: VecDeque<usize> = (0..queues.len()).collect();
-    let mut total = 0;
-    while let Some(queue) = open.pop_front() {
-        let Some(&length) = queues[queue].get(counts[queue]) else { continue };
-        let fits = if total == 0 { length <= room } else { total + length <= limit.min(room) };
-        if !fits {
-            continue;
-        }
-        total += length;
-        counts[queue] += 1;
-        open.push_back(queue);
-    }
-    counts
-}
-
 #[cfg(any(test, feature = "simulation"))]
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     /// Requests that are open anywhere in the engine.
@@ -920,28 +654,4 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
 /// The answer of a `forward_backward`.
 pub(crate) fn forward_backward_response(data: Vec<crate::api::DatumOutput>, loss_sum: f64) -> Response {
     Response::ForwardBackward(ForwardBackwardOutput { data, metrics: vec![("loss:sum".to_string(), loss_sum)] })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_pass_takes_from_every_queue_in_turn() {
-        let queues = [vec![10; 100], vec![10; 2], vec![10; 100]];
-        assert_eq!(share(&queues, 100, 1000), [4, 2, 4]);
-        assert_eq!(share(&queues, 110, 1000), [5, 2, 4], "the odd one goes to the first in line");
-        assert_eq!(share(&queues, 110, 50), [2, 2, 1], "there is no more room");
-    }
-
-    #[test]
-    fn a_sequence_longer_than_the_limit_runs_alone_if_it_fits_at_all() {
-        assert_eq!(share(&[vec![500, 1], vec![500]], 100, 1000), [1, 0]);
-        assert_eq!(share(&[vec![500, 1], vec![50]], 100, 400), [0, 1]);
-    }
-
-    #[test]
-    fn a_queue_whose_next_example_does_not_fit_waits_and_keeps_its_order() {
-        assert_eq!(share(&[vec![60, 60, 1], vec![10, 10, 10, 10, 10]], 100, 1000), [1, 4]);
-    }
 }

@@ -1,0 +1,261 @@
+//! What runs in a step: which sequences, how many tokens of each, and the form in which the device takes them.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::job::{Job, Sequence};
+use super::pages::PagePool;
+use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS};
+use crate::api::Client;
+use crate::compute::{Compute, RowTask, StepSpan};
+
+impl<C: Compute> Batcher<C> {
+    /// What runs next, with the pages it needs, and how many tokens each session has of it.
+    pub(super) fn plan_step(&mut self, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
+        let base = self.cost.base_tokens();
+        let most = |per_base: usize| (per_base * base).clamp(STEP_TOKENS.0, STEP_TOKENS.1);
+        let mut by_session = self.work_by_session();
+        let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
+        let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
+        wants.iter_mut().for_each(|work| work.reading_max = most(PREFILL_PER_BASE));
+        let draws = wants.iter().any(|work| !work.decodes.is_empty());
+        let longest = most(if draws { STEP_PER_BASE } else { PREFILL_PER_BASE });
+        let whole = wants.iter().map(SessionWork::tokens).sum();
+        let smallest = wants.iter().map(SessionWork::tokens).filter(|&n| n > 0).min().unwrap_or(0);
+        // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
+        let company = if order.len() < 2 { whole } else { order.len() * (base + smallest) - base };
+        let limit = company.min(longest.max(order.len()));
+        let quotas = share_among_owners(order, &wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
+        let (mut parts, mut tokens) = (Vec::new(), Vec::new());
+        for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
+            let taken = self.take_parts(work, quota, &mut parts);
+            tokens.push((client.clone(), taken));
+        }
+        (parts, tokens)
+    }
+
+    /// What each session could run, by its number.
+    fn work_by_session(&self) -> HashMap<u64, SessionWork> {
+        let mut works: HashMap<u64, SessionWork> = HashMap::new();
+        let mut running: Vec<(usize, &Sequence)> = self.running.iter().enumerate().collect();
+        // Those that waited longest first.
+        running.sort_by_key(|(_, s)| (s.last_step, s.started));
+        for (i, sequence) in running {
+            let work = works.entry(sequence.session).or_default();
+            let missing = sequence.known(&self.jobs[&sequence.job].plan) - sequence.cached;
+            if missing > 0 { work.again.push((i, missing)) } else { work.decodes.push(i) }
+        }
+        for id in &self.prefilling {
+            let job = &self.jobs[id];
+            works.entry(job.session).or_default().prompts.push((*id, job.plan.prompt.len() - job.computed));
+        }
+        works
+    }
+
+    /// Takes up to `quota` tokens of a session's work. Answers how many.
+    fn take_parts(&mut self, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
+        let reading = work.reading();
+        // Neither drawing nor reading stops while there is the other.
+        let for_reading = match (reading, work.decodes.len()) {
+            (0, _) => 0,
+            (_, 0) => quota.min(reading),
+            (_, decodes) if quota == 1 => usize::from(self.clock.is_multiple_of(2) || decodes == 0),
+            (_, decodes) => reading.min((quota / 2).max(quota.saturating_sub(decodes))),
+        };
+        let decodes = work.decodes.len().min(quota - for_reading);
+        for &sequence in &work.decodes[..decodes] {
+            let s = &mut self.running[sequence];
+            s.last_step = self.clock;
+            if s.cached == s.pages.len() * self.page_tokens {
+                s.reserved -= 1;
+                s.pages.push(self.pool.take_reserved());
+            }
+            parts.push(Part::Decode { sequence });
+        }
+        let mut left = for_reading;
+        for &(sequence, missing) in &work.again {
+            let tokens = missing.min(left);
+            if tokens == 0 {
+                break;
+            }
+            left -= tokens;
+            let s = &mut self.running[sequence];
+            s.last_step = self.clock;
+            while s.pages.len() * self.page_tokens < s.cached + tokens {
+                s.reserved -= 1;
+                s.pages.push(self.pool.take_reserved());
+            }
+            parts.push(Part::Again { sequence, tokens });
+        }
+        for &(id, _) in &work.prompts {
+            if left == 0 {
+                break;
+            }
+            let Some(job) = self.jobs.get_mut(&id) else { continue };
+            if !job.looked_up {
+                look_up_prefix(job, &mut self.pool, self.page_tokens);
+            }
+            let tokens = left.min(job.plan.prompt.len() - job.computed);
+            while job.pages.len() * self.page_tokens < job.computed + tokens {
+                job.reserved -= 1;
+                job.pages.push(self.pool.take_reserved());
+            }
+            left -= tokens;
+            parts.push(Part::Prompt { job: id, tokens });
+        }
+        decodes + for_reading - left
+    }
+}
+
+/// What a session could run in a step.
+#[derive(Default)]
+struct SessionWork {
+    /// Places in `running`.
+    decodes: Vec<usize>,
+    /// Places in `running`, and how many tokens each has to compute again.
+    again: Vec<(usize, usize)>,
+    /// Jobs, and how many tokens of the prompt are missing.
+    prompts: Vec<(u64, usize)>,
+    /// Tokens that are read in one step, at most.
+    reading_max: usize,
+}
+
+impl SessionWork {
+    /// Tokens to read, up to a step's share.
+    fn reading(&self) -> usize {
+        // Running sequences wait for what is read beside them.
+        let most = if self.decodes.is_empty() { self.reading_max } else { self.reading_max / 2 };
+        let wanted = self.again.iter().map(|a| a.1).chain(self.prompts.iter().map(|p| p.1));
+        wanted.fold(0, |sum: usize, n| sum.saturating_add(n).min(most))
+    }
+
+    fn tokens(&self) -> usize {
+        self.decodes.len() + self.reading()
+    }
+}
+
+/// Divides `limit` among owners, and the share of each among its sessions, which want `wants`.
+fn share_among_owners(order: &[Client], wants: &[usize], limit: usize) -> Vec<usize> {
+    let mut owners: Vec<(&str, Vec<usize>)> = Vec::new();
+    for (i, client) in order.iter().enumerate() {
+        match owners.iter_mut().find(|(owner, _)| *owner == &*client.owner) {
+            Some((_, sessions)) => sessions.push(i),
+            None => owners.push((&*client.owner, vec![i])),
+        }
+    }
+    let of_owner = |sessions: &[usize]| -> Vec<usize> { sessions.iter().map(|&i| wants[i]).collect() };
+    let whole: Vec<usize> = owners.iter().map(|(_, sessions)| of_owner(sessions).iter().sum()).collect();
+    let mut quotas = vec![0; wants.len()];
+    for ((_, sessions), share) in owners.iter().zip(share_out(&whole, limit)) {
+        for (&i, quota) in sessions.iter().zip(share_out(&of_owner(sessions), share)) {
+            quotas[i] = quota;
+        }
+    }
+    quotas
+}
+
+/// Divides `limit` among those who want `wants`: equally, and what someone does not need to the others, the first in line first.
+fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
+    let mut given = vec![0; wants.len()];
+    let mut left = limit;
+    loop {
+        let hungry: Vec<usize> = (0..wants.len()).filter(|&i| given[i] < wants[i]).collect();
+        if hungry.is_empty() || left == 0 {
+            return given;
+        }
+        let each = (left / hungry.len()).max(1);
+        for i in hungry {
+            let more = each.min(wants[i] - given[i]).min(left);
+            given[i] += more;
+            left -= more;
+        }
+    }
+}
+
+/// A part of a step in the form that the device takes, and where its rows go.
+pub(super) fn span<'s, F>(
+    jobs: &'s BTreeMap<u64, Job<F>>,
+    running: &'s [Sequence],
+    part: &Part,
+    targets: &mut Vec<RowFor>,
+) -> StepSpan<'s, F> {
+    let id = match *part {
+        Part::Prompt { job, .. } => job,
+        Part::Again { sequence, .. } | Part::Decode { sequence } => running[sequence].job,
+    };
+    let job = &jobs[&id];
+    let plan = &job.plan;
+    let weights = (job.weights.0, &job.weights.1);
+    match *part {
+        Part::Decode { sequence } => {
+            let s = &running[sequence];
+            let (samples, position) = (vec![s.index], s.tokens.len());
+            targets.push(RowFor::Next { sequence });
+            StepSpan {
+                weights,
+                tokens: vec![s.token(plan, s.cached)],
+                past: s.cached,
+                pages: s.pages.clone(),
+                rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
+            }
+        }
+        Part::Again { sequence, tokens } => {
+            let s = &running[sequence];
+            let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
+            StepSpan { weights, tokens, past: s.cached, pages: s.pages.clone(), rows: Vec::new() }
+        }
+        Part::Prompt { tokens, .. } => {
+            let first = job.computed;
+            let mut rows = Vec::new();
+            // The row of a position predicts the one after it.
+            for position in (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len()) {
+                rows.push((position - 1 - first, RowTask::Score { token: plan.prompt[position], topk: plan.topk_prompt }));
+                targets.push(RowFor::Score { job: id, position });
+            }
+            if first + tokens == plan.prompt.len() {
+                let samples = (0..plan.num_samples).collect();
+                rows.push((tokens - 1, RowTask::Draw { settings: plan.settings, samples, position: 0 }));
+                targets.push(RowFor::First { job: id });
+            }
+            let tokens = plan.prompt[first..first + tokens].to_vec();
+            StepSpan { weights, tokens, past: first, pages: job.pages.clone(), rows }
+        }
+    }
+}
+
+/// Takes over as many full pages of the prompt as the cache has.
+fn look_up_prefix<F>(job: &mut Job<F>, pool: &mut PagePool, page_tokens: usize) {
+    job.looked_up = true;
+    for page in 0..job.plan.cacheable_pages() {
+        let tokens = &job.plan.prompt[page * page_tokens..(page + 1) * page_tokens];
+        let Some((page, prefix)) = pool.find_and_hold(job.prefix, tokens) else { break };
+        job.pages.push(page);
+        job.prefix = prefix;
+    }
+    // The pages were promised; those that were found need not be taken.
+    job.reserved -= job.pages.len();
+    pool.unreserve(job.pages.len());
+    job.computed = job.pages.len() * page_tokens;
+    job.cache_hit_tokens = job.computed;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_owner_gets_no_more_of_a_step_for_having_more_sessions() {
+        let client = |owner: &str, session: &str| Client { owner: owner.into(), session: session.into() };
+        let order = [client("a", "1"), client("b", "2"), client("a", "3"), client("a", "4")];
+        assert_eq!(share_among_owners(&order, &[100, 100, 100, 2], 60), [14, 30, 14, 2]);
+        assert_eq!(share_among_owners(&order, &[100, 5, 100, 100], 60), [19, 5, 18, 18]);
+    }
+
+    #[test]
+    fn tokens_are_shared_equally_and_what_is_not_needed_goes_to_others() {
+        assert_eq!(share_out(&[1, 256], 10), [1, 9]);
+        assert_eq!(share_out(&[100, 100, 2], 50), [24, 24, 2]);
+        assert_eq!(share_out(&[5, 5], 3), [2, 1]);
+        assert_eq!(share_out(&[5, 5], 100), [5, 5]);
+        assert!(share_out(&[], 3).is_empty());
+    }
+}
