@@ -11,11 +11,13 @@ mod training;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::Request;
+use axum::http::header::CONTENT_TYPE;
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post, put};
+use axum::{Json, Router};
+use serde_json::json;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::trace::TraceLayer;
 use tracing::Span;
@@ -24,7 +26,8 @@ use crate::app::App;
 use crate::auth;
 use crate::edge;
 use crate::error::ApiError;
-use crate::names::shown;
+use crate::limits;
+use crate::names::{cut, shown};
 use crate::payload::refuse;
 
 /// All endpoints over one server's state.
@@ -80,11 +83,24 @@ pub fn router(app: Arc<App>) -> Router {
         .fallback(no_endpoint)
         .method_not_allowed_fallback(no_method)
         .layer(middleware::from_fn_with_state(app.clone(), edge::check))
+        .layer(middleware::map_response(with_detail))
         .layer(CatchPanicLayer::custom(|_| {
             ApiError::Internal("this request hit a bug in the server; its log says where".into()).into_response()
         }))
         .layer(trace)
         .with_state(app)
+}
+
+/// Refusals of the framework, such as of a path that is no UTF-8, come as plain text; clients look for a `detail`.
+async fn with_detail(response: Response) -> Response {
+    let is_json = response.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/json"));
+    if !response.status().is_client_error() || is_json {
+        return response;
+    }
+    let (parts, body) = response.into_parts();
+    let text = axum::body::to_bytes(body, limits::TEXT_BYTES_MAX).await.unwrap_or_default();
+    let detail = String::from_utf8_lossy(&text);
+    (parts.status, Json(json!({ "detail": cut(&detail, limits::ERROR_CHARS_MAX) }))).into_response()
 }
 
 async fn no_endpoint(request: Request) -> Response {

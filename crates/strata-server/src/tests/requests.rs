@@ -249,3 +249,13 @@ async fn a_request_can_be_cancelled() {
     assert_eq!(server.engine.count(|r| matches!(r, Request::Cancel { request_id } if **request_id == *"x:1")), 1);
     assert_eq!(server.post("cancel_future", json!({})).await.status, StatusCode::BAD_REQUEST);
 }
+
+#[tokio::test]
+async fn a_path_that_is_no_text_gets_a_sentence_too() {
+    let server = TestServer::new();
+    for path in ["training_runs/%ff", "sessions/%ff", "samplers/%c3%28"] {
+        let reply = server.get(path).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+        assert!(reply.detail().contains("UTF-8"), "{}", reply.detail());
+    }
+}
