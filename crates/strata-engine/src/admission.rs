@@ -16,6 +16,8 @@ type AdapterSizes = Box<dyn Fn(&LoraSpec) -> Result<AdapterBytes, String> + Send
 /// What requests are checked against.
 pub(crate) struct Admission {
     pub(crate) intake: Arc<Intake>,
+    /// Longest training example.
+    pub(crate) max_example_tokens: usize,
     pub(crate) sampler_limits: SamplerLimits,
     pub(crate) adapter_bytes: AdapterSizes,
 }
@@ -125,10 +127,7 @@ impl Admission {
 
     /// What an operation comes to. One that is wrong takes its place all the same, and fails there.
     fn prepare(&self, op: TrainOp) -> Op {
-        let limits = ModelLimits {
-            vocab_size: self.sampler_limits.vocab_size,
-            max_context_tokens: self.sampler_limits.max_context_tokens,
-        };
+        let limits = ModelLimits { vocab_size: self.sampler_limits.vocab_size, max_example_tokens: self.max_example_tokens };
         match op {
             TrainOp::ForwardBackward { data, loss, forward_only } => match datum::prepare(data, &loss, limits) {
                 Ok(data) => Op::Forward { data, backward: !forward_only },

@@ -10,7 +10,8 @@
 //! is far less; then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
 //! three to one where activations would not suffice for a useful context. Of the activations a fifth is for freed tensors that wait for the
 //! next ones. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
-//! longest sequence, the tokens of a training pass, and the pages of the cache: nothing else asks how much memory there is.
+//! longest sequence (what the cache holds), the longest training example (what activations hold: in little memory less), the tokens of a
+//! training pass, and the pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
 
@@ -21,7 +22,7 @@ pub(crate) const KV_CONTEXTS_MAX: usize = 64;
 pub(crate) const PASS_TOKENS_MAX: usize = 2048;
 /// Memory for requests, at most.
 pub(crate) const REQUEST_BYTES_MAX: u64 = 2 << 30;
-/// The longest sequence must be at least this, or the model's own limit.
+/// The longest sequence and the longest training example must be at least this, or the model's own limit.
 pub(crate) const CONTEXT_TOKENS_MIN: usize = 256;
 
 /// What the division depends on.
@@ -39,7 +40,10 @@ pub(crate) struct Needs {
 /// The division.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
+    /// Prompt and sample together.
     pub(crate) max_context_tokens: usize,
+    /// Tokens of one training example.
+    pub(crate) max_example_tokens: usize,
     pub(crate) kv_pages: usize,
     /// Tokens of a training pass, unless it is one sequence that is longer: that fits too.
     pub(crate) pass_tokens: usize,
@@ -87,14 +91,14 @@ impl Budget {
     pub(crate) fn divide(memory_bytes: u64, needs: Needs) -> Result<Budget, StartError> {
         let least_context = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings);
         let budget = Self::shares(memory_bytes, needs);
-        if budget.max_context_tokens >= least_context {
+        if budget.shortest_limit() >= least_context {
             return Ok(budget);
         }
         // The shares grow with memory: the least that suffices is found by halving, for the message alone.
         let (mut low, mut high) = (memory_bytes, u64::MAX / 16);
         while high - low > 1 << 20 {
             let middle = low + (high - low) / 2;
-            if Self::shares(middle, needs).max_context_tokens >= least_context { high = middle } else { low = middle }
+            if Self::shares(middle, needs).shortest_limit() >= least_context { high = middle } else { low = middle }
         }
         Err(StartError::Memory {
             memory_bytes,
@@ -102,6 +106,10 @@ impl Budget {
             context_tokens: least_context,
             least_bytes: high,
         })
+    }
+
+    fn shortest_limit(&self) -> usize {
+        self.max_context_tokens.min(self.max_example_tokens)
     }
 
     fn shares(memory_bytes: u64, needs: Needs) -> Budget {
@@ -128,8 +136,10 @@ impl Budget {
         // An eighth stays free for small passes between the layers of a long one.
         let longest = activation_tokens / 8 * 7;
         let adapters = free - activation_bytes - more_requests;
+        let max_context_tokens = needs.max_position_embeddings.min(cache_tokens);
         Budget {
-            max_context_tokens: needs.max_position_embeddings.min(cache_tokens).min(longest),
+            max_context_tokens,
+            max_example_tokens: max_context_tokens.min(longest),
             kv_pages: kv_pages as usize,
             pass_tokens: longest.min(PASS_TOKENS_MAX),
             activation_tokens,
@@ -163,10 +173,11 @@ mod tests {
             let requests = b.ledger_bytes + b.transit_bytes;
             let pages = b.kv_pages as u64 * SMALL.kv_page_bytes;
             assert!(SMALL.weight_bytes + pages + activations + b.adapter_bytes + b.captured_bytes + requests <= memory);
-            assert!(b.max_context_tokens.max(b.pass_tokens) < b.activation_tokens);
+            assert!(b.max_example_tokens.max(b.pass_tokens) < b.activation_tokens);
             assert!(b.max_context_tokens < b.kv_pages * PAGE_TOKENS);
         }
-        assert_eq!(Budget::divide(64 * GIB, SMALL).unwrap().max_context_tokens, 40_960);
+        let roomy = Budget::divide(64 * GIB, SMALL).unwrap();
+        assert_eq!((roomy.max_context_tokens, roomy.max_example_tokens), (40_960, 40_960));
     }
 
     #[test]
@@ -180,7 +191,7 @@ mod tests {
         };
         let b = Budget::divide(16 * GIB, tiny).unwrap();
         assert_eq!(b.kv_pages, 32 * KV_CONTEXTS_MAX + 1);
-        assert_eq!((b.max_context_tokens, b.pass_tokens), (2048, PASS_TOKENS_MAX));
+        assert_eq!((b.max_context_tokens, b.max_example_tokens, b.pass_tokens), (2048, 2048, PASS_TOKENS_MAX));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::losses::{DatumLoss, Loss, LossInputs, check_clip};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ModelLimits {
     pub(crate) vocab_size: usize,
-    pub(crate) max_context_tokens: usize,
+    pub(crate) max_example_tokens: usize,
 }
 
 /// A checked training example.
@@ -96,8 +96,11 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits) -> Result<Prepa
     if n == 0 {
         return Err("it has no tokens".into());
     }
-    if n > limits.max_context_tokens {
-        return Err(format!("{n} tokens are above the longest sequence of {}", limits.max_context_tokens));
+    if n > limits.max_example_tokens {
+        return Err(format!(
+            "{n} tokens are above {}, the longest training example that memory allows",
+            limits.max_example_tokens
+        ));
     }
     let tokens = check_tokens("tokens", &datum.tokens, limits.vocab_size)?;
     let (shape, targets) = prepare_targets(datum, limits.vocab_size)?;
@@ -205,7 +208,7 @@ fn check_count(name: &str, actual: usize, expected: usize, shape: &[usize]) -> R
 mod tests {
     use super::*;
 
-    const LIMITS: ModelLimits = ModelLimits { vocab_size: 10, max_context_tokens: 4 };
+    const LIMITS: ModelLimits = ModelLimits { vocab_size: 10, max_example_tokens: 4 };
 
     fn ids(values: &[i64], shape: &[usize]) -> LossInput {
         LossInput { shape: shape.to_vec(), values: LossValues::I64(values.to_vec()) }
@@ -252,7 +255,7 @@ mod tests {
         assert!(ce(&[], ids(&[], &[0]), reals(&[], &[0])).contains("no tokens"));
         assert!(ce(&[10], ids(&[1], &[1]), reals(&[1.0], &[1])).contains("tokens[0] is 10"));
         assert!(ce(&[-1], ids(&[1], &[1]), reals(&[1.0], &[1])).contains("tokens[0] is -1"));
-        assert!(ce(&[1; 5], ids(&[1; 5], &[5]), reals(&[1.0; 5], &[5])).contains("longest sequence of 4"));
+        assert!(ce(&[1; 5], ids(&[1; 5], &[5]), reals(&[1.0; 5], &[5])).contains("5 tokens are above 4,"));
         assert!(ce(&[1, 2], ids(&[1], &[1]), reals(&[1.0], &[1])).contains("shape [1]"));
         assert!(ce(&[1], ids(&[10], &[1]), reals(&[1.0], &[1])).contains("target_tokens[0] is 10"));
         assert!(ce(&[1], reals(&[1.0], &[1]), reals(&[1.0], &[1])).contains("not token ids"));

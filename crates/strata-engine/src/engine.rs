@@ -47,6 +47,8 @@ pub struct EngineConfig {
 pub struct EngineInfo {
     /// Longest sequence, prompt and sample together. The model's own limit, or less if memory does not allow it.
     pub max_context_tokens: usize,
+    /// Longest training example. The longest sequence, or less if memory does not allow it.
+    pub max_example_tokens: usize,
     /// Rows of the vocabulary.
     pub vocab_size: usize,
     /// Tokens that the KV cache holds.
@@ -99,6 +101,7 @@ impl EngineHandle {
         )?;
         let info = EngineInfo {
             max_context_tokens: budget.max_context_tokens,
+            max_example_tokens: budget.max_example_tokens,
             vocab_size: model.config().vocab_size,
             cache_tokens: budget.kv_pages * PAGE_TOKENS,
             backend: model.backend().description(),
@@ -111,6 +114,7 @@ impl EngineHandle {
         let sizes = model.clone();
         let admission = Admission {
             intake: intake.clone(),
+            max_example_tokens: info.max_example_tokens,
             sampler_limits: SamplerLimits {
                 vocab_size: info.vocab_size,
                 max_context_tokens: info.max_context_tokens,

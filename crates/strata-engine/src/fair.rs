@@ -98,6 +98,20 @@ impl Fair {
     }
 }
 
+/// Tokens that a joint piece of work may have, if whoever wants least of it is to wait no longer than if all took turns: as many turns as there
+/// are owners, or of one owner its sessions, each of `base_tokens` (what a piece of work costs whatever its length) and the least. `None` if
+/// one wants all there is.
+pub(crate) fn company_limit<'a>(wants: impl Iterator<Item = (&'a Client, usize)>, base_tokens: usize) -> Option<usize> {
+    let (mut owners, mut sessions) = (HashMap::<&str, usize>::new(), HashMap::<&str, usize>::new());
+    for (client, tokens) in wants.filter(|(_, tokens)| *tokens > 0) {
+        *owners.entry(&client.owner).or_default() += tokens;
+        *sessions.entry(&client.session).or_default() += tokens;
+    }
+    let peers = if owners.len() > 1 { owners } else { sessions };
+    let smallest = *peers.values().min()?;
+    (peers.len() > 1).then(|| (peers.len() * (base_tokens + smallest)).saturating_sub(base_tokens))
+}
+
 #[cfg(any(test, feature = "simulation"))]
 impl Fair {
     /// Time that the owner of a client was charged for.
@@ -156,6 +170,17 @@ mod tests {
         assert!(fair.standing(&b, Work::Sampling) < fair.standing(&a, Work::Training), "the newcomer is next");
         let had = run(&mut fair, &[(a, Work::Training, 10), (b, Work::Sampling, 10)], 400);
         assert!(had[0].abs_diff(had[1]) <= 1100, "the newcomer may not catch up on a thousand seconds: {had:?}");
+    }
+
+    #[test]
+    fn work_together_is_as_long_as_a_turn_of_each_owner_however_many_sessions_it_has() {
+        let (a, b, c) = (client("a", "1"), client("a", "2"), client("b", "3"));
+        assert_eq!(company_limit([(&a, 500)].into_iter(), 10), None);
+        assert_eq!(company_limit([(&a, 500), (&b, 20)].into_iter(), 10), Some(2 * 30 - 10));
+        let crowd: Vec<Client> = (0..100).map(|n| client("a", &n.to_string())).collect();
+        let wants = crowd.iter().map(|client| (client, 50)).chain([(&c, 5)]);
+        assert_eq!(company_limit(wants, 10), Some(2 * 15 - 10));
+        assert_eq!(company_limit([(&a, 500), (&b, 0)].into_iter(), 10), None, "who wants nothing is no company");
     }
 
     #[test]

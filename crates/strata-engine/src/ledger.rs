@@ -6,15 +6,18 @@
 //!
 //! Shares follow dynamic thresholds (Choudhury and Hahne, 1998): a session may hold no more than what is free, an owner no more than twice
 //! that. One busy session so gets half of the total and leaves the other half to those who come; the busier the server, the smaller
-//! everyone's share. A small part of what is free is open to every session, also of an owner that has more than its share.
+//! everyone's share. A small part of what is free is open to every session also of an owner that has more than its share, until the owner has
+//! a quarter of the total more: however many sessions it opens, others find room.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::api::Client;
 
-/// Of what is free, the part that any session may hold whatever others of its owner hold.
+/// Of what is free, to its owner too, the part that any session may hold whatever others of its owner hold.
 const FLOOR_FRACTION: u64 = 16;
+/// Of the total, what an owner may hold beyond its share in that way.
+const OWNER_FLOOR_FRACTION: u64 = 4;
 /// Of the total, the part that is kept for operations that others wait for.
 const RESERVE_FRACTION: u64 = 4;
 
@@ -138,7 +141,8 @@ impl Book {
         let owner_held = account.map_or(0, |a| a.held);
         let held = account.and_then(|a| a.sessions.get(&client.session)).copied().unwrap_or(0);
         let within_share = held + bytes <= free && owner_held + bytes <= free.saturating_mul(2);
-        if !within_share && held + bytes > free / FLOOR_FRACTION {
+        let beyond = (total / OWNER_FLOOR_FRACTION + free.saturating_mul(2)).saturating_sub(owner_held);
+        if !within_share && (bytes > beyond || held + bytes > free.min(beyond / 3) / FLOOR_FRACTION) {
             return false;
         }
         self.used += bytes;
@@ -257,10 +261,12 @@ mod tests {
     #[test]
     fn an_owner_with_many_sessions_leaves_room_for_another_and_for_a_newcomer_of_its_own() {
         let ledger = Ledger::new(64_000);
-        let held: Vec<Vec<Charge>> = (0..50).map(|s| fill(&ledger, &client("a", &s.to_string()))).collect();
-        let others = fill(&ledger, &client("b", "1"));
-        assert!(others.len() > 20, "{}", others.len());
+        let held: Vec<Vec<Charge>> = (0..30).map(|s| fill(&ledger, &client("a", &s.to_string()))).collect();
         assert!(!fill(&ledger, &client("a", "new")).is_empty());
+        let more: Vec<Vec<Charge>> = (30..5000).map(|s| fill(&ledger, &client("a", &s.to_string()))).collect();
+        let others = fill(&ledger, &client("b", "1"));
+        assert!(others.len() >= 600, "half of a quarter: {}", others.len());
+        drop(more);
         drop(held);
     }
 

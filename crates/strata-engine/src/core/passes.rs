@@ -1,6 +1,6 @@
 //! Training passes: what goes into one, what comes of it, and what runs between its layers.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::{INNER_PASS_FRACTION, PASS_BASE_TOKENS, State};
 use crate::api::{Client, Failure, ModelId};
 use crate::compute::{Compute, PassError, PassPart};
-use crate::fair::{Standing, Work};
+use crate::fair::{Standing, Work, company_limit};
 use crate::files::Storage;
 use crate::tenant::{RunningForward, Tenant};
 
@@ -116,15 +116,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             .collect();
         models.sort();
         let queues: Vec<Vec<usize>> = models.iter().map(|(.., id)| self.tenants[id].next_lengths(most)).collect();
-        let mut sessions: BTreeMap<&Client, usize> = BTreeMap::new();
-        for ((.., id), queue) in models.iter().zip(&queues) {
-            *sessions.entry(&self.tenants[id].client).or_default() += queue.iter().sum::<usize>();
-        }
-        let smallest = sessions.values().copied().min().unwrap_or(0);
-        let limit = match sessions.len() {
-            0 | 1 => most,
-            n => most.min((n * (PASS_BASE_TOKENS + smallest)).saturating_sub(PASS_BASE_TOKENS)),
-        };
+        let wants = models.iter().zip(&queues).map(|((.., id), queue)| (&self.tenants[id].client, queue.iter().sum()));
+        let limit = company_limit(wants, PASS_BASE_TOKENS).map_or(most, |company| company.min(most));
         let counts = share(&queues, limit, room);
         self.served += 1;
         let mut parts = Vec::new();

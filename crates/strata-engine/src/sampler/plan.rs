@@ -7,6 +7,7 @@ use super::pages::PagePool;
 use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS};
 use crate::api::Client;
 use crate::compute::{Compute, RowTask, StepSpan};
+use crate::fair::company_limit;
 
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
@@ -20,11 +21,11 @@ impl<C: Compute> Batcher<C> {
         let draws = wants.iter().any(|work| !work.decodes.is_empty());
         let longest = most(if draws { STEP_PER_BASE } else { PREFILL_PER_BASE });
         let whole = wants.iter().map(SessionWork::tokens).sum();
-        let smallest = wants.iter().map(SessionWork::tokens).filter(|&n| n > 0).min().unwrap_or(0);
+        let tokens_of: Vec<usize> = wants.iter().map(SessionWork::tokens).collect();
         // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
-        let company = if order.len() < 2 { whole } else { order.len() * (base + smallest) - base };
+        let company = company_limit(order.iter().zip(tokens_of.iter().copied()), base).unwrap_or(whole);
         let limit = company.min(longest.max(order.len()));
-        let quotas = share_among_owners(order, &wants.iter().map(SessionWork::tokens).collect::<Vec<_>>(), limit);
+        let quotas = share_among_owners(order, &tokens_of, limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
             let taken = self.take_parts(work, quota, &mut parts);

@@ -121,12 +121,18 @@ impl Limits {
 
     /// The longest sequence.
     pub fn max_context_tokens(&self) -> usize {
-        ((self.pages - 1) * self.page_tokens).min(self.activation_tokens / 4 * 3)
+        (self.pages - 1) * self.page_tokens
+    }
+
+    /// The longest training example.
+    pub fn max_example_tokens(&self) -> usize {
+        self.max_context_tokens().min(self.activation_tokens / 4 * 3)
     }
 
     fn budget(&self) -> Budget {
         Budget {
             max_context_tokens: self.max_context_tokens(),
+            max_example_tokens: self.max_example_tokens(),
             kv_pages: self.pages,
             pass_tokens: self.pass_tokens,
             activation_tokens: self.activation_tokens,
@@ -156,6 +162,7 @@ impl Engine {
         let intake = Arc::new(Intake::new(Ledger::new(limits.ledger_bytes), limits.adapter_bytes));
         let admission = Admission {
             intake: intake.clone(),
+            max_example_tokens: limits.max_example_tokens(),
             sampler_limits: SamplerLimits {
                 vocab_size: oracle::VOCAB as usize,
                 max_context_tokens: limits.max_context_tokens(),
@@ -168,6 +175,7 @@ impl Engine {
         };
         let info = EngineInfo {
             max_context_tokens: limits.max_context_tokens(),
+            max_example_tokens: limits.max_example_tokens(),
             vocab_size: oracle::VOCAB as usize,
             cache_tokens: limits.pages * limits.page_tokens,
             backend: "toy".into(),

@@ -192,9 +192,9 @@ impl Numbers {
         data: Vec<Datum>,
         loss: &LossSpec,
         forward_only: bool,
-        max_context_tokens: usize,
+        max_example_tokens: usize,
     ) -> Result<ForwardBackwardOutput, String> {
-        let limits = ModelLimits { vocab_size: VOCAB as usize, max_context_tokens };
+        let limits = ModelLimits { vocab_size: VOCAB as usize, max_example_tokens };
         let mut outputs = Vec::new();
         let mut sum = 0.0;
         for mut datum in datum::prepare(data, loss, limits)? {

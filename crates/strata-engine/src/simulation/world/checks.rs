@@ -262,7 +262,7 @@ impl World {
     /// Computes what an operation must have come to. Answers whether its outcome was known, as far as those that follow depend on it.
     fn apply(&mut self, model: usize, asked: usize) -> Result<bool, String> {
         let number = asked as u64 + 1;
-        let max_context_tokens = self.limits.max_context_tokens();
+        let max_example_tokens = self.limits.max_example_tokens();
         let Request::Train { op, seq_id, .. } = self.asked[asked].request.clone() else { return Ok(true) };
         let outcome = self.asked[asked].outcome.clone();
         if let (TrainOp::SaveState(target) | TrainOp::SaveSampler(target), Some(numbers)) = (&op, self.models[model].numbers) {
@@ -320,7 +320,7 @@ impl World {
         let lost = self.models[model].lost;
         match (op, outcome) {
             (TrainOp::ForwardBackward { data, loss, forward_only }, Ok(Response::ForwardBackward(output))) => {
-                let expected = numbers.forward(data, &loss, forward_only, max_context_tokens)?;
+                let expected = numbers.forward(data, &loss, forward_only, max_example_tokens)?;
                 if format!("{expected:?}") != format!("{output:?}") {
                     return fail(format!("it got other numbers than alone: {output:?}, not {expected:?}"));
                 }

@@ -125,8 +125,7 @@ impl World {
             .collect()
     }
 
-    fn length(&mut self, usual: usize) -> usize {
-        let max = self.limits.max_context_tokens();
+    fn length(&mut self, usual: usize, max: usize) -> usize {
         if self.rng.chance(8) { self.rng.between(1, max) } else { self.rng.between(1, usual.min(max)) }
     }
 
@@ -142,7 +141,7 @@ impl World {
         };
         let count = if self.rng.chance(5) { self.rng.between(10, 30) } else { self.rng.between(1, 4) };
         let data = (0..count).map(|_| {
-            let n = self.length(16);
+            let n = self.length(16, self.limits.max_example_tokens());
             let k = if policy { 1 } else { self.rng.between(1, 2) };
             let shape = if k == 1 { vec![n] } else { vec![n, k] };
             let numbers = |first: f32, rng: &mut Rng| LossInput {
@@ -289,11 +288,12 @@ impl World {
 
     fn sample_from(&mut self, session: usize, sampler: usize) {
         for _ in 0..if self.rng.chance(15) { self.rng.between(2, 12) } else { 1 } {
-            let length = self.length(24);
+            let length = self.length(24, self.limits.max_context_tokens());
             let sample = SampleRequest {
                 prompt: self.tokens(length),
                 num_samples: if self.rng.chance(10) { self.rng.between(5, 30) } else { self.rng.between(1, 5) },
-                max_tokens: (!self.rng.chance(10)).then(|| if self.rng.chance(15) { 1 } else { self.length(24) }),
+                max_tokens: (!self.rng.chance(10))
+                    .then(|| if self.rng.chance(15) { 1 } else { self.length(24, self.limits.max_context_tokens()) }),
                 seed: self.next_number(),
                 stop: match self.rng.below(4) {
                     0 => Stop::Tokens(vec![self.rng.below(u64::from(VOCAB)) as i64]),
