@@ -227,17 +227,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 if !self.intake.has_model(&model_id) {
                     return reply.fail_user(format!("model {model_id} was unloaded before it was made"));
                 }
-                match c.fresh(&lora) {
-                    Ok(learner) => {
-                        let uid = self.next_uid();
-                        self.tenants.insert(model_id, Tenant::new(uid, client, Some(learner), lora.clone()));
-                        reply.send(Ok(Response::Created { lora }));
-                    }
-                    Err(failure) => {
-                        self.intake.remove_model(&model_id, &failure);
-                        reply.send(Err(failure));
-                    }
-                }
+                // Drawing its weights takes the device a while: it waits for its session's turn.
+                let mut tenant = Tenant::new(self.next_uid(), client, None, lora);
+                (tenant.making, tenant.due) = (Some(reply), true);
+                self.tenants.insert(model_id, tenant);
             }
             Control::CreateFrom { model_id, client, source, lora, with_optimizer, reply } => {
                 if !self.intake.has_model(&model_id) {
@@ -256,16 +249,20 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Control::DropSampler { sampler_id, failure } => self.drop_sampler(&sampler_id, &failure),
             Control::Sample { plan, asked } => self.sample(plan, asked),
             Control::Cancel { request_id } => {
-                let failure = Failure::User("the request was cancelled".into());
+                let failure = cancelled();
                 if !self.batcher.cancel(&request_id, &failure) {
                     self.cancel_queued_sample(&request_id, &failure);
-                    self.tenants.values_mut().for_each(|tenant| tenant.cancel(&request_id, &failure));
+                    self.tenants.values_mut().for_each(|tenant| tenant.cancel(c, &request_id, &failure));
                 }
             }
             Control::Drain { keep, failure } => {
                 self.batcher.cancel_where(|_| true, &failure);
                 for (_, tenant) in self.tenants.iter_mut().filter(|(id, _)| !keep.contains(*id)) {
                     tenant.running.drain(..).for_each(|forward| forward.fail(failure.clone()));
+                    if let Some(reply) = tenant.making.take() {
+                        tenant.due = false;
+                        reply.send(Err(failure.clone()));
+                    }
                 }
             }
             Control::EndSession { client } => {
@@ -354,20 +351,34 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         while self.begin_op(c, model_id, false) {}
     }
 
-    /// Begins an operation of a model that takes time on the device, and those that follow it.
+    /// Makes a model, or begins an operation of it that takes time on the device; and begins those that follow.
     fn take_turn(&mut self, c: &C, model_id: &str) {
         self.served += 1;
-        if let Some(tenant) = self.tenants.get_mut(model_id) {
-            tenant.served = self.served;
+        let Some(tenant) = self.tenants.get_mut(model_id) else { return };
+        tenant.served = self.served;
+        match tenant.making.take() {
+            Some(reply) => self.make(c, model_id, reply),
+            None => drop(self.begin_op(c, model_id, true)),
         }
-        self.begin_op(c, model_id, true);
         self.begin_ops(c, model_id);
+    }
+
+    fn make(&mut self, c: &C, model_id: &str, reply: PendingReply) {
+        let Some(tenant) = self.tenants.get_mut(model_id) else { return };
+        tenant.due = false;
+        let (client, lora, start) = (tenant.client.clone(), tenant.lora.clone(), c.now());
+        let made = c.fresh(&lora).map(|learner| tenant.learner = Some(learner));
+        self.fair.charge(&client, Work::Training, c.now().saturating_sub(start));
+        if let Err(failure) = &made {
+            self.intake.remove_model(model_id, failure);
+        }
+        reply.send(made.map(|()| Response::Created { lora }));
     }
 
     /// Begins the next operation of a model if it can. Answers whether it did.
     fn begin_op(&mut self, c: &C, model_id: &str, has_turn: bool) -> bool {
         let (ahead_max, ticket) = (self.budget.pass_tokens, self.next_uid());
-        let Some(tenant) = self.tenants.get_mut(model_id) else { return false };
+        let Some(tenant) = self.tenants.get_mut(model_id).filter(|tenant| tenant.making.is_none()) else { return false };
         tenant.due = false;
         let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
             Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
@@ -583,7 +594,11 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     /// Requests that are open anywhere in the engine.
     pub(crate) fn open_requests(&self) -> usize {
         let state = &self.state;
-        let tenants: usize = state.tenants.values().map(|t| t.running.len() + usize::from(t.loading.is_some())).sum();
+        let tenants: usize = state
+            .tenants
+            .values()
+            .map(|t| t.running.len() + usize::from(t.loading.is_some()) + usize::from(t.making.is_some()))
+            .sum();
         let loading = state.samplers.values().map(|slot| match slot {
             SamplerSlot::Loading { queued, .. } => 1 + queued.len(),
             SamplerSlot::Ready { .. } => 0,
@@ -649,6 +664,10 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
     pub(crate) fn storage_mut(&mut self) -> &mut S {
         &mut self.state.storage
     }
+}
+
+fn cancelled() -> Failure {
+    Failure::User("the request was cancelled".into())
 }
 
 /// The answer of a `forward_backward`.

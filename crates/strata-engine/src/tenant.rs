@@ -11,7 +11,7 @@ use crate::reply::PendingReply;
 
 /// A `forward_backward` in work: some of its examples have been computed, in order.
 pub(crate) struct RunningForward {
-    id: RequestId,
+    pub(crate) id: RequestId,
     pub(crate) data: Vec<PreparedDatum>,
     pub(crate) backward: bool,
     outputs: Vec<DatumOutput>,
@@ -73,8 +73,14 @@ pub(crate) struct Tenant<C: Compute> {
     pub(crate) learner: Option<C::Learner>,
     /// The adapter that room was set aside for.
     pub(crate) lora: LoraSpec,
+    /// The adapter's first weights are drawn when it is its session's turn; then whom to tell. Nothing else begins before.
+    pub(crate) making: Option<PendingReply>,
     /// Whether a pass has the learner.
     pub(crate) in_pass: bool,
+    /// What a pass has of `running`.
+    pub(crate) pass_ids: Vec<RequestId>,
+    /// What is to be given up when the pass is over.
+    cancelled: Vec<RequestId>,
     /// Passes that have begun, in order.
     pub(crate) running: VecDeque<RunningForward>,
     /// The checkpoint that is being loaded, and whom to tell. Nothing else begins meanwhile.
@@ -94,7 +100,10 @@ impl<C: Compute> Tenant<C> {
             client,
             learner,
             lora,
+            making: None,
             in_pass: false,
+            pass_ids: Vec::new(),
+            cancelled: Vec::new(),
             running: VecDeque::new(),
             loading: None,
             saving: None,
@@ -105,7 +114,7 @@ impl<C: Compute> Tenant<C> {
 
     /// Whether an operation can begin. Passes may, as long as less than `ahead_max` tokens wait for one.
     pub(crate) fn may_begin(&self, op: &Op, ahead_max: usize) -> bool {
-        if self.loading.is_some() || self.saving.is_some() {
+        if self.making.is_some() || self.loading.is_some() || self.saving.is_some() {
             return false;
         }
         if op.is_pass() {
@@ -147,16 +156,42 @@ impl<C: Compute> Tenant<C> {
         }
     }
 
-    /// Fails a request of which nothing is computed. One that has a part in the gradient, or in a pass, is computed to its end.
-    pub(crate) fn cancel(&mut self, request_id: &str, failure: &Failure) {
-        let meant = self.running.iter().position(|f| *f.id == *request_id && f.next_datum() == 0);
-        if let Some(forward) = meant.and_then(|i| self.running.remove(i)) {
-            forward.fail(failure.clone());
+    /// Fails a request that has begun. What a pass has of it is computed, and the rest of it given up after the pass.
+    pub(crate) fn cancel(&mut self, c: &C, request_id: &RequestId, failure: &Failure) {
+        if self.pass_ids.contains(request_id) {
+            self.cancelled.push(request_id.clone());
+        } else if let Some(i) = self.running.iter().position(|f| f.id == *request_id) {
+            self.give_up(c, i, failure);
         }
+    }
+
+    /// After a pass: gives up what was cancelled meanwhile.
+    pub(crate) fn give_up_cancelled(&mut self, c: &C, failure: &Failure) {
+        self.pass_ids.clear();
+        for id in std::mem::take(&mut self.cancelled) {
+            if let Some(i) = self.running.iter().position(|f| f.id == id) {
+                self.give_up(c, i, failure);
+            }
+        }
+    }
+
+    /// Fails a request. Where a part of it is in the gradient, that is no gradient of anything that was asked for.
+    fn give_up(&mut self, c: &C, index: usize, failure: &Failure) {
+        let Some(forward) = self.running.remove(index) else { return };
+        if forward.backward
+            && forward.next_datum() > 0
+            && let Some(learner) = &mut self.learner
+        {
+            c.lose_gradient(learner, "a forward_backward was cancelled when a part of it had been added");
+        }
+        forward.fail(failure.clone());
     }
 
     /// Fails everything that is owed.
     pub(crate) fn fail_all(mut self, failure: &Failure) {
+        if let Some(reply) = self.making.take() {
+            reply.send(Err(failure.clone()));
+        }
         if let Some((_, reply)) = self.loading.take() {
             reply.send(Err(failure.clone()));
         }

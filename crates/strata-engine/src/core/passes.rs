@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use super::{INNER_PASS_FRACTION, PASS_BASE_TOKENS, State};
+use super::{INNER_PASS_FRACTION, PASS_BASE_TOKENS, State, cancelled};
 use crate::api::{Client, Failure, ModelId};
 use crate::compute::{Compute, PassError, PassPart};
 use crate::fair::{Standing, Work, company_limit};
@@ -155,6 +155,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             tenant.running.push_front(forward);
         }
         tenant.answer_done();
+        tenant.give_up_cancelled(c, &cancelled());
         let model_id = part.model_id;
         self.begin_ops(c, &model_id);
     }
@@ -219,6 +220,7 @@ impl<C: Compute> Part<C> {
             ops.push_back(forward);
         }
         tenant.in_pass = true;
+        tenant.pass_ids = ops.iter().map(|forward| forward.id.clone()).collect();
         Some(Part { model_id, uid: tenant.uid, client: tenant.client.clone(), learner, ops, count, backward })
     }
 

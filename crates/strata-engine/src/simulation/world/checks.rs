@@ -288,6 +288,13 @@ impl World {
                     }
                     true
                 }
+                TrainOp::ForwardBackward { forward_only: false, .. }
+                    if self.asked[asked].worked && self.asked[asked].cancelled.is_some() && text.contains("cancelled") =>
+                {
+                    m.lost = true;
+                    m.numbers.iter_mut().for_each(|n| n.gradient = 0);
+                    true
+                }
                 TrainOp::OptimStep(_) if m.lost && text.contains("lost") => {
                     m.lost = false;
                     m.numbers.iter_mut().for_each(|n| n.gradient = 0);

@@ -273,12 +273,9 @@ impl World {
         let log = std::mem::take(&mut *self.shared.log.borrow_mut());
         for (moment, worked) in log {
             trace!(self, "{worked:?}");
-            let over = |number: &&u64| {
-                let asked = &self.asked[**number as usize - 1];
-                let ended = asked.ended.is_some_and(|at| at < moment);
-                // What has a part in a gradient is computed to its end.
-                ended || (!asked.worked && asked.cancelled.is_some_and(|at| at < moment))
-            };
+            let before = |at: Option<u64>| at.is_some_and(|at| at < moment);
+            let ended = |number: &&u64| before(self.asked[**number as usize - 1].ended);
+            let over = |number: &&u64| ended(number) || before(self.asked[**number as usize - 1].cancelled);
             match worked {
                 Worked::Step { samples: requests, tokens } | Worked::Pass { requests, tokens } => {
                     self.fingerprint = oracle::mix(self.fingerprint, tokens as u64);
@@ -290,7 +287,8 @@ impl World {
                         asked.worked = matches!(asked.kind, Kind::Train { .. });
                     }
                 }
-                Worked::GoesOn { requests } if requests.iter().all(|n| over(&n)) => {
+                // A pass is not cut short for one of its requests.
+                Worked::GoesOn { requests } if requests.iter().all(|n| ended(&n)) => {
                     self.violate(format!("a pass goes on for requests that have ended: {requests:?}"));
                 }
                 Worked::GoesOn { .. } => {}
