@@ -32,14 +32,14 @@ impl Admission {
         let gone = |what: &str| Failure::User(format!("{what} before this request was done"));
         match request {
             Request::CreateModel { model_id, lora } => {
-                let room = (self.adapter_bytes)(&lora).and_then(|bytes| self.intake.add_model(&model_id, &client, bytes));
+                let room = self.sizes(&lora).and_then(|bytes| self.intake.add_model(&model_id, &client, bytes));
                 match room {
                     Ok(()) => self.control(reply, |reply| Control::Create { model_id, client, lora, reply }),
-                    Err(message) => answer(reply, Err(Failure::User(message))),
+                    Err(refusal) => refuse(reply, refusal),
                 }
             }
             Request::CreateModelFromCheckpoint { model_id, source, lora, with_optimizer } => {
-                let room = (self.adapter_bytes)(&lora).and_then(|bytes| self.intake.add_model(&model_id, &client, bytes));
+                let room = self.sizes(&lora).and_then(|bytes| self.intake.add_model(&model_id, &client, bytes));
                 match room {
                     Ok(()) => self.control(reply, |reply| Control::CreateFrom {
                         model_id,
@@ -49,7 +49,7 @@ impl Admission {
                         with_optimizer,
                         reply,
                     }),
-                    Err(message) => answer(reply, Err(Failure::User(message))),
+                    Err(refusal) => refuse(reply, refusal),
                 }
             }
             Request::Train { model_id, seq_id, op } => {
@@ -74,12 +74,12 @@ impl Admission {
             }
             Request::CreateSampler { sampler_id, source } => {
                 let bytes = match &source {
-                    Some((_, lora)) => (self.adapter_bytes)(lora).map(|bytes| bytes.frozen),
+                    Some((_, lora)) => self.sizes(lora).map(|bytes| bytes.frozen),
                     None => Ok(0),
                 };
                 match bytes.and_then(|bytes| self.intake.add_sampler(&sampler_id, &client, bytes)) {
                     Ok(()) => self.control(reply, |reply| Control::CreateSampler { sampler_id, client, source, reply }),
-                    Err(message) => answer(reply, Err(Failure::User(message))),
+                    Err(refusal) => refuse(reply, refusal),
                 }
             }
             Request::DropSampler { sampler_id } => {
@@ -117,6 +117,10 @@ impl Admission {
         }
     }
 
+    fn sizes(&self, lora: &LoraSpec) -> Result<AdapterBytes, Refusal> {
+        (self.adapter_bytes)(lora).map_err(Refusal::User)
+    }
+
     fn control(&self, reply: PendingReply, control: impl FnOnce(PendingReply) -> Control) -> Result<(), Refusal> {
         self.intake.accept(control(reply)).map_err(|refused| {
             let (refusal, control) = *refused;
@@ -142,6 +146,17 @@ impl Admission {
             TrainOp::Snapshot { sampler_id, replace } => Op::Snapshot { sampler_id, replace, entry: 0 },
             TrainOp::LoadState { source, with_optimizer } => Op::Load { source, with_optimizer },
             TrainOp::Refused(reason) => Op::Refused(Failure::User(reason)),
+        }
+    }
+}
+
+/// What can be sent again is refused; what stays wrong is answered, and has its place among what was asked.
+fn refuse(reply: PendingReply, refusal: Refusal) -> Result<(), Refusal> {
+    match refusal {
+        Refusal::User(message) => answer(reply, Err(Failure::User(message))),
+        refusal => {
+            reply.withdraw();
+            Err(refusal)
         }
     }
 }

@@ -6,7 +6,7 @@
 //! would block them for good; it is paid for from a reserve.
 //!
 //! Room for adapters is decided here too, when a request is accepted, in the order of acceptance: whether there is room does not depend on how
-//! far the engine has got.
+//! far the engine has got. The last of it is for those who have nothing yet: a session without adapters, and then an owner without any.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -19,6 +19,11 @@ use crate::ledger::{Charge, Ledger, Shortage};
 use crate::limits::SEQUENCE_AHEAD_MAX;
 use crate::reply::PendingReply;
 use crate::sampler::{Asked, Plan};
+
+/// Of the room for adapters, the part kept for sessions that have none.
+const NEW_SESSIONS_FRACTION: u64 = 8;
+/// Of the room for adapters, the part kept for owners that have none.
+const NEW_OWNERS_FRACTION: u64 = 16;
 
 /// An operation that has been checked.
 pub(crate) enum Op {
@@ -209,13 +214,13 @@ impl Intake {
     /// Accepts a model with room for its adapter.
     ///
     /// # Errors
-    /// A message for the user if it exists or there is no room.
-    pub(crate) fn add_model(&self, model_id: &ModelId, client: &Client, bytes: AdapterBytes) -> Result<(), String> {
+    /// If it exists or there is no room.
+    pub(crate) fn add_model(&self, model_id: &ModelId, client: &Client, bytes: AdapterBytes) -> Result<(), Refusal> {
         let mut inner = self.lock();
         if inner.models.contains_key(model_id) {
-            return Err(format!("model {model_id} exists already"));
+            return Err(Refusal::User(format!("model {model_id} exists already")));
         }
-        self.take_adapter_room(&mut inner, bytes.training)?;
+        self.take_adapter_room(&mut inner, client, bytes.training)?;
         let queue = ModelQueue { client: client.clone(), bytes, next: 1, waiting: BTreeMap::new() };
         inner.models.insert(model_id.clone(), queue);
         Ok(())
@@ -224,29 +229,24 @@ impl Intake {
     /// Accepts sampling weights with room for `bytes`.
     ///
     /// # Errors
-    /// A message for the user if they exist or there is no room.
-    pub(crate) fn add_sampler(&self, sampler_id: &SamplerId, client: &Client, bytes: u64) -> Result<(), String> {
+    /// If they exist or there is no room.
+    pub(crate) fn add_sampler(&self, sampler_id: &SamplerId, client: &Client, bytes: u64) -> Result<(), Refusal> {
         let mut inner = self.lock();
         if inner.samplers.contains_key(sampler_id) {
-            return Err(format!("sampling weights {sampler_id} exist already"));
+            return Err(Refusal::User(format!("sampling weights {sampler_id} exist already")));
         }
-        self.take_adapter_room(&mut inner, bytes)?;
+        self.take_adapter_room(&mut inner, client, bytes)?;
         inner.last_uid += 1;
         let entry = SamplerEntry { uid: inner.last_uid, client: client.clone(), bytes, made: true, pending: 0 };
         inner.samplers.insert(sampler_id.clone(), entry);
         Ok(())
     }
 
-    fn take_adapter_room(&self, inner: &mut Inner, bytes: u64) -> Result<(), String> {
-        let used = inner.adapter_bytes_used;
-        if used.saturating_add(bytes) > self.adapter_bytes_max {
-            return Err(format!(
-                "the adapter needs {bytes} bytes, but models and samplers take {used} of the {} bytes set aside for adapters; \
-                 free some, or start the server with more memory",
-                self.adapter_bytes_max
-            ));
+    fn take_adapter_room(&self, inner: &mut Inner, client: &Client, bytes: u64) -> Result<(), Refusal> {
+        if bytes > 0 {
+            inner.adapter_room(client, self.adapter_bytes_max).check("the adapter", bytes)?;
+            inner.adapter_bytes_used += bytes;
         }
-        inner.adapter_bytes_used += bytes;
         Ok(())
     }
 
@@ -277,6 +277,7 @@ impl Intake {
                 return Err(refusal);
             }
         };
+        let room = matches!(queued.op, Op::Snapshot { .. }).then(|| inner.adapter_room(&client, self.adapter_bytes_max));
         let Inner { models, ready, waiting, samplers, adapter_bytes_used, last_uid, .. } = &mut *inner;
         let Some(queue) = models.get_mut(model_id) else {
             queued.reply.withdraw();
@@ -296,27 +297,25 @@ impl Intake {
                 return Err(refusal);
             }
         };
-        if let Op::Snapshot { sampler_id, replace, entry } = &mut queued.op {
-            let need = queue.bytes.frozen;
-            let refused = match samplers.get_mut(sampler_id) {
-                Some(there) if *replace && *adapter_bytes_used + need.saturating_sub(there.bytes) <= self.adapter_bytes_max => {
-                    *adapter_bytes_used += need.saturating_sub(there.bytes);
-                    there.bytes = there.bytes.max(need);
+        if let (Op::Snapshot { sampler_id, replace, entry }, Some(room)) = (&mut queued.op, room) {
+            let there = samplers.get_mut(sampler_id);
+            let more = queue.bytes.frozen.saturating_sub(there.as_ref().map_or(0, |there| there.bytes));
+            let refused = match (there, room.check("a snapshot", more)) {
+                (Some(_), _) if !*replace => Some(format!("sampling weights {sampler_id} exist already")),
+                // It is not sent again: what follows it would have to wait for others to give something up.
+                (_, Err(refusal)) if more > 0 => Some(refusal.to_string()),
+                (Some(there), _) => {
+                    *adapter_bytes_used += more;
+                    there.bytes += more;
                     there.pending += 1;
                     *entry = there.uid;
                     None
                 }
-                Some(_) if !*replace => Some(format!("sampling weights {sampler_id} exist already")),
-                there if there.is_some() || *adapter_bytes_used + need > self.adapter_bytes_max => Some(format!(
-                    "a snapshot needs {need} bytes, but models and samplers take {adapter_bytes_used} of the {} bytes set aside \
-                     for adapters; free some, or start the server with more memory",
-                    self.adapter_bytes_max
-                )),
-                _ => {
+                (None, _) => {
                     *last_uid += 1;
                     *entry = *last_uid;
-                    *adapter_bytes_used += need;
-                    let made = SamplerEntry { uid: *entry, client: queue.client.clone(), bytes: need, made: false, pending: 1 };
+                    *adapter_bytes_used += more;
+                    let made = SamplerEntry { uid: *entry, client: queue.client.clone(), bytes: more, made: false, pending: 1 };
                     samplers.insert(sampler_id.clone(), made);
                     None
                 }
@@ -602,7 +601,53 @@ impl Intake {
     }
 }
 
+/// Room for the adapters of a client.
+struct AdapterRoom {
+    /// What all adapters may take when it is this client that asks.
+    bytes_max: u64,
+    used: u64,
+    /// Of `used`, what is its owner's.
+    owned: u64,
+}
+
+impl AdapterRoom {
+    /// Whether there is room for `bytes` more.
+    ///
+    /// # Errors
+    /// If there is none now, or if there is none unless the owner gives something up.
+    fn check(&self, what: &str, bytes: u64) -> Result<(), Refusal> {
+        let AdapterRoom { bytes_max, used, owned } = self;
+        if used.saturating_add(bytes) <= *bytes_max {
+            return Ok(());
+        }
+        let has = format!(
+            "{what} needs {bytes} bytes, but models and samplers take {used} of the {bytes_max} bytes set aside for adapters"
+        );
+        Err(match owned.saturating_add(bytes) <= *bytes_max {
+            true => Refusal::Busy(format!("{has}, {owned} of them yours; send it again when others have freed some")),
+            false => Refusal::User(format!("{has}, {owned} of them yours; free some, or start the server with more memory")),
+        })
+    }
+}
+
 impl Inner {
+    /// What `client` may have of `total` bytes.
+    fn adapter_room(&self, client: &Client, total: u64) -> AdapterRoom {
+        let models = self.models.values().map(|queue| (&queue.client, queue.bytes.training));
+        let all = models.chain(self.samplers.values().map(|entry| (&entry.client, entry.bytes)));
+        let (mut owned, mut of_session) = (0, 0);
+        for (holder, bytes) in all.filter(|(holder, _)| holder.owner == client.owner) {
+            owned += bytes;
+            of_session += if holder.session == client.session { bytes } else { 0 };
+        }
+        let kept_for_others = match (owned, of_session) {
+            (0, _) => 0,
+            (_, 0) => total / NEW_OWNERS_FRACTION,
+            _ => total / NEW_SESSIONS_FRACTION,
+        };
+        AdapterRoom { bytes_max: total - kept_for_others, used: self.adapter_bytes_used, owned }
+    }
+
     fn remove_model(&mut self, model_id: &str) -> Option<ModelQueue> {
         let queue = self.models.remove(model_id)?;
         self.ready.remove(model_id);
@@ -744,10 +789,13 @@ mod tests {
     #[test]
     fn room_for_adapters_follows_what_was_accepted() {
         let intake = intake(1 << 20);
-        for n in 0..9 {
+        for n in 0..7 {
             intake.add_model(&format!("m{n}"), &client(), BYTES).unwrap();
         }
-        assert!(intake.add_model(&"one more".into(), &client(), BYTES).unwrap_err().contains("100 bytes"));
+        let Err(Refusal::User(message)) = intake.add_model(&"one more".into(), &client(), BYTES) else {
+            panic!("there is room")
+        };
+        assert!(message.contains("80 of the 88 bytes") && message.contains("80 of them yours"), "{message}");
         let gone = Failure::User("gone".into());
         assert!(intake.remove_model("m3", &gone));
         let snapshot = |name: &str| Op::Snapshot { sampler_id: name.into(), replace: false, entry: 0 };
@@ -762,12 +810,31 @@ mod tests {
             _ => true,
         });
         let refused = refused.count();
-        assert_eq!(refused, 1, "three snapshots fit in the place of a model");
+        assert_eq!(refused, 0, "their room was a model's, and what is left of it");
         assert!(intake.remove_sampler("2", &gone) && !intake.wants_sampler("2"));
         assert!(!intake.remove_sampler("2", &gone));
         intake.audit().unwrap();
         intake.end_session(&client(), &gone);
         assert_eq!(intake.lock().adapter_bytes_used, 0);
+        intake.audit().unwrap();
+    }
+
+    #[test]
+    fn the_last_room_for_adapters_is_for_those_who_have_none() {
+        let intake = Intake::new(Ledger::new(1 << 20), 160);
+        let client = |owner: &str, session: &str| Client { owner: owner.into(), session: session.into() };
+        let add = |name: &str, client: &Client| intake.add_model(&name.into(), client, BYTES);
+        let crowd = client("a", "1");
+        let held = (0..).take_while(|n| add(&format!("m{n}"), &crowd).is_ok()).count();
+        assert_eq!(held, 14, "seven eighths");
+        add("another session's", &client("a", "2")).unwrap();
+        assert!(matches!(add("a third's", &client("a", "3")), Err(Refusal::User(_))), "its owner can free something");
+        add("another owner's", &client("b", "4")).unwrap();
+        assert!(matches!(add("that owner's second", &client("b", "4")), Err(Refusal::Busy(_))), "others can");
+        assert!(matches!(add("a third owner's", &client("c", "5")), Err(Refusal::Busy(_))));
+        let gone = Failure::User("gone".into());
+        intake.end_session(&crowd, &gone);
+        add("a third owner's", &client("c", "5")).unwrap();
         intake.audit().unwrap();
     }
 

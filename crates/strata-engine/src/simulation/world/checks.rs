@@ -29,8 +29,8 @@ impl World {
         if let (Request::Train { op: TrainOp::Snapshot { .. }, .. }, Kind::Train { model, .. }, None) =
             (&a.request, &a.kind, a.accepted)
         {
-            let bytes = bytes_of(self.models[*model].rank).frozen;
-            let had_room = self.room() >= bytes;
+            let (session, bytes) = (a.session, bytes_of(self.models[*model].rank).frozen);
+            let had_room = self.room(session) >= bytes;
             self.asked[asked].had_room = had_room;
         }
         let a = &self.asked[asked];
@@ -88,6 +88,14 @@ impl World {
                 if self.asked[asked].refusals > ATTEMPTS_MAX {
                     self.make_way(number);
                 }
+            }
+            (Refusal::Busy(_), Kind::Create { model }) if !a.had_room => {
+                self.models[*model].gone = true;
+                self.asked[asked].given_up = true;
+            }
+            (Refusal::Busy(_), Kind::CreateSampler { sampler }) if !a.had_room => {
+                self.samplers[*sampler].gone = true;
+                self.asked[asked].given_up = true;
             }
             (Refusal::User(message), Kind::Train { model, seq }) if message.contains("there is no model") => {
                 if !self.models[*model].gone && a.accepted.is_none() {

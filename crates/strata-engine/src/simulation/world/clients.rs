@@ -87,7 +87,7 @@ impl World {
             }
             None => Request::CreateModel { model_id: name.clone(), lora: lora.clone() },
         };
-        let had_room = self.room() >= bytes_of(lora.rank).training;
+        let had_room = self.room(session) >= bytes_of(lora.rank).training;
         let asked = self.ask(session, Kind::Create { model: n }, request);
         self.models.push(Model {
             name,
@@ -107,11 +107,25 @@ impl World {
         self.send(asked);
     }
 
-    /// Room for adapters that is certainly free.
-    pub(super) fn room(&self) -> u64 {
-        let models: u64 = self.models.iter().filter(|m| !m.gone).map(|m| bytes_of(m.rank).training).sum();
-        let samplers: u64 = self.samplers.iter().filter(|s| !s.gone).map(|s| s.bytes).sum();
-        self.limits.adapter_bytes.saturating_sub(models + samplers + self.handle.intake().kept_bytes())
+    /// Room for adapters of a session that is certainly free.
+    pub(super) fn room(&self, session: usize) -> u64 {
+        let models = self.models.iter().filter(|m| !m.gone).map(|m| (m.session, bytes_of(m.rank).training));
+        let samplers = self.samplers.iter().filter(|s| !s.gone).map(|s| (s.session, s.bytes));
+        let (mut used, mut owned, mut own) = (self.handle.intake().kept_bytes(), 0, 0);
+        for (holder, bytes) in models.chain(samplers) {
+            used += bytes;
+            owned += if self.sessions[holder].client.owner == self.sessions[session].client.owner { bytes } else { 0 };
+            own += if holder == session { bytes } else { 0 };
+        }
+        let total = self.limits.adapter_bytes;
+        let kept_for_newcomers = if own > 0 {
+            total.div_ceil(8)
+        } else if owned > 0 {
+            total.div_ceil(16)
+        } else {
+            0
+        };
+        (total - kept_for_newcomers).saturating_sub(used)
     }
 
     fn tokens(&mut self, length: usize) -> Vec<i64> {
@@ -272,7 +286,7 @@ impl World {
             (CheckpointSource { dir: dir.clone().into(), name: dir, save_id: Some(save_id) }, lora)
         });
         let bytes = source.as_ref().map_or(0, |(_, lora)| bytes_of(lora.rank).frozen);
-        let had_room = self.room() >= bytes;
+        let had_room = self.room(session) >= bytes;
         self.samplers.push(Sampler { name: name.clone(), session, bytes, gone: false, versions: Vec::new(), pending: 0 });
         let asked = self.ask(session, Kind::CreateSampler { sampler }, Request::CreateSampler { sampler_id: name, source });
         self.asked[asked].had_room = had_room;
