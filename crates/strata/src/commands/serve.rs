@@ -113,8 +113,13 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 fn announce(args: &Args, base: &BaseModel, data_dir: &str, address: SocketAddr) {
     let url = client_url(address);
     let key = if args.api_key.is_some() { "YOUR-KEY" } else { "tml-local" };
+    let limits = base.engine.info();
+    let training = match limits.max_example_tokens {
+        tokens if tokens < limits.max_context_tokens => format!(", {tokens} in training"),
+        _ => String::new(),
+    };
     println!(
-        "Strata {} serves {} ({}, weights {}, up to {} tokens)\n\
+        "Strata {} serves {} ({}, weights {}, up to {} tokens{training})\n\
          \x20 kernels  {}\n\
          \x20 memory   {}\n\
          \x20 data     {data_dir}\n\
@@ -127,7 +132,7 @@ fn announce(args: &Args, base: &BaseModel, data_dir: &str, address: SocketAddr) 
         base.info.name,
         base.info.architecture,
         HumanBytes(base.weight_bytes),
-        base.info.max_context_tokens,
+        limits.max_context_tokens,
         base.kernels,
         HumanBytes(args.resources.memory_bytes()),
     );
