@@ -1,0 +1,52 @@
+//! Who may have how much of the room for adapters: the last of it is for those who have none.
+
+use crate::api::{Client, Refusal};
+
+/// Of the room for adapters, the part kept for sessions that have none.
+const NEW_SESSIONS_FRACTION: u64 = 8;
+/// Of the room for adapters, the part kept for owners that have none.
+const NEW_OWNERS_FRACTION: u64 = 16;
+
+/// Room for the adapters of a client.
+pub(super) struct AdapterRoom {
+    /// What all adapters may take when it is this client that asks.
+    bytes_max: u64,
+    used: u64,
+    /// Of `used`, what is its owner's.
+    owned: u64,
+}
+
+impl AdapterRoom {
+    /// What `client` may have of `total` bytes, of which `used` are taken, by `holders` or by what outlives its name.
+    pub(super) fn of<'a>(client: &Client, holders: impl Iterator<Item = (&'a Client, u64)>, used: u64, total: u64) -> Self {
+        let (mut owned, mut of_session) = (0, 0);
+        for (holder, bytes) in holders.filter(|(holder, _)| holder.owner == client.owner) {
+            owned += bytes;
+            of_session += if holder.session == client.session { bytes } else { 0 };
+        }
+        let kept_for_others = match (owned, of_session) {
+            (0, _) => 0,
+            (_, 0) => total / NEW_OWNERS_FRACTION,
+            _ => total / NEW_SESSIONS_FRACTION,
+        };
+        AdapterRoom { bytes_max: total - kept_for_others, used, owned }
+    }
+
+    /// Whether there is room for `bytes` more.
+    ///
+    /// # Errors
+    /// If there is none now, or if there is none unless the owner gives something up.
+    pub(super) fn check(&self, what: &str, bytes: u64) -> Result<(), Refusal> {
+        let AdapterRoom { bytes_max, used, owned } = self;
+        if used.saturating_add(bytes) <= *bytes_max {
+            return Ok(());
+        }
+        let has = format!(
+            "{what} needs {bytes} bytes, but models and samplers take {used} of the {bytes_max} bytes set aside for adapters"
+        );
+        Err(match owned.saturating_add(bytes) <= *bytes_max {
+            true => Refusal::Busy(format!("{has}, {owned} of them yours; send it again when others have freed some")),
+            false => Refusal::User(format!("{has}, {owned} of them yours; free some, or start the server with more memory")),
+        })
+    }
+}
