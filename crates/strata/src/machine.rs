@@ -20,7 +20,7 @@ fn container_limits() -> impl Iterator<Item = u64> {
 /// the first threshold: mapped anew each time, its pages would be cleared each time.
 pub fn keep_little_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    for (parameter, value) in [(libc::M_MMAP_THRESHOLD, 4 << 20), (libc::M_TRIM_THRESHOLD, 512 << 10), (libc::M_ARENA_MAX, 4)] {
+    for (parameter, value) in [(libc::M_MMAP_THRESHOLD, 4 << 20), (libc::M_TRIM_THRESHOLD, 4 << 20), (libc::M_ARENA_MAX, 4)] {
         // SAFETY: `mallopt` sets a number, before any other thread is there.
         if unsafe { libc::mallopt(parameter, value) } == 0 {
             tracing::warn!("the allocator does not take parameter {parameter}");

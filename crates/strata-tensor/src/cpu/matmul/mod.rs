@@ -14,7 +14,7 @@ use std::ops::Range;
 
 pub(crate) use tile::{Tile, TileKernel};
 
-use super::isa::{Fma, Isa, multiversion};
+use super::isa::{Fma, Isa, multiversion, prefetch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::Target;
 use crate::packed::{LANES, PANEL, PackedRef};
@@ -24,6 +24,8 @@ use crate::{DType, Element};
 const BLOCK_STEPS: usize = 256;
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
+/// How many steps ahead rows are fetched that a weight gradient gathers from far apart.
+const PACK_AHEAD: usize = 8;
 
 /// A block of a row-major matrix of `dtype`, to be read.
 #[derive(Clone, Copy)]
@@ -231,8 +233,12 @@ impl<'a> Matmul<'a> {
             with_scratch(BLOCK_STEPS * padded, |scratch| {
                 for first in (0..num_steps).step_by(BLOCK_STEPS) {
                     let count = BLOCK_STEPS.min(num_steps - first);
-                    for (&(t, u), out) in step_tokens[first..first + count].iter().zip(scratch.chunks_exact_mut(padded)) {
+                    for (i, out) in scratch.chunks_exact_mut(padded).take(count).enumerate() {
+                        let (t, u) = step_tokens[first + i];
                         let row = |t: usize| &x.row::<T>(t)[range.clone()];
+                        if let Some(&(ahead, _)) = step_tokens.get(first + i + PACK_AHEAD) {
+                            (ahead..(ahead + per_step).min(x.rows)).for_each(|t| prefetch(row(t)));
+                        }
                         pack_step(self.isa, row(t), u.map(row), &mut out[..columns]);
                     }
                     // SAFETY: as in `forward`; lanes of the scratch block past `columns` are computed but not stored.
@@ -292,10 +298,17 @@ multiversion! {
 
 #[inline(always)]
 fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>, out: &mut [u32]) {
-    match second {
-        Some(second) => out.iter_mut().zip(first.iter().zip(second)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b))),
-        None => out.iter_mut().zip(first).for_each(|(o, &a)| *o = step_word(a, None)),
+    let Some(second) = second else {
+        return out.iter_mut().zip(first).for_each(|(o, &a)| *o = step_word(a, None));
+    };
+    // Whole vectors, so that all loads of a row are under way at once: rows lie far apart, and waiting for them is what takes the time.
+    let (vectors, rest) = out.as_chunks_mut::<LANES>();
+    let (first_vectors, first_rest) = first.as_chunks::<LANES>();
+    let (second_vectors, second_rest) = second.as_chunks::<LANES>();
+    for (out, (first, second)) in vectors.iter_mut().zip(first_vectors.iter().zip(second_vectors)) {
+        *out = std::array::from_fn(|i| step_word(first[i], Some(second[i])));
     }
+    rest.iter_mut().zip(first_rest.iter().zip(second_rest)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b)));
 }
 
 /// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
