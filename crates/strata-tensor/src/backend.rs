@@ -8,6 +8,11 @@ use std::ops::Range;
 
 use crate::{KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
 
+/// Tokens of a granule. A reduction over tokens, on any device, takes the tokens of a sequence by so many at a time, in whatever order within them, and begins
+/// a granule with each sequence: so what is reduced in several parts has the same bits if it is cut between granules. It is what a matrix unit takes in one step
+/// (AMX and tensor cores 16 or 32 numbers of bf16).
+pub const TOKEN_GRANULE: usize = 32;
+
 /// Some rows and columns of a matrix `[rows, columns]`.
 #[derive(Clone)]
 pub struct Block<'a> {

@@ -26,7 +26,7 @@ mod tensor;
 mod testing;
 
 pub use backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, Block, Qkv, Rotary, Target};
-pub use cpu::{CpuBackend, Isa};
+pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use kv::{KV_PAGE_TOKENS, KvPages};

@@ -1,6 +1,6 @@
 //! Passes over a small random model.
 
-use strata_tensor::{CpuBackend, Isa};
+use strata_tensor::{Arithmetic, CpuBackend, Isa};
 
 use super::*;
 
@@ -293,7 +293,7 @@ fn unusual_sizes_compute_finite_numbers_on_every_instruction_set() {
         ModelConfig { max_position_embeddings: 1, ..config() },
     ];
     for (config, dtype) in sizes.iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let model = Model::random(Arc::new(CpuBackend::with_isa(isa, 1)), config.clone(), 1, dtype).unwrap();
             model.probe().unwrap_or_else(|e| panic!("{isa} {dtype} {config:?}: {e}"));
             let params = LoraParams::init(model.lora_modules(), &lora(3), 3);

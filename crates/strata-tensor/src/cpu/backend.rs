@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::attention::{self, AttentionGradient};
-use super::isa::Isa;
+use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, Out, Rows};
 use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
 use super::rows::{adamw, convert, norm, softmax, swiglu};
@@ -37,26 +37,36 @@ macro_rules! with_element {
 /// The processor: an instruction set and a pool of threads.
 pub struct CpuBackend {
     isa: Isa,
+    arithmetic: Arithmetic,
     pool: Pool,
 }
 
 impl CpuBackend {
+    /// As [`CpuBackend::with_numerics`], as fast as can be.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(num_threads: Option<usize>) -> Result<Self> {
+        Self::with_numerics(num_threads, Numerics::Fast)
+    }
+
     /// The best instruction set of this machine, or the one that `STRATA_ISA` names, on `num_threads` threads (`None`: one for each core).
     ///
     /// # Errors
     /// If `STRATA_ISA` names an instruction set that this machine does not have.
-    pub fn new(num_threads: Option<usize>) -> Result<Self> {
+    pub fn with_numerics(num_threads: Option<usize>, numerics: Numerics) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Self::with_isa(Isa::from_env()?, num_threads.unwrap_or(cores)))
+        Ok(Self::with_isa(Arithmetic { isa: Isa::from_env()?, numerics }, num_threads.unwrap_or(cores)))
     }
 
-    /// This instruction set on this many threads.
-    pub fn with_isa(isa: Isa, num_threads: usize) -> Self {
-        CpuBackend { isa, pool: Pool::new(num_threads) }
+    /// This instruction set, or arithmetic, on this many threads.
+    pub fn with_isa(arithmetic: impl Into<Arithmetic>, num_threads: usize) -> Self {
+        let arithmetic = arithmetic.into();
+        CpuBackend { isa: arithmetic.isa, arithmetic, pool: Pool::new(num_threads) }
     }
 
     fn matmul_for(&self, dtype: DType) -> Matmul<'_> {
-        Matmul::new(&self.pool, self.isa, dtype)
+        Matmul::new(&self.pool, self.arithmetic, dtype)
     }
 
     /// Splits `rows` rows of `row_len` elements into runs, one task each.
@@ -105,7 +115,7 @@ fn check_pack(op: &'static str, stack: &PackedStack, layer: usize, source: Tenso
 
 impl Backend for CpuBackend {
     fn description(&self) -> String {
-        format!("cpu {}, {} threads", self.isa, self.pool.num_threads())
+        format!("cpu {}, {} threads", self.arithmetic, self.pool.num_threads())
     }
 
     fn attention_scratch_bytes(&self, g: &AttentionGeometry) -> usize {
@@ -320,7 +330,7 @@ impl Backend for CpuBackend {
     ) {
         with_element!(q.dtype(), T => {
             let log_normalizers = log_normalizers.slice_mut();
-            attention::forward::<T>(&self.pool, self.isa, g, q.slice(), spans, pages, out.slice_mut(), log_normalizers);
+            attention::forward::<T>(&self.pool, self.arithmetic, g, q.slice(), spans, pages, out.slice_mut(), log_normalizers);
         });
     }
 
@@ -346,7 +356,7 @@ impl Backend for CpuBackend {
                 dk: gradient.k.slice_mut(),
                 dv: gradient.v.slice_mut(),
             };
-            attention::backward(&self.pool, self.isa, g, spans, io);
+            attention::backward(&self.pool, self.arithmetic, g, spans, io);
         });
     }
 

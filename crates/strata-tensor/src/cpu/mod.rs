@@ -11,4 +11,4 @@ mod rows;
 mod threads;
 
 pub use backend::CpuBackend;
-pub use isa::Isa;
+pub use isa::{Arithmetic, Isa, Numerics};

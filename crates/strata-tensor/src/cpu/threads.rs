@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
+use super::matmul::release_thread;
+
 /// Spins before a worker sleeps: some tens of microseconds, more than the pause between two regions of a step.
 const SPINS_BEFORE_SLEEP: u32 = 20_000;
 
@@ -89,6 +91,9 @@ impl Pool {
     pub(crate) fn run(&self, num_tasks: usize, task: &Task<'_>) {
         if num_tasks <= 1 || self.workers.is_empty() || IN_REGION.get() {
             (0..num_tasks).for_each(task);
+            if !IN_REGION.get() {
+                release_thread();
+            }
             return;
         }
         let _one_region = self.region.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -180,6 +185,7 @@ impl Shared {
                 *self.panic.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(panic);
             }
         }
+        release_thread();
         IN_REGION.set(false);
     }
 }

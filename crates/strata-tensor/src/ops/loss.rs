@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use super::{check, linear};
-use crate::backend::Backend;
+use crate::backend::{Backend, TOKEN_GRANULE};
 use crate::tape::{Backward, Between, LoraGradients, LoraGroup, go_on};
 use crate::{DType, Error, PackedRef, Result, Tensor};
 
@@ -17,7 +17,7 @@ const OP: &str = "target_logprobs";
 /// the memory of a batch.
 pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
-const CHUNK_ROWS: Range<usize> = 16..512;
+const CHUNK_ROWS: Range<usize> = TOKEN_GRANULE..512;
 
 /// Target tokens, any number for each row; one may occur twice in a row.
 #[derive(Clone, Copy)]
@@ -53,15 +53,15 @@ pub struct LogprobPass<'p> {
     pub between: &'p mut Between<'p>,
 }
 
-/// Runs of at most `max` rows that split a sequence only at even places.
+/// Runs of at most `max` rows that split a sequence only between granules of a reduction over tokens.
 pub(super) fn chunks(sequences: &[Range<usize>], rows: usize, max: usize) -> Vec<Range<usize>> {
     let mut chunks: Vec<Range<usize>> = Vec::new();
     let mut start = 0;
     while start < rows {
         let mut end = (start + max).min(rows);
         if let Some(cut) = sequences.iter().find(|s| s.start < end && end < s.end) {
-            // `max` is at least 2, so at least one row of the chunk stays.
-            end -= (end - cut.start) % 2;
+            // `max` is at least a granule, so at least one row of the chunk stays.
+            end -= (end - cut.start) % TOKEN_GRANULE;
         }
         chunks.push(start..end);
         start = end;
@@ -231,16 +231,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_cut_sequences_at_even_places_only() {
-        let sequences = [0..7, 7..60, 60..61, 61..90];
-        let chunks = chunks(&sequences, 90, 16);
+    fn chunks_cut_sequences_between_granules_only() {
+        let sequences = [0..7, 7..160, 160..161, 161..290];
+        let chunks = chunks(&sequences, 290, 40);
         assert_eq!(chunks.first().unwrap().start, 0);
-        assert_eq!(chunks.last().unwrap().end, 90);
+        assert_eq!(chunks.last().unwrap().end, 290);
         assert!(chunks.windows(2).all(|w| w[0].end == w[1].start));
         for chunk in chunks {
-            assert!(chunk.len() <= 16 && !chunk.is_empty());
+            assert!(chunk.len() <= 40 && !chunk.is_empty());
             let inside = sequences.iter().find(|s| s.start < chunk.start && chunk.start < s.end);
-            assert!(inside.is_none_or(|s| (chunk.start - s.start) % 2 == 0));
+            assert!(inside.is_none_or(|s| (chunk.start - s.start) % TOKEN_GRANULE == 0));
         }
     }
 }

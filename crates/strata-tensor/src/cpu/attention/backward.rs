@@ -7,7 +7,7 @@
 use super::{PAGE, pack_rows_as_steps, product, write_key};
 use crate::Element;
 use crate::backend::{AttentionGeometry, AttentionSpan};
-use crate::cpu::isa::{Fma, Isa, multiversion};
+use crate::cpu::isa::{Arithmetic, Fma, multiversion};
 use crate::cpu::matmul::TileKernel;
 use crate::cpu::rows::softmax;
 use crate::cpu::threads::{Pool, SharedMut};
@@ -66,14 +66,15 @@ fn dot_mixed_body<T: Element>(fma: impl Fma, a: &[f32], b: &[T]) -> f32 {
 /// Gradients of whole sequences (no cached past) by their queries, keys and values.
 pub(crate) fn backward<T: Element>(
     pool: &Pool,
-    isa: Isa,
+    arithmetic: Arithmetic,
     g: &AttentionGeometry,
     spans: &[AttentionSpan<'_>],
     io: AttentionGradient<'_, T>,
 ) {
     let AttentionGradient { q, k, v, out, log_normalizers, dout, dq, dk, dv } = io;
     let (dq, dk, dv) = (SharedMut::new(dq), SharedMut::new(dk), SharedMut::new(dv));
-    let kernel = TileKernel::new(isa, T::DTYPE);
+    let isa = arithmetic.isa;
+    let kernel = TileKernel::new(arithmetic, T::DTYPE);
     let (d, group) = (g.head_dim, g.heads / g.kv_heads);
     let per_step = 4 / T::DTYPE.size_bytes();
     let row_len = d.next_multiple_of(per_step);

@@ -14,7 +14,7 @@ mod tests;
 
 pub(crate) use backward::{AttentionGradient, backward};
 
-use super::isa::Isa;
+use super::isa::{Arithmetic, Isa};
 use super::matmul::{Tile, TileKernel, pack_step};
 use super::rows::softmax;
 use super::threads::{Pool, SharedMut};
@@ -184,7 +184,7 @@ fn values_up_to<T: Element>(words: &[u32], d: usize, valid: usize) -> Vec<u32> {
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<T: Element>(
     pool: &Pool,
-    isa: Isa,
+    arithmetic: Arithmetic,
     g: &AttentionGeometry,
     q: &[T],
     spans: &[AttentionSpan<'_>],
@@ -192,7 +192,8 @@ pub(crate) fn forward<T: Element>(
     out: &mut [T],
     log_normalizers: &mut [f32],
 ) {
-    let kernel = TileKernel::new(isa, T::DTYPE);
+    let isa = arithmetic.isa;
+    let kernel = TileKernel::new(arithmetic, T::DTYPE);
     let (d, group) = (g.head_dim, (g.heads / g.kv_heads));
     let per_step = 4 / T::DTYPE.size_bytes();
     let row_len = d.next_multiple_of(per_step);

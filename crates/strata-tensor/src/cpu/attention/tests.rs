@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv};
 use crate::testing::{assert_close, bits, poison, rows, tensor};
-use crate::{CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Tensor};
+use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Tensor};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 /// Around the edges of pages and of tiles.
@@ -138,8 +138,9 @@ fn attention_is_causal_softmax_attention_on_every_instruction_set() {
         let g = geometry(shape);
         let qkv = random_qkv(&g, LENGTHS.iter().sum(), dtype);
         let tolerance = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
-        let results =
-            Isa::available().into_iter().map(|isa| (isa, attend_whole(&CpuBackend::with_isa(isa, 2), &g, &qkv, &sequences)));
+        let results = Arithmetic::available()
+            .into_iter()
+            .map(|isa| (isa, attend_whole(&CpuBackend::with_isa(isa, 2), &g, &qkv, &sequences)));
         let results: Vec<_> = results.collect();
         for (sequence, head) in sequences.iter().flat_map(|s| (0..g.heads).map(move |h| (s, h))) {
             let kv_head = head * g.kv_heads / g.heads;
@@ -163,10 +164,11 @@ fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
     for (shape, dtype) in [(1, 2, 16), (1, 5, 20), (2, 1, 64)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
         let g = geometry(shape);
         let qkv = random_qkv(&g, len, dtype);
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
             let whole = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
-            let cuts: Vec<usize> = if isa == Isa::detect() { (1..len).collect() } else { vec![1, 31, 63, 64, 65, 127, 129] };
+            let cuts: Vec<usize> =
+                if isa == Isa::detect().into() { (1..len).collect() } else { vec![1, 31, 63, 64, 65, 127, 129] };
             let mut plans: Vec<Vec<usize>> = cuts.into_iter().map(|cut| vec![0, cut, len]).collect();
             plans.push((0..=len).collect());
             plans.push(vec![0, 7, 70, 71, 72, 128, len]);
@@ -199,7 +201,7 @@ fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
         Tensor::from_f32(&values, &[len, 1, 16], DType::F32).unwrap()
     };
     let qkv = Qkv { q: fill(&|_| 30.0), k: fill(&|page| 30.0 * page as f32), v: fill(&|page| [-1.0, -0.0, 0.0][page]) };
-    for isa in Isa::available() {
+    for isa in Arithmetic::available() {
         let b = CpuBackend::with_isa(isa, 1);
         let [whole, _] = attend_whole(&b, &g, &qkv, &packed(&[len]));
         let mut pages = poisoned_pages(&g, 3, DType::F32);
@@ -217,7 +219,7 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
     for (shape, dtype) in [(1, 2, 16), (1, 3, 20), (2, 2, 130)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
         let g = geometry(shape);
         let qkv = random_qkv(&g, len, dtype);
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
             let finite = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
             // The values of these tokens become infinite or NaN, one token at a time.
@@ -261,7 +263,7 @@ fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() 
         let tokens = LENGTHS.iter().sum();
         let qkv = random_qkv(&g, tokens, dtype);
         let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let (one, four) = (CpuBackend::with_isa(isa, 1), CpuBackend::with_isa(isa, 4));
             let forward = attend_whole(&four, &g, &qkv, &sequences);
             let backward = go_back(&four, &g, &qkv, &dout, &sequences);
@@ -287,8 +289,9 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
         let qkv = random_qkv(&g, LENGTHS.iter().sum(), dtype);
         let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
         let tolerance = if dtype == DType::F32 { 2e-5 } else { 3e-2 };
-        let results =
-            Isa::available().into_iter().map(|isa| (isa, go_back(&CpuBackend::with_isa(isa, 2), &g, &qkv, &dout, &sequences)));
+        let results = Arithmetic::available()
+            .into_iter()
+            .map(|isa| (isa, go_back(&CpuBackend::with_isa(isa, 2), &g, &qkv, &dout, &sequences)));
         let results: Vec<_> = results.collect();
         for (sequence, kv_head) in sequences.iter().flat_map(|s| (0..g.kv_heads).map(move |h| (s, h))) {
             let [k, v] = [&qkv.k, &qkv.v].map(|t| head_of(t, sequence, kv_head));

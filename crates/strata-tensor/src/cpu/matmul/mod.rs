@@ -1,27 +1,63 @@
-//! Matrix products of the CPU backend: three shapes of them, one tile kernel (`tile`), one order of reduction.
+//! Matrix products of the CPU backend: three shapes of them, one way through memory, one order of reduction for each kind of kernel.
 //!
 //! - [`Matmul::forward`]: `y = x·Wᵀ` on packed weights, streamed once; the same code for one token as for a thousand.
 //! - [`Matmul::backward_input`]: `dx = dy·W` on the same packed weights, transposed block by block in cache (`transpose`).
 //! - [`Matmul::backward_weight`]: `dW += dyᵀ·x` for low-rank weights, reduced over tokens in order, sequence after sequence.
 //!
 //! Work is split over threads by outputs: panels of 64 columns, and runs of rows where there are few panels.
+//!
+//! Kernels, `chains` and `granules`, are one file for each family of instructions; `kernel` chooses.
 
-mod tile;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod chains;
+#[cfg(target_arch = "x86_64")]
+mod chains_avx512;
+mod granules;
+#[cfg(target_arch = "x86_64")]
+mod granules_avx512;
+mod kernel;
 mod transpose;
 
 use std::cell::RefCell;
 use std::ops::Range;
 
-pub(crate) use tile::{Tile, TileKernel};
+use granules::{GranuleFn, GranuleTile};
+use kernel::Chains;
+pub(crate) use kernel::{Tile, TileKernel};
 
-use super::isa::{Fma, Isa, multiversion, prefetch};
+use super::isa::{Arithmetic, Fma, Isa, multiversion, prefetch};
 use super::threads::{Pool, SharedMut};
-use crate::backend::Target;
+use crate::backend::{TOKEN_GRANULE, Target};
+use crate::memory::Buffer;
 use crate::packed::{LANES, PANEL, PackedRef};
 use crate::{DType, Element};
 
+/// Whether the system lets this process use tiles.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn tiles_permitted() -> bool {
+    amx::permitted()
+}
+
+/// Gives up what the kernels of this thread have set up in the processor; the next that needs it sets it up again.
+pub(crate) fn release_thread() {
+    #[cfg(target_arch = "x86_64")]
+    amx::release();
+}
+
 /// Steps of the reduction (four bytes each) in a block: 64 KiB of a full panel, which stays in the second-level cache while all rows pass.
 const BLOCK_STEPS: usize = 256;
+/// Rows of a left side in tiles at a time, at most: what a block of the reduction has of them, a megabyte, stays in the second-level cache.
+const TILED_ROWS_MAX: usize = 1024;
+/// Bytes of a left side in tiles at a time, at most, unless a few rows take more.
+const TILED_BYTES_MAX: usize = 16 << 20;
+/// From so many rows on, a block of the right side is worth laying out for the tiles of a kernel.
+const LAID_OUT_ROWS_MIN: usize = 64;
+const _: () = assert!(
+    TOKEN_GRANULE.is_multiple_of(granules::INPUTS),
+    "a cut between granules of tokens is one between those of a kernel"
+);
+
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
 /// How many steps ahead rows are fetched that a weight gradient gathers from far apart.
@@ -123,7 +159,25 @@ fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [u32]) -> R) -> R {
     })
 }
 
-/// The matrix products of one instruction set on one pool of threads.
+/// A block of the right side of a product: where its steps lie, a panel of columns each, and bytes from one to the next.
+struct RightBlock {
+    first: *const u8,
+    stride: usize,
+}
+
+impl RightBlock {
+    /// A block that was written to scratch, `width` words a step.
+    fn written(scratch: &[u32], width: usize) -> Self {
+        RightBlock { first: scratch.as_ptr().cast(), stride: width * 4 }
+    }
+}
+
+/// Gives the block of a panel of the right side for some steps of the reduction. What does not lie in memory as it should is written to
+/// the scratch, which holds a block.
+trait Right: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync {}
+impl<F: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync> Right for F {}
+
+/// The matrix products of one arithmetic on one pool of threads.
 pub(crate) struct Matmul<'a> {
     pool: &'a Pool,
     isa: Isa,
@@ -132,41 +186,20 @@ pub(crate) struct Matmul<'a> {
 }
 
 impl<'a> Matmul<'a> {
-    pub(crate) fn new(pool: &'a Pool, isa: Isa, dtype: DType) -> Self {
-        Matmul { pool, isa, kernel: TileKernel::new(isa, dtype), dtype }
+    pub(crate) fn new(pool: &'a Pool, arithmetic: Arithmetic, dtype: DType) -> Self {
+        Matmul { pool, isa: arithmetic.isa, kernel: TileKernel::new(arithmetic, dtype), dtype }
     }
 
     /// `y = x·Wᵀ`.
     pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: Out) {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
         assert!(y.rows == x.rows && y.columns == w.out_features);
-        let (rows, columns) = (x.rows, w.out_features);
-        let mut padded = Vec::new();
-        let x = x.whole_steps(&mut padded);
         let num_steps = steps(w.in_features, self.dtype);
-        self.over_panels(rows, columns, |panel, row_range| {
-            let width = panel_columns(panel, columns);
-            let b_stride = width.next_multiple_of(LANES) * 4;
-            let b = &w.bytes[panel * PANEL * num_steps * 4..];
-            for first in (0..num_steps).step_by(BLOCK_STEPS) {
-                let count = BLOCK_STEPS.min(num_steps - first);
-                assert!(b.len() >= (first + count) * b_stride);
-                // SAFETY: rows and columns are in bounds by the assertions; tasks own disjoint parts of y.
-                unsafe {
-                    let tile = Tile {
-                        steps: count,
-                        a: x.bytes.as_ptr().add(row_range.start * x.stride + first * 4),
-                        a_stride: x.stride,
-                        b: b.as_ptr().add(first * b_stride),
-                        b_stride,
-                        c: y.at(row_range.start, panel * PANEL),
-                        c_stride: y.stride,
-                        columns: width,
-                        accumulate: y.accumulate || first > 0,
-                    };
-                    self.kernel.block(row_range.len(), &tile);
-                }
-            }
+        let mut padded = Vec::new();
+        self.product(x.whole_steps(&mut padded), y, |panel, steps, _| {
+            let stride = panel_columns(panel, w.out_features).next_multiple_of(LANES) * 4;
+            let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
+            RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
         });
     }
 
@@ -174,95 +207,111 @@ impl<'a> Matmul<'a> {
     pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out) {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
-        let (rows, columns) = (dy.rows, w.in_features);
         let mut padded = Vec::new();
-        let dy = dy.whole_steps(&mut padded);
-        let num_steps = steps(w.out_features, self.dtype);
-        self.over_panels(rows, columns, |panel, row_range| {
-            let width = panel_columns(panel, columns);
-            let padded_width = width.next_multiple_of(LANES);
-            with_scratch(BLOCK_STEPS * padded_width, |scratch| {
-                for first in (0..num_steps).step_by(BLOCK_STEPS) {
-                    let count = BLOCK_STEPS.min(num_steps - first);
-                    transpose::block(self.isa, w, panel * PANEL..panel * PANEL + width, first..first + count, scratch);
-                    // SAFETY: as in `forward`; the scratch block holds `count` steps.
-                    unsafe {
-                        let tile = Tile {
-                            steps: count,
-                            a: dy.bytes.as_ptr().add(row_range.start * dy.stride + first * 4),
-                            a_stride: dy.stride,
-                            b: scratch.as_ptr().cast(),
-                            b_stride: padded_width * 4,
-                            c: dx.at(row_range.start, panel * PANEL),
-                            c_stride: dx.stride,
-                            columns: width,
-                            accumulate: dx.accumulate || first > 0,
-                        };
-                        self.kernel.block(row_range.len(), &tile);
-                    }
-                }
-            });
+        self.product(dy.whole_steps(&mut padded), dx, |panel, steps, scratch| {
+            let columns = panel_columns(panel, w.in_features);
+            transpose::block(self.isa, w, panel * PANEL..panel * PANEL + columns, steps, scratch);
+            RightBlock::written(scratch, columns.next_multiple_of(LANES))
         });
     }
 
     /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]`, one sequence of tokens after another.
     ///
-    /// In bf16 two tokens make a step, and a sequence of odd length ends with half a step: no step spans two sequences, so the
-    /// sum over several sequences has the same bits as adding them one call at a time.
+    /// Each sequence begins a granule of tokens of its own and fills its last with zeros: the sum over several sequences has the same bits as
+    /// adding them one call at a time, in whatever order a kernel adds within a granule.
     pub(crate) fn backward_weight<T: Element>(&self, low: Rows<'_>, x: Rows<'_>, sequences: &[Range<usize>], dw: Out) {
         let (rank, width) = (low.width, x.width);
         assert!(low.rows == x.rows && dw.rows == rank && dw.columns == width && dw.accumulate && T::DTYPE == self.dtype);
         let per_step = 4 / self.dtype.size_bytes();
-        // Tokens of each step, in order: one, or two unless the sequence ends.
-        let step_tokens: Vec<(usize, Option<usize>)> = sequences
+        let tokens: Vec<Option<usize>> = sequences
             .iter()
-            .flat_map(|s| s.clone().step_by(per_step).map(move |t| (t, (per_step == 2 && t + 1 < s.end).then_some(t + 1))))
+            .flat_map(|s| {
+                s.clone().map(Some).chain(std::iter::repeat_n(None, s.len().next_multiple_of(TOKEN_GRANULE) - s.len()))
+            })
             .collect();
-        let num_steps = step_tokens.len();
-        let mut low_steps = vec![0u32; rank * num_steps];
-        for (s, &(first, second)) in step_tokens.iter().enumerate() {
-            let (first, second) = (low.row::<T>(first), second.map(|t| low.row::<T>(t)));
-            for r in 0..rank {
-                low_steps[r * num_steps + s] = step_word(first[r], second.map(|row| row[r]));
+        let mut low_columns = vec![T::from_f32(0.0); rank * tokens.len()];
+        for (at, token) in tokens.iter().enumerate() {
+            let Some(token) = token else { continue };
+            for (r, &value) in low.row::<T>(*token).iter().enumerate() {
+                low_columns[r * tokens.len() + at] = value;
             }
         }
-        self.over_panels(rank, width, |panel, row_range| {
+        let low_columns = Rows::new(&low_columns, tokens.len(), 0..rank, 0..tokens.len());
+        self.product(low_columns, dw, |panel, steps, scratch| {
             let columns = panel_columns(panel, width);
             let padded = columns.next_multiple_of(LANES);
-            let range = panel * PANEL..panel * PANEL + columns;
-            with_scratch(BLOCK_STEPS * padded, |scratch| {
+            let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[panel * PANEL..][..columns]);
+            for (step, out) in steps.zip(scratch.chunks_exact_mut(padded)) {
+                let ahead = (step + PACK_AHEAD) * per_step;
+                tokens[ahead.min(tokens.len())..(ahead + per_step).min(tokens.len())]
+                    .iter()
+                    .filter_map(|&t| row(t))
+                    .for_each(prefetch);
+                let out = &mut out[..columns];
+                let (first, second) = (row(tokens[step * per_step]), row(tokens[(step + 1) * per_step - 1]));
+                match first {
+                    Some(first) => pack_step(self.isa, first, second.filter(|_| per_step == 2), out),
+                    None => out.fill(0),
+                }
+            }
+            RightBlock::written(scratch, padded)
+        });
+    }
+
+    /// `out` = or += `left·right`, for rows of whole steps.
+    fn product(&self, left: Rows<'_>, out: Out, right: impl Right) {
+        match self.kernel {
+            TileKernel::Chains(chains) => self.product_of_chains(&chains, left, &out, &right),
+            TileKernel::Granules(run) => self.product_of_granules(run, left, &out, &right),
+        }
+    }
+
+    /// Left sides as they lie.
+    fn product_of_chains(&self, chains: &Chains, left: Rows<'_>, out: &Out, right: &impl Right) {
+        let num_steps = steps(left.width, left.dtype);
+        self.over_panels(left.rows, out.columns, 1, |panel, rows| {
+            let columns = panel_columns(panel, out.columns);
+            with_scratch(BLOCK_STEPS * columns.next_multiple_of(LANES), |scratch| {
                 for first in (0..num_steps).step_by(BLOCK_STEPS) {
-                    let count = BLOCK_STEPS.min(num_steps - first);
-                    for (i, out) in scratch.chunks_exact_mut(padded).take(count).enumerate() {
-                        let (t, u) = step_tokens[first + i];
-                        let row = |t: usize| &x.row::<T>(t)[range.clone()];
-                        if let Some(&(ahead, _)) = step_tokens.get(first + i + PACK_AHEAD) {
-                            (ahead..(ahead + per_step).min(x.rows)).for_each(|t| prefetch(row(t)));
-                        }
-                        pack_step(self.isa, row(t), u.map(row), &mut out[..columns]);
-                    }
-                    // SAFETY: as in `forward`; lanes of the scratch block past `columns` are computed but not stored.
+                    let steps = first..(first + BLOCK_STEPS).min(num_steps);
+                    let block = right(panel, steps.clone(), scratch);
+                    // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
                     unsafe {
                         let tile = Tile {
-                            steps: count,
-                            a: low_steps.as_ptr().add(row_range.start * num_steps + first).cast(),
-                            a_stride: num_steps * 4,
-                            b: scratch.as_ptr().cast(),
-                            b_stride: padded * 4,
-                            c: dw.at(row_range.start, panel * PANEL),
-                            c_stride: dw.stride,
+                            steps: steps.len(),
+                            a: left.bytes.as_ptr().add(rows.start * left.stride + first * 4),
+                            a_stride: left.stride,
+                            b: block.first,
+                            b_stride: block.stride,
+                            c: out.at(rows.start, panel * PANEL),
+                            c_stride: out.stride,
                             columns,
-                            accumulate: true,
+                            accumulate: out.accumulate || first > 0,
                         };
-                        self.kernel.block(row_range.len(), &tile);
+                        chains.block(rows.len(), &tile);
                     }
                 }
             });
         });
     }
 
-    /// Runs `body(panel, rows)` over all panels of `columns`, and runs of rows if there are too few panels to share.
-    fn over_panels(&self, rows: usize, columns: usize, body: impl Fn(usize, Range<usize>) + Sync) {
+    /// Left sides in tiles, a part of the rows at a time.
+    fn product_of_granules(&self, run: GranuleFn, left: Rows<'_>, out: &Out, right: &impl Right) {
+        let row_bytes = steps(left.width, left.dtype).div_ceil(granules::STEPS) * granules::ROW_BYTES;
+        let rows_max = (TILED_BYTES_MAX / row_bytes.max(1)).clamp(granules::ROWS_MAX, TILED_ROWS_MAX);
+        let rows_max = rows_max / granules::ROWS_MAX * granules::ROWS_MAX;
+        for first in (0..left.rows).step_by(rows_max) {
+            let rows = first..(first + rows_max).min(left.rows);
+            let tiles = TiledLeft::of(self.pool, &left, rows.clone());
+            self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
+                // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
+                unsafe { panel_of_granules(run, &tiles, part, out, first, panel, right) };
+            });
+        }
+    }
+
+    /// Runs `body(panel, rows)` over all panels of `columns`, and runs of whole `tile_rows` rows if there are too few panels to share.
+    fn over_panels(&self, rows: usize, columns: usize, tile_rows: usize, body: impl Fn(usize, Range<usize>) + Sync) {
         if rows == 0 {
             return;
         }
@@ -270,7 +319,7 @@ impl<'a> Matmul<'a> {
         let threads = self.pool.num_threads();
         let wanted = if panels >= 4 * threads { 1 } else { (4 * threads).div_ceil(panels) };
         let runs = wanted.min(rows.div_ceil(SPLIT_ROWS_MIN)).max(1);
-        let run_rows = rows.div_ceil(runs);
+        let run_rows = rows.div_ceil(runs).next_multiple_of(tile_rows);
         self.pool.run(panels * runs, &|task| {
             let (panel, run) = (task / runs, task % runs);
             let range = (run * run_rows).min(rows)..((run + 1) * run_rows).min(rows);
@@ -279,6 +328,148 @@ impl<'a> Matmul<'a> {
             }
         });
     }
+}
+
+/// Rows of a left side as kernels of granules read them: `[tiles of rows][granules][16 rows][64 bytes]`. Rows of a matrix lie a multiple of a large power of two apart, where
+/// they would push each other out of the cache. The last granule of a row is filled up with zeros; rows of the last tile that there are none of are unspecified.
+struct TiledLeft {
+    buffer: Buffer,
+    num_steps: usize,
+}
+
+impl TiledLeft {
+    const TILE_BYTES: usize = granules::TILE_ROWS * granules::ROW_BYTES;
+
+    fn of(pool: &Pool, left: &Rows<'_>, rows: Range<usize>) -> Self {
+        let num_steps = steps(left.width, left.dtype);
+        let mut tiles = TiledLeft { buffer: Buffer::recycled(0), num_steps };
+        let num_tiles = rows.len().div_ceil(granules::TILE_ROWS);
+        tiles.buffer = Buffer::recycled(num_tiles * tiles.stride());
+        let (stride, size) = (tiles.stride(), num_steps * 4);
+        let bytes = SharedMut::new(&mut tiles.buffer[..num_tiles * stride]);
+        let tile = |tile: usize| {
+            // SAFETY: each task has a tile of its own.
+            let tiled = unsafe { bytes.part(tile * stride..(tile + 1) * stride) };
+            let first = rows.start + tile * granules::TILE_ROWS;
+            for row in first..(first + granules::TILE_ROWS).min(rows.end) {
+                let at = (row - first) * granules::ROW_BYTES;
+                for (granule, source) in left.bytes[row * left.stride..][..size].chunks(granules::ROW_BYTES).enumerate() {
+                    let target = &mut tiled[granule * Self::TILE_BYTES + at..][..granules::ROW_BYTES];
+                    if let Ok(source) = <&[u8; granules::ROW_BYTES]>::try_from(source) {
+                        target.copy_from_slice(source);
+                    } else {
+                        target.fill(0);
+                        target[..source.len()].copy_from_slice(source);
+                    }
+                }
+            }
+        };
+        // One tile is not worth waking anyone for.
+        if num_tiles == 1 {
+            tile(0)
+        } else {
+            pool.run(num_tiles, &tile)
+        }
+        tiles
+    }
+
+    /// Bytes from one tile of rows to the next.
+    fn stride(&self) -> usize {
+        self.num_steps.div_ceil(granules::STEPS) * Self::TILE_BYTES
+    }
+}
+
+/// One panel of a product: rows `part` of the tiles, which are rows from `first_row + part.start` on of the result.
+///
+/// # Safety
+/// The result is in bounds, and nobody else has this part of it.
+unsafe fn panel_of_granules(
+    run: GranuleFn,
+    left: &TiledLeft,
+    part: Range<usize>,
+    out: &Out,
+    first_row: usize,
+    panel: usize,
+    right: &impl Right,
+) {
+    let columns = panel_columns(panel, out.columns);
+    let (rows, vectors) = (part.len(), columns.div_ceil(LANES));
+    let width = vectors * LANES;
+    let is_laid_out = rows >= LAID_OUT_ROWS_MIN;
+    // Rows of a result lie as far apart as those of a left side: what is added to several times is kept together meanwhile.
+    let on_the_side = left.num_steps > BLOCK_STEPS && is_laid_out || !columns.is_multiple_of(LANES);
+    let side_words = if on_the_side { rows * width } else { 0 };
+    let block_words = BLOCK_STEPS * width;
+    with_scratch(2 * block_words + side_words, |scratch| {
+        let (written, rest) = scratch.split_at_mut(block_words);
+        let (laid_out, side) = rest.split_at_mut(block_words);
+        let result = |row: usize| out.at(first_row + part.start + row, panel * PANEL);
+        let (c, c_row) = if on_the_side { (side.as_mut_ptr().cast(), width) } else { (result(0), out.stride) };
+        // SAFETY: the caller vouches for the result; the side has room for all rows, the tiles have them, and blocks have whole granules.
+        unsafe {
+            for row in 0..rows {
+                let c: *mut f32 = c.add(row * c_row);
+                match (out.accumulate, on_the_side) {
+                    (false, _) => c.write_bytes(0, width),
+                    (true, true) => c.copy_from_nonoverlapping(result(row), columns),
+                    (true, false) => {}
+                }
+            }
+            for first in (0..left.num_steps).step_by(BLOCK_STEPS) {
+                let steps = first..(first + BLOCK_STEPS).min(left.num_steps);
+                let granules = steps.len().div_ceil(granules::STEPS);
+                let is_whole = steps.len().is_multiple_of(granules::STEPS);
+                let block = right(panel, steps.clone(), written);
+                let a = left.buffer.as_ptr().add(part.start / granules::TILE_ROWS * left.stride() + first * 64);
+                let tile = GranuleTile {
+                    granules,
+                    a,
+                    a_row: granules::ROW_BYTES,
+                    a_granule: TiledLeft::TILE_BYTES,
+                    a_tile: left.stride(),
+                    b: block.first,
+                    b_step: block.stride,
+                    c,
+                    c_row,
+                    vectors,
+                };
+                // A few rows read the right side once, all its columns as they lie; many rows two vectors of columns at a time, which stay
+                // in the first-level cache.
+                let at_a_time = if is_laid_out { 2 } else { vectors };
+                for vector in (0..vectors).step_by(at_a_time) {
+                    let vectors = at_a_time.min(vectors - vector);
+                    let mut tile = GranuleTile { vectors, c: c.add(vector * LANES), ..tile };
+                    if is_laid_out || !is_whole {
+                        lay_out(&block, steps.len(), vector * LANES..(vector + vectors) * LANES, laid_out);
+                        (tile.b, tile.b_step) = (laid_out.as_ptr().cast(), vectors * LANES * 4);
+                    }
+                    for first in (0..rows).step_by(granules::ROWS_MAX) {
+                        let (a, c) = (tile.a.add(first / granules::TILE_ROWS * tile.a_tile), tile.c.add(first * c_row));
+                        run((rows - first).min(granules::ROWS_MAX), &GranuleTile { a, c, ..tile });
+                    }
+                }
+            }
+            if on_the_side {
+                (0..rows).for_each(|row| result(row).copy_from_nonoverlapping(c.add(row * c_row), columns));
+            }
+        }
+    });
+}
+
+/// Copies `columns` of a block of `steps` steps together, and fills up the last granule with zeros.
+///
+/// # Safety
+/// The block has these steps and columns.
+unsafe fn lay_out(block: &RightBlock, steps: usize, columns: Range<usize>, out: &mut [u32]) {
+    let (steps_of, rest) = out[..steps.next_multiple_of(granules::STEPS) * columns.len()].split_at_mut(steps * columns.len());
+    for (step, out) in steps_of.chunks_exact_mut(columns.len()).enumerate() {
+        // SAFETY: the caller's promise.
+        let source = unsafe {
+            std::slice::from_raw_parts(block.first.add(step * block.stride).cast::<u32>().add(columns.start), out.len())
+        };
+        out.copy_from_slice(source);
+    }
+    rest.fill(0);
 }
 
 /// One step of the reduction: an f32, or a pair of bf16 whose second may be missing.
@@ -420,16 +611,23 @@ mod tests {
 
     /// The three products against f64 sums, on every instruction set, in shapes that leave remainders everywhere.
     fn all_products_match_plain_sums<T: Element>() {
-        for isa in Isa::available() {
+        for arithmetic in Arithmetic::available() {
             for threads in [1, 3] {
                 let pool = Pool::new(threads);
-                for (m, k, n) in
-                    [(1, 1, 1), (1, 60, 100), (5, 64, 64), (7, 33, 65), (13, 700, 130), (50, 96, 16), (33, 17, 263)]
-                {
-                    let what = format!("{isa} {} m={m} k={k} n={n}", T::DTYPE);
+                for (m, k, n) in [
+                    (1, 1, 1),
+                    (1, 60, 100),
+                    (5, 64, 64),
+                    (7, 33, 65),
+                    (13, 700, 130),
+                    (50, 96, 16),
+                    (33, 17, 263),
+                    (70, 1040, 71),
+                ] {
+                    let what = format!("{arithmetic} {} m={m} k={k} n={n}", T::DTYPE);
                     let (x, w, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(1, m * k), values(2, n * k), values(3, m * n));
                     let stack = packed(&pool, &w, k, n);
-                    let matmul = Matmul::new(&pool, isa, T::DTYPE);
+                    let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
                     let get = |v: &[T], i: usize| v[i].to_f32() as f64;
 
                     let mut y = vec![1.0; m * n];
@@ -475,7 +673,7 @@ mod tests {
         let stack = packed(&pool, &w, 6, 10);
         let x: Vec<bf16> = values(1, 4 * 9);
         let block: Vec<bf16> = (1..3).flat_map(|r| x[r * 9 + 3..r * 9 + 9].to_vec()).collect();
-        let matmul = Matmul::new(&pool, Isa::detect(), DType::BF16);
+        let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
         let (mut expected, mut y) = (vec![0.0; 2 * 10], vec![7.0; 5 * 13]);
         matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false));
         let target = Target { first_row: 2, first_column: 3, accumulate: false };
@@ -489,22 +687,23 @@ mod tests {
 
     #[test]
     fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
-        let (m, k, n) = (37, 1100, 200);
+        // More rows than a kernel wants the right side laid out for, and more than one block of the reduction.
+        let (m, k, n) = (101, 1100, 200);
         let (x, w, dy): (Vec<bf16>, Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k), values(3, m * n));
-        for isa in Isa::available() {
+        for arithmetic in Arithmetic::available() {
             let (one, many) = (Pool::new(1), Pool::new(4));
             let stack = packed(&many, &w, k, n);
             let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
-            let matmul = Matmul::new(&many, isa, DType::BF16);
+            let matmul = Matmul::new(&many, arithmetic, DType::BF16);
             matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false));
             matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false));
-            let matmul = Matmul::new(&one, isa, DType::BF16);
+            let matmul = Matmul::new(&one, arithmetic, DType::BF16);
             for r in 0..m {
                 let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
                 matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false));
                 matmul.backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false));
-                assert_eq!(alone, y[r * n..][..n], "{isa} row {r}");
-                assert_eq!(dx_alone, dx[r * k..][..k], "{isa} row {r}");
+                assert_eq!(alone, y[r * n..][..n], "{arithmetic} row {r}");
+                assert_eq!(dx_alone, dx[r * k..][..k], "{arithmetic} row {r}");
             }
         }
     }
@@ -513,9 +712,9 @@ mod tests {
     fn a_weight_gradient_has_the_same_bits_in_one_call_and_in_one_call_for_each_sequence() {
         let (tokens, rank, width) = (41, 7, 70);
         let (low, x): (Vec<bf16>, Vec<bf16>) = (values(1, tokens * rank), values(2, tokens * width));
-        for isa in Isa::available() {
+        for arithmetic in Arithmetic::available() {
             let pool = Pool::new(3);
-            let matmul = Matmul::new(&pool, isa, DType::BF16);
+            let matmul = Matmul::new(&pool, arithmetic, DType::BF16);
             let (mut whole, mut parts) = (vec![0.0; rank * width], vec![0.0; rank * width]);
             let sequences = [0..5, 5..6, 6..41];
             matmul.backward_weight::<bf16>(all(&low, rank), all(&x, width), &sequences, into(&mut whole, width, true));
@@ -523,7 +722,7 @@ mod tests {
                 let (low, x) = (Rows::new(&low, rank, s.clone(), 0..rank), Rows::new(&x, width, s, 0..width));
                 matmul.backward_weight::<bf16>(low, x, std::slice::from_ref(&(0..low.rows)), into(&mut parts, width, true));
             }
-            assert_eq!(whole, parts, "{isa}");
+            assert_eq!(whole, parts, "{arithmetic}");
         }
     }
 

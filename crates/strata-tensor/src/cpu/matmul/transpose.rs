@@ -33,8 +33,7 @@ pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
             DType::F32 => plain_f32(source, width, count, in_steps.len(), target, block_width),
             DType::BF16 => {
                 #[cfg(target_arch = "x86_64")]
-                if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16) && in_steps.len().is_multiple_of(16) && count.is_multiple_of(16)
-                {
+                if isa.has_avx512() && in_steps.len().is_multiple_of(16) && count.is_multiple_of(16) {
                     // SAFETY: the machine has the instruction set; sixteen outputs by sixteen steps at a time are in bounds.
                     unsafe { avx512_bf16(source, width, count, in_steps.len(), target, block_width) };
                     output += count;

@@ -7,7 +7,7 @@ use crate::ops::LogprobTargets;
 use crate::random::philox;
 use crate::tape::LoraSite;
 use crate::testing::normal;
-use crate::{CpuBackend, DType, Isa};
+use crate::{Arithmetic, CpuBackend, DType, Isa};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -120,10 +120,10 @@ fn bf16_gradients_are_close_to_those_in_f32() {
 fn checkpoints_and_chunks_of_logits_change_no_bit() {
     for dtype in DTYPES {
         let toy = Toy::new(dtype, &adapters());
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
             let (logprobs, expected) = train_fresh(&toy, &b, &batch(), Keep::Everything, 512);
-            for (keep, chunk_rows) in [(Keep::Checkpoints, 512), (Keep::Checkpoints, 2), (Keep::Everything, 16)] {
+            for (keep, chunk_rows) in [(Keep::Checkpoints, 512), (Keep::Checkpoints, 32), (Keep::Everything, 48)] {
                 let (again, gradients) = train_fresh(&toy, &b, &batch(), keep, chunk_rows);
                 assert_eq!(logprobs, again);
                 assert!(
@@ -141,11 +141,11 @@ fn a_tenant_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() {
     let company: [(usize, Range<usize>); 2] = [(0, 0..3), (1, 4..6)];
     for dtype in DTYPES {
         let toy = Toy::new(dtype, &adapters());
-        for isa in Isa::available() {
-            let (logprobs, gradients) = train_fresh(&toy, &CpuBackend::with_isa(isa, 3), &batch, Keep::Checkpoints, 14);
+        for isa in Arithmetic::available() {
+            let (logprobs, gradients) = train_fresh(&toy, &CpuBackend::with_isa(isa, 3), &batch, Keep::Checkpoints, 34);
             for (group, own) in company.clone() {
                 let (alone, gradients_alone) =
-                    train_fresh(&toy, &CpuBackend::with_isa(isa, 1), &batch[own.clone()], Keep::Checkpoints, 16);
+                    train_fresh(&toy, &CpuBackend::with_isa(isa, 1), &batch[own.clone()], Keep::Checkpoints, 40);
                 assert_eq!(alone, logprobs[own]);
                 assert_eq!(bits_of(&gradients, group), bits_of(&gradients_alone, group), "{isa} {dtype}");
             }
@@ -158,13 +158,13 @@ fn gradients_of_two_calls_add_up_to_the_bits_of_one() {
     let batch = batch();
     for dtype in DTYPES {
         let toy = Toy::new(dtype, &adapters());
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
-            let (_, whole) = train_fresh(&toy, &b, &batch, Keep::Checkpoints, 10);
+            let (_, whole) = train_fresh(&toy, &b, &batch, Keep::Checkpoints, 33);
             for cut in 1..batch.len() {
                 let mut gradients = toy.gradients();
                 for part in [&batch[..cut], &batch[cut..]] {
-                    train(&toy, &b, part, Keep::Checkpoints, 10, &mut gradients);
+                    train(&toy, &b, part, Keep::Checkpoints, 33, &mut gradients);
                 }
                 assert!((0..2).all(|g| bits_of(&whole, g) == bits_of(&gradients, g)), "{isa} {dtype} cut at {cut}");
             }
@@ -178,9 +178,9 @@ fn sampling_over_a_cache_has_the_log_probabilities_of_training_bit_for_bit() {
     let all: Vec<Vec<(u32, f32)>> = sequence.ids.iter().map(|_| (0..VOCAB as u32).map(|id| (id, 0.1)).collect()).collect();
     for dtype in DTYPES {
         let toy = Toy::new(dtype, &adapters());
-        for isa in Isa::available() {
+        for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
-            let trained = train_fresh(&toy, &b, &[(sequence.clone(), all.clone())], Keep::Checkpoints, 8).0.concat();
+            let trained = train_fresh(&toy, &b, &[(sequence.clone(), all.clone())], Keep::Checkpoints, 32).0.concat();
             for cuts in [vec![0, 67], vec![0, 3, 64, 65, 67], (0..=67).collect()] {
                 let sampled: Vec<u32> = toy.sample(&b, &sequence, &cuts).into_iter().map(f32::to_bits).collect();
                 assert!(sampled == trained, "{isa} {dtype}, cut at {cuts:?}");

@@ -14,7 +14,7 @@ use super::*;
 use crate::backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend};
 use crate::tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
 use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
-use crate::{CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, PackedStack, TensorMut};
+use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, PackedStack, TensorMut};
 use toy::{Gradients, Quadratic};
 
 fn backend() -> CpuBackend {
@@ -504,7 +504,7 @@ fn the_optimizer_and_norms_have_the_same_bits_on_any_number_of_threads() {
     let step =
         AdamwStep { learning_rate: 1e-2, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, gradient_scale: 0.3, step: 3 };
     let shape = [3, 7, 4999];
-    for isa in Isa::available() {
+    for isa in Arithmetic::available() {
         let results = [1, 3, 4].map(|threads| {
             let b = CpuBackend::with_isa(isa, threads);
             let mut state = [1, 2, 3, 4].map(|key| tensor(&shape, DType::F32, key));

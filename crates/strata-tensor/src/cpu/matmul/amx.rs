@@ -1,0 +1,203 @@
+//! The tile unit of Intel processors from Sapphire Rapids on: sixteen rows by sixteen columns by 32 inputs at a time, in one instruction.
+//!
+//! Roofline: two tiles of rows by two of columns do four products of sixteen cycles on four loads of a kilobyte each, so the loads have to
+//! come from the first two levels of cache; few rows by a whole panel take a cycle for each row and wait for memory.
+//!
+//! What `tdpbf16ps` computes is written down in [`granules`](super::granules). The instructions have no stable intrinsics, so each loop is one block of assembly: nothing the compiler
+//! does can come between a tile's loads and its products.
+
+use std::arch::asm;
+use std::cell::Cell;
+
+use super::granules::{GranuleTile, TILE_ROWS};
+use crate::packed::LANES;
+
+/// Vectors of columns that one tile of rows is multiplied with at a time, at most.
+const WIDE: usize = 4;
+
+/// Asks the system for the use of tiles, once for the process.
+pub(crate) fn permitted() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_long = 18;
+        static PERMITTED: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
+            // SAFETY: asks for a feature of the processor; a system that does not know the question says so.
+            unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+        });
+        *PERMITTED
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+thread_local! {
+    /// Rows of the tiles that this thread has configured, first and second; (0, 0) if it has none.
+    static CONFIGURED: Cell<(u8, u8)> = const { Cell::new((0, 0)) };
+}
+
+/// Has this thread's tiles hold so many rows. Tiles 0 and 1 are results of the first rows and 2 and 3 of the second; 4 and 5 the left sides of
+/// both; 6 and 7 right sides.
+fn configure(first: usize, second: usize) {
+    let rows = (first as u8, second as u8);
+    if CONFIGURED.get() == rows {
+        return;
+    }
+    /// Palette, then at 16 two bytes for each tile with the bytes of its rows, and at 48 one with their number.
+    #[repr(align(64))]
+    struct Config([u8; 64]);
+    let mut config = Config([0; 64]);
+    config.0[0] = 1;
+    for (tile, rows) in [rows.0, rows.0, rows.1, rows.1, rows.0, rows.1, 16, 16].into_iter().enumerate() {
+        config.0[16 + 2 * tile] = 64;
+        config.0[48 + tile] = rows;
+    }
+    // SAFETY: the configuration is valid: 1 to 16 rows of 64 bytes. Only this module uses tiles.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) config.0.as_ptr(), options(nostack, readonly)) };
+    CONFIGURED.set(rows);
+}
+
+/// Gives up this thread's tiles, if it has any: the system need not save them any more, and the core may rest.
+pub(crate) fn release() {
+    if CONFIGURED.get() != (0, 0) {
+        // SAFETY: only this module uses tiles, and a thread that has configured them can release them.
+        unsafe { asm!("tilerelease", options(nomem, nostack)) };
+        CONFIGURED.set((0, 0));
+    }
+}
+
+/// See [`GranuleFn`](super::granules::GranuleFn).
+///
+/// # Safety
+/// As there, with AMX-BF16 and the system's permission.
+pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
+    let second = rows.saturating_sub(TILE_ROWS);
+    let at = |v: usize| GranuleTile { b: t.b.wrapping_add(v * LANES * 4), c: t.c.wrapping_add(v * LANES), ..*t };
+    // SAFETY: rows and vectors that the caller vouches for, with tiles of as many rows.
+    unsafe {
+        if second > 0 {
+            configure(TILE_ROWS, second);
+            for v in (0..t.vectors).step_by(2) {
+                if t.vectors - v == 1 { two_by_one(&at(v)) } else { two_by_two(&at(v)) }
+            }
+            return;
+        }
+        configure(rows, rows);
+        let mut v = 0;
+        while v < t.vectors {
+            match t.vectors - v {
+                WIDE.. => one_by_four(&at(v)),
+                2 | 3 => one_by_two(&at(v)),
+                _ => one_by_one(&at(v)),
+            }
+            v += match t.vectors - v {
+                WIDE.. => WIDE,
+                2 | 3 => 2,
+                _ => 1,
+            };
+        }
+    }
+}
+
+/// Wraps the body of a loop over granules in loads and stores of result tiles, `(tile, place)`.
+macro_rules! tiles {
+    ($(#[$attribute:meta])* $name:ident, results: [$(($tile:literal, $place:literal)),+], [$($body:literal),+ $(,)?]) => {
+        $(#[$attribute])*
+        ///
+        /// # Safety
+        /// As [`run`], with tiles configured.
+        unsafe fn $name(t: &GranuleTile) {
+            // SAFETY: the caller vouches for the operands; tile registers are used in this block alone.
+            unsafe {
+                asm!(
+                    $(concat!("tileloadd ", $tile, ", [", $place, " + {c_row}*1]"),)+
+                    "2:",
+                    $($body,)+
+                    "add {a}, {a_granule}",
+                    "add {a2}, {a_granule}",
+                    "add {b}, {b_granule}",
+                    "dec {granules}",
+                    "jnz 2b",
+                    $(concat!("tilestored [", $place, " + {c_row}*1], ", $tile),)+
+                    "# {c2}",
+                    a = inout(reg) t.a => _,
+                    a2 = inout(reg) t.a.wrapping_add(t.a_tile) => _,
+                    a_row = in(reg) t.a_row,
+                    a_granule = in(reg) t.a_granule,
+                    b = inout(reg) t.b => _,
+                    b_step = in(reg) t.b_step,
+                    b_granule = in(reg) TILE_ROWS * t.b_step,
+                    c = in(reg) t.c,
+                    c2 = in(reg) t.c.wrapping_add(TILE_ROWS * t.c_row),
+                    c_row = in(reg) t.c_row * 4,
+                    granules = inout(reg) t.granules => _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                );
+            }
+        }
+    };
+}
+
+tiles! {
+    /// Up to 32 rows by 32 columns.
+    two_by_two, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64"), ("tmm2", "{c2}"), ("tmm3", "{c2} + 64")], [
+        "tileloadd tmm6, [{b} + {b_step}*1]",
+        "tileloadd tmm4, [{a} + {a_row}*1]",
+        "tdpbf16ps tmm0, tmm4, tmm6",
+        "tileloadd tmm7, [{b} + {b_step}*1 + 64]",
+        "tdpbf16ps tmm1, tmm4, tmm7",
+        "tileloadd tmm5, [{a2} + {a_row}*1]",
+        "tdpbf16ps tmm2, tmm5, tmm6",
+        "tdpbf16ps tmm3, tmm5, tmm7",
+    ]
+}
+
+tiles! {
+    /// Up to 32 rows by 16 columns.
+    two_by_one, results: [("tmm0", "{c}"), ("tmm2", "{c2}")], [
+        "tileloadd tmm6, [{b} + {b_step}*1]",
+        "tileloadd tmm4, [{a} + {a_row}*1]",
+        "tdpbf16ps tmm0, tmm4, tmm6",
+        "tileloadd tmm5, [{a2} + {a_row}*1]",
+        "tdpbf16ps tmm2, tmm5, tmm6",
+    ]
+}
+
+tiles! {
+    /// Up to 16 rows by 64 columns. It waits for the right side, which is fetched two granules ahead.
+    one_by_four, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64"), ("tmm2", "{c} + 128"), ("tmm3", "{c} + 192")], [
+        "tileloadd tmm4, [{a} + {a_row}*1]",
+        "tileloadd tmm6, [{b} + {b_step}*1]",
+        "tdpbf16ps tmm0, tmm4, tmm6",
+        "tileloadd tmm7, [{b} + {b_step}*1 + 64]",
+        "tdpbf16ps tmm1, tmm4, tmm7",
+        "tileloadd tmm6, [{b} + {b_step}*1 + 128]",
+        "tdpbf16ps tmm2, tmm4, tmm6",
+        "tileloadd tmm7, [{b} + {b_step}*1 + 192]",
+        "tdpbf16ps tmm3, tmm4, tmm7",
+        ".irp at,0,64,128,192,256,320,384,448,512,576,640,704,768,832,896,960,1024,1088,1152,1216,1280,1344,1408,1472,1536,1600,1664,1728,1792,1856,1920,1984,2048,2112,2176,2240,2304,2368,2432,2496,2560,2624,2688,2752,2816,2880,2944,3008,3072,3136,3200,3264,3328,3392,3456,3520,3584,3648,3712,3776,3840,3904,3968,4032",
+        "prefetcht0 [{b} + 8192 + \\at]",
+        ".endr",
+    ]
+}
+
+tiles! {
+    /// Up to 16 rows by 32 columns.
+    one_by_two, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64")], [
+        "tileloadd tmm4, [{a} + {a_row}*1]",
+        "tileloadd tmm6, [{b} + {b_step}*1]",
+        "tdpbf16ps tmm0, tmm4, tmm6",
+        "tileloadd tmm7, [{b} + {b_step}*1 + 64]",
+        "tdpbf16ps tmm1, tmm4, tmm7",
+    ]
+}
+
+tiles! {
+    /// Up to 16 rows by 16 columns.
+    one_by_one, results: [("tmm0", "{c}")], [
+        "tileloadd tmm4, [{a} + {a_row}*1]",
+        "tileloadd tmm6, [{b} + {b_step}*1]",
+        "tdpbf16ps tmm0, tmm4, tmm6",
+    ]
+}

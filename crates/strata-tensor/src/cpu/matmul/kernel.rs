@@ -1,0 +1,234 @@
+//! The innermost product: a tile of a few rows by up to 64 columns, held in registers while the reduction streams by.
+//!
+//! A *step* of the reduction is four bytes of the left side: two bf16 or one f32. There are two orders of adding steps: chains (`chains`), and for bf16
+//! granules of sixteen steps, as matrix units have it (`granules`). Either way the bits of an element do not depend on the size of the tile it was computed in, nor on where a
+//! long reduction was cut, if it was cut between granules.
+
+use super::chains;
+#[cfg(target_arch = "x86_64")]
+use super::chains_avx512 as avx512;
+use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
+use crate::DType;
+use crate::cpu::isa::{Arithmetic, Isa, Numerics};
+use crate::packed::{LANES, PANEL};
+
+/// Columns of a full tile, in vectors of [`LANES`].
+pub(crate) const VECTORS_MAX: usize = 4;
+
+/// Operands of one tile.
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    /// Steps of the reduction.
+    pub steps: usize,
+    /// First row of the left side: `steps` steps each.
+    pub a: *const u8,
+    /// Bytes from one row of the left side to the next.
+    pub a_stride: usize,
+    /// Right side: `steps` rows of `vectors * LANES` steps.
+    pub b: *const u8,
+    /// Bytes from one step of the right side to the next.
+    pub b_stride: usize,
+    /// Result.
+    pub c: *mut f32,
+    /// Elements from one row of the result to the next.
+    pub c_stride: usize,
+    /// Columns of the result that exist; the last vector may be cut.
+    pub columns: usize,
+    /// Whether to begin from the result's present values instead of zero.
+    pub accumulate: bool,
+}
+
+/// Computes a tile of `rows` by `vectors * LANES` in chains.
+type ChainFn = unsafe fn(rows: usize, vectors: usize, tile: &Tile);
+
+/// Chains of an instruction set and dtype.
+#[derive(Clone, Copy)]
+pub(crate) struct Chains {
+    run: ChainFn,
+    /// Most rows of a tile for each number of vectors, less one.
+    rows_max: [usize; VECTORS_MAX],
+}
+
+/// The kernel of an instruction set, numerics and dtype.
+#[derive(Clone, Copy)]
+pub(crate) enum TileKernel {
+    /// Adds step after step.
+    Chains(Chains),
+    /// Adds granule after granule; whole granules and whole vectors of columns.
+    Granules(GranuleFn),
+}
+
+impl TileKernel {
+    /// f32 always adds in chains. bf16 adds in granules if that was asked for, or if a matrix unit does; else in the chains that are fastest.
+    pub(crate) fn new(arithmetic: Arithmetic, dtype: DType) -> Self {
+        const SMALL: [usize; VECTORS_MAX] = [4; VECTORS_MAX];
+        let Arithmetic { isa, numerics } = arithmetic;
+        if dtype == DType::BF16 && (numerics == Numerics::Portable || isa == Isa::Amx) {
+            return TileKernel::Granules(granules::kernel(isa));
+        }
+        let (run, rows_max): (ChainFn, _) = match (isa, dtype) {
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, DType::BF16) => (avx512::native_bf16, avx512::ROWS_MAX),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => (avx512::f32, avx512::ROWS_MAX),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512, DType::BF16) => (avx512::widened_bf16, avx512::ROWS_MAX),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, DType::BF16) => (chains::avx2_bf16, SMALL),
+            #[cfg(target_arch = "aarch64")]
+            (Isa::Neon, DType::F32) => (chains::neon_f32, SMALL),
+            #[cfg(target_arch = "aarch64")]
+            (Isa::Neon, DType::BF16) => (chains::neon_bf16, SMALL),
+            (_, DType::F32) => (chains::portable_f32, SMALL),
+            (_, DType::BF16) => (chains::portable_bf16, SMALL),
+        };
+        TileKernel::Chains(Chains { run, rows_max })
+    }
+
+    /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.
+    ///
+    /// # Safety
+    /// All operands must be readable, and the result writable, for `rows` rows; `tile.columns` is at most 64, and the right
+    /// side is padded to whole vectors. The machine must have the instruction set.
+    pub(crate) unsafe fn block(&self, rows: usize, tile: &Tile) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            match self {
+                TileKernel::Chains(chains) => chains.block(rows, tile),
+                TileKernel::Granules(run) => block_of_granules(*run, rows, tile),
+            }
+        }
+    }
+}
+
+impl Chains {
+    /// # Safety
+    /// As [`TileKernel::block`].
+    pub(super) unsafe fn block(&self, rows: usize, tile: &Tile) {
+        let vectors = tile.columns.div_ceil(LANES);
+        let rows_max = self.rows_max[vectors - 1];
+        // Rows are dealt evenly: 32 rows in tiles of 6 would leave a last tile of 2, too few chains to hide the latency of an add.
+        let tiles = rows.div_ceil(rows_max);
+        let mut row = 0;
+        for i in 0..tiles {
+            let count = (rows - row).div_ceil(tiles - i);
+            let mut part = *tile;
+            // SAFETY: `row < rows`, for which the caller vouches.
+            unsafe {
+                part.a = tile.a.add(row * tile.a_stride);
+                part.c = tile.c.add(row * tile.c_stride);
+                (self.run)(count, vectors, &part);
+            }
+            row += count;
+        }
+    }
+}
+
+/// A block in granules.
+///
+/// # Safety
+/// As [`TileKernel::block`].
+unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
+    if !t.columns.is_multiple_of(LANES) {
+        // SAFETY: passed on from the caller.
+        return unsafe { block_of_cut_vectors(run, rows, t) };
+    }
+    let tile = GranuleTile {
+        granules: t.steps / granules::STEPS,
+        a: t.a,
+        a_row: t.a_stride,
+        a_granule: ROW_BYTES,
+        a_tile: granules::TILE_ROWS * t.a_stride,
+        b: t.b,
+        b_step: t.b_stride,
+        c: t.c,
+        c_row: t.c_stride,
+        vectors: t.columns / LANES,
+    };
+    // SAFETY: the caller vouches for all operands.
+    unsafe {
+        if !t.accumulate {
+            (0..rows).for_each(|row| t.c.add(row * t.c_stride).write_bytes(0, t.columns));
+        }
+        if tile.granules > 0 {
+            run_all(run, rows, &tile);
+        }
+        if !t.steps.is_multiple_of(granules::STEPS) {
+            last_granule(run, rows, t.steps % granules::STEPS, &tile);
+        }
+    }
+}
+
+/// Any number of rows.
+///
+/// # Safety
+/// As [`GranuleFn`], for all of them.
+unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile) {
+    for first in (0..rows).step_by(granules::ROWS_MAX) {
+        // SAFETY: passed on from the caller; whole tiles of rows come before each part.
+        unsafe {
+            let a = t.a.add(first / granules::TILE_ROWS * t.a_tile);
+            run((rows - first).min(granules::ROWS_MAX), &GranuleTile { a, c: t.c.add(first * t.c_row), ..*t });
+        }
+    }
+}
+
+/// The granule after those of `t`, of which there are only `steps` steps: it is filled up with zeros on the side.
+///
+/// # Safety
+/// As [`GranuleFn`], for one more granule as far as it goes.
+#[inline(never)]
+unsafe fn last_granule(run: GranuleFn, rows: usize, steps: usize, t: &GranuleTile) {
+    let step_bytes = t.vectors * LANES * 4;
+    let mut b = [0u8; granules::STEPS * PANEL * 4];
+    let mut a = [0u8; granules::ROWS_MAX * ROW_BYTES];
+    // SAFETY: the caller vouches for all operands; what is written on the side has room.
+    unsafe {
+        for step in 0..steps {
+            let from = t.b.add((t.granules * granules::STEPS + step) * t.b_step);
+            std::ptr::copy_nonoverlapping(from, b[step * step_bytes..].as_mut_ptr(), step_bytes);
+        }
+        for first in (0..rows).step_by(granules::ROWS_MAX) {
+            let rows = (rows - first).min(granules::ROWS_MAX);
+            for row in 0..rows {
+                let tile = (first + row) / granules::TILE_ROWS;
+                let from = t.a.add(tile * t.a_tile + row % granules::TILE_ROWS * t.a_row + t.granules * t.a_granule);
+                std::ptr::copy_nonoverlapping(from, a[row * ROW_BYTES..].as_mut_ptr(), steps * 4);
+            }
+            let a = a.as_ptr();
+            let (a_row, a_tile) = (ROW_BYTES, granules::TILE_ROWS * ROW_BYTES);
+            let (b, c) = (b.as_ptr(), t.c.add(first * t.c_row));
+            run(rows, &GranuleTile { granules: 1, a, a_row, a_tile, b, b_step: step_bytes, c, ..*t });
+        }
+    }
+}
+
+/// A block whose last vector of columns does not exist as a whole: the result is made on the side.
+///
+/// # Safety
+/// As [`TileKernel::block`].
+#[inline(never)]
+unsafe fn block_of_cut_vectors(run: GranuleFn, rows: usize, t: &Tile) {
+    let mut sums = [0.0f32; granules::ROWS_MAX * PANEL];
+    for first in (0..rows).step_by(granules::ROWS_MAX) {
+        let rows = (rows - first).min(granules::ROWS_MAX);
+        // SAFETY: the caller vouches for all operands, and the right side for whole vectors.
+        unsafe {
+            let (a, c) = (t.a.add(first * t.a_stride), t.c.add(first * t.c_stride));
+            for (row, sums) in sums.chunks_exact_mut(PANEL).enumerate().take(rows) {
+                sums.fill(0.0);
+                if t.accumulate {
+                    sums.as_mut_ptr().copy_from_nonoverlapping(c.add(row * t.c_stride), t.columns);
+                }
+            }
+            let columns = t.columns.next_multiple_of(LANES);
+            let side = Tile { a, c: sums.as_mut_ptr(), c_stride: PANEL, columns, accumulate: true, ..*t };
+            block_of_granules(run, rows, &side);
+            for (row, sums) in sums.chunks_exact(PANEL).enumerate().take(rows) {
+                c.add(row * t.c_stride).copy_from_nonoverlapping(sums.as_ptr(), t.columns);
+            }
+        }
+    }
+}
