@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::{KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
+use crate::{DType, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
 
 /// Tokens of a granule. A reduction over tokens, on any device, takes the tokens of a sequence by so many at a time, in whatever order within them, and begins
 /// a granule with each sequence: so what is reduced in several parts has the same bits if it is cut between granules. It is what a matrix unit takes in one step
@@ -131,9 +131,12 @@ pub trait Backend: Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
 
+    /// Bytes of scratch that a product takes beside its operands, whose left side has so many rows of this width and dtype.
+    fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize;
+
     /// Bytes of scratch that [`Backend::attention`] and its gradient take beside their inputs and outputs, however many tokens there are; what
-    /// the gradient takes for each token is `heads * head_dim` numbers five times over.
-    fn attention_scratch_bytes(&self, g: &AttentionGeometry) -> usize;
+    /// the gradient takes for each token of one long sequence is at most `(heads + 1) * head_dim` f32 numbers five times over. `dtype` is that of queries, keys and values.
+    fn attention_scratch_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize;
 
     /// Refuses numbers of heads, and widths of them, that [`Backend::attention`] and what goes with it cannot compute.
     ///

@@ -328,7 +328,7 @@ impl Architecture for Qwen3 {
         let mlp_saved = wide * hidden + 2 * narrow * hidden + (2 * wide + narrow) * mlp;
         // What goes back through the one and then the other; of attention's own, see `Backend::attention_scratch_bytes`.
         let mlp_gradients = (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden;
-        let attention_gradients = (wide + narrow) * qkv + 6 * wide * attention + 2 * wide * hidden;
+        let attention_gradients = (wide + narrow) * qkv + 6 * wide * attention + 5 * wide * g.head_dim + 2 * wide * hidden;
         let pages = attention_pages_bytes(KV_PAGE_TOKENS * 64, g, self.dtype) / (KV_PAGE_TOKENS * 64);
         let layer = attention_saved + (mlp_saved + mlp_gradients).max(attention_gradients).max(pages);
         // Rows of odd width are copied for products of pairs.
@@ -337,6 +337,13 @@ impl Architecture for Qwen3 {
     }
 
     fn fixed_bytes(&self, backend: &dyn Backend) -> usize {
-        backend.attention_scratch_bytes(&self.geometry) + attention_pages_bytes(1, &self.geometry, self.dtype)
+        // Of any number of tokens, and of the widest rows that are multiplied.
+        let modules = &self.lora_modules;
+        let widths = modules
+            .iter()
+            .flat_map(|m| [m.in_features, m.out_features])
+            .chain([self.geometry.qkv_width(), 2 * modules[module::GATE].out_features]);
+        let products = widths.map(|width| backend.matmul_scratch_bytes(usize::MAX, width, self.dtype)).max().unwrap_or(0);
+        products + backend.attention_scratch_bytes(&self.geometry, self.dtype) + attention_pages_bytes(1, &self.geometry, self.dtype)
     }
 }

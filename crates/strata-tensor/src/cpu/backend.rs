@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
-use super::matmul::{self, Matmul, Out, Rows};
+use super::matmul::{self, Matmul, Out, Rows, TileKernel};
 use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
 use super::rows::{adamw, convert, norm, softmax, swiglu};
 use super::threads::{Pool, SharedMut};
@@ -118,8 +118,12 @@ impl Backend for CpuBackend {
         format!("cpu {}, {} threads", self.arithmetic, self.pool.num_threads())
     }
 
-    fn attention_scratch_bytes(&self, g: &AttentionGeometry) -> usize {
-        self.pool.num_threads() * attention::task_scratch_bytes(g)
+    fn attention_scratch_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize {
+        with_element!(dtype, T => attention::scratch_bytes::<T>(g, self.pool.num_threads()))
+    }
+
+    fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize {
+        TileKernel::new(self.arithmetic, dtype).left_bytes(rows, width)
     }
 
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {

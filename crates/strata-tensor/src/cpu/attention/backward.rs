@@ -1,18 +1,33 @@
 //! The backward pass of attention: probabilities are computed again from scores, page by page of keys.
 //!
-//! For one key head, pages of keys in order; within a page, the query heads that share it in order; within a head, tiles of 64
-//! queries in order. Gradients of keys and values are one chain over (head, tile, query), gradients of queries one over pages: nothing depends on
-//! other sequences. With P the probabilities and dP = dO·Vᵀ: dV = Pᵀ·dO, dS = P∘(dP − rowsum(dO∘O)), dQ = dS·K, dK = dSᵀ·Q.
+//! With P the probabilities and dP = dO·Vᵀ: dV = Pᵀ·dO, dS = P∘(dP − rowsum(dO∘O)), dQ = dS·K, dK = dSᵀ·Q.
+//!
+//! The square of queries by keys of one sequence and key head is cut into blocks of [`BLOCK_PAGES`] by as many pages, which are taken diagonal by diagonal from
+//! the one where queries attend to themselves. No two blocks of a diagonal have a query or a key in common, so all threads work on it at once, and yet each
+//! gradient is one chain: that of a query over blocks of keys backwards, pages of keys within a block, that of a key over blocks of queries, the heads that share it, pages of queries.
+//! Nothing depends on other sequences or on who computes what.
+//!
+//! What a block needs of queries and keys, in the layouts of its products, is made once for all of them. Sequences and key heads are taken a few at a
+//! time, enough for all threads, so that memory does not grow with their number.
 
-use super::{PAGE, pack_rows_as_steps, product, write_key};
+use std::ops::Range;
+
+use super::{Left, PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, product, row_len, write_key};
 use crate::Element;
 use crate::backend::{AttentionGeometry, AttentionSpan};
-use crate::cpu::isa::{Arithmetic, Fma, multiversion};
+use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::matmul::TileKernel;
 use crate::cpu::rows::softmax;
+use crate::cpu::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
 use crate::kv::key_len;
+use crate::memory::Buffer;
 use crate::packed::LANES;
+
+/// Pages of the side of a block of queries by keys. Part of the order of every sum.
+const BLOCK_PAGES: usize = 4;
+/// Pages of queries, for each thread, that are worth a round of their own.
+const ROUND_PAGES_PER_THREAD: usize = 8;
 
 /// What the backward pass reads and writes; queries are `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`.
 pub(crate) struct AttentionGradient<'a, T> {
@@ -31,22 +46,6 @@ pub(crate) struct AttentionGradient<'a, T> {
     pub dv: &'a mut [f32],
 }
 
-/// A tile of 64 queries of one head, prepared for all pages of keys.
-struct QueryTile<T> {
-    /// Queries and output gradients, `[64, row_len]`.
-    q: Vec<T>,
-    dout: Vec<T>,
-    /// The same transposed, `[head_dim, 64]`.
-    q_transposed: Vec<T>,
-    dout_transposed: Vec<T>,
-    /// Σ dO∘O of each query.
-    delta: [f32; PAGE],
-    log_normalizers: [f32; PAGE],
-    rows: usize,
-    /// Accumulated `[64, head_dim]`.
-    dq: Vec<f32>,
-}
-
 multiversion! {
     /// `Σ a·b` in sixteen lanes.
     fn dot_mixed<T: Element>(a: &[f32], b: &[T]) -> f32 = dot_mixed_body;
@@ -63,8 +62,115 @@ fn dot_mixed_body<T: Element>(fma: impl Fma, a: &[f32], b: &[T]) -> f32 {
     lanes.iter().sum()
 }
 
+/// One key head of one sequence.
+struct Unit<'s> {
+    tokens: &'s Range<usize>,
+    kv_head: usize,
+    /// Its first page among those of its round.
+    first_page: usize,
+}
+
+impl Unit<'_> {
+    fn num_pages(&self) -> usize {
+        self.tokens.len().div_ceil(PAGE)
+    }
+
+    fn num_blocks(&self) -> usize {
+        self.num_pages().div_ceil(BLOCK_PAGES)
+    }
+
+    /// Rows of a page; the last may have fewer.
+    fn rows(&self, page: usize) -> usize {
+        PAGE.min(self.tokens.len() - page * PAGE)
+    }
+}
+
+/// A page of queries of one head: 64 rows, zeros where there are fewer.
+struct Queries<'a, T> {
+    /// `[64, row_len]`.
+    q: &'a mut [T],
+    dout: &'a mut [T],
+    /// `[head_dim, 64]`.
+    q_transposed: &'a mut [T],
+    dout_transposed: &'a mut [T],
+    /// Σ dO∘O of each query.
+    delta: &'a mut [f32],
+    log_normalizers: &'a mut [f32],
+    /// Gradient, `[64, head_dim]`.
+    dq: &'a mut [f32],
+}
+
+impl<'a, T: Plain + Element> Queries<'a, T> {
+    fn take(arena: &mut Arena<'a>, d: usize) -> Self {
+        let rows = PAGE * row_len::<T>(d);
+        Queries {
+            q: arena.take(rows),
+            dout: arena.take(rows),
+            q_transposed: arena.take(d * PAGE),
+            dout_transposed: arena.take(d * PAGE),
+            delta: arena.take(PAGE),
+            log_normalizers: arena.take(PAGE),
+            dq: arena.take(PAGE * d),
+        }
+    }
+
+    fn bytes(d: usize) -> usize {
+        2 * taken_bytes::<T>(PAGE * row_len::<T>(d))
+            + 2 * taken_bytes::<T>(d * PAGE)
+            + 2 * taken_bytes::<f32>(PAGE)
+            + taken_bytes::<f32>(PAGE * d)
+    }
+}
+
+/// A page of keys and values, zeros where there are fewer than 64.
+struct Keys<'a> {
+    /// Packed `head_dim → 64`.
+    keys_as_columns: &'a mut [u32],
+    values_as_columns: &'a mut [u32],
+    /// Packed `64 → head_dim`.
+    keys_as_rows: &'a mut [u32],
+    /// Gradients, `[head_dim, 64]`.
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
+}
+
+impl<'a> Keys<'a> {
+    fn take<T: Element>(arena: &mut Arena<'a>, d: usize) -> Self {
+        let columns = key_len(d) / per_step::<T>();
+        Keys {
+            keys_as_columns: arena.take(columns),
+            values_as_columns: arena.take(columns),
+            keys_as_rows: arena.take(steps_words::<T>(d)),
+            dk: arena.take(d * PAGE),
+            dv: arena.take(d * PAGE),
+        }
+    }
+
+    fn bytes<T: Element>(d: usize) -> usize {
+        2 * taken_bytes::<u32>(key_len(d) / per_step::<T>())
+            + taken_bytes::<u32>(steps_words::<T>(d))
+            + 2 * taken_bytes::<f32>(d * PAGE)
+    }
+}
+
+/// Words of a packed `64 → columns` matrix.
+fn steps_words<T: Element>(columns: usize) -> usize {
+    PAGE / per_step::<T>() * columns.next_multiple_of(LANES)
+}
+
+/// Bytes of one page of a key head: its keys, and the queries of the heads that share it.
+fn page_bytes<T: Element + Plain>(g: &AttentionGeometry) -> usize {
+    Keys::bytes::<T>(g.head_dim) + g.heads / g.kv_heads * Queries::<T>::bytes(g.head_dim)
+}
+
+/// Bytes that the backward pass takes at once whatever its tokens: a round, and what the threads work in.
+pub(crate) fn round_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
+    num_threads
+        * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g) + block_scratch_bytes::<T>() + pack_scratch_bytes::<T>(g.head_dim))
+}
+
 /// Gradients of whole sequences (no cached past) by their queries, keys and values.
-pub(crate) fn backward<T: Element>(
+pub(crate) fn backward<T: Element + Plain>(
     pool: &Pool,
     arithmetic: Arithmetic,
     g: &AttentionGeometry,
@@ -72,166 +178,266 @@ pub(crate) fn backward<T: Element>(
     io: AttentionGradient<'_, T>,
 ) {
     let AttentionGradient { q, k, v, out, log_normalizers, dout, dq, dk, dv } = io;
-    let (dq, dk, dv) = (SharedMut::new(dq), SharedMut::new(dk), SharedMut::new(dv));
-    let isa = arithmetic.isa;
-    let kernel = TileKernel::new(arithmetic, T::DTYPE);
-    let (d, group) = (g.head_dim, g.heads / g.kv_heads);
-    let per_step = 4 / T::DTYPE.size_bytes();
-    let row_len = d.next_multiple_of(per_step);
-    let zero = T::from_f32(0.0);
-
-    pool.run(spans.len() * g.kv_heads, &|task| {
-        let (span, kv_head) = (&spans[task / g.kv_heads], task % g.kv_heads);
-        let len = span.tokens.len();
-        let gather = |source: &[T], first: usize, rows: usize, stride: usize, head: usize, row_len: usize| {
-            let mut gathered = vec![zero; PAGE * row_len];
-            for (r, row) in gathered.chunks_exact_mut(row_len).take(rows).enumerate() {
-                row[..d].copy_from_slice(&source[((span.tokens.start + first + r) * stride + head) * d..][..d]);
-            }
-            gathered
-        };
-        let mut tiles: Vec<QueryTile<T>> = Vec::with_capacity(group * len.div_ceil(PAGE));
-        for head in kv_head * group..(kv_head + 1) * group {
-            for first in (0..len).step_by(PAGE) {
-                let rows = PAGE.min(len - first);
-                let mut tile = QueryTile {
-                    q: gather(q, first, rows, g.heads, head, row_len),
-                    dout: vec![zero; PAGE * row_len],
-                    q_transposed: vec![zero; d * PAGE],
-                    dout_transposed: vec![zero; d * PAGE],
-                    delta: [0.0; PAGE],
-                    log_normalizers: [0.0; PAGE],
-                    rows,
-                    dq: vec![0.0; PAGE * d],
-                };
-                for r in 0..rows {
-                    let place = (span.tokens.start + first + r) * g.heads + head;
-                    tile.log_normalizers[r] = log_normalizers[place];
-                    let (dout, out) = (&dout[place * d..][..d], &out[place * d..][..d]);
-                    tile.delta[r] = dot_mixed(isa, dout, out);
-                    for (c, &value) in dout.iter().enumerate() {
-                        let value = T::from_f32(value);
-                        tile.dout[r * row_len + c] = value;
-                        tile.dout_transposed[c * PAGE + r] = value;
-                        tile.q_transposed[c * PAGE + r] = tile.q[r * row_len + c];
-                    }
-                }
-                tiles.push(tile);
-            }
+    let backward = Pass {
+        isa: arithmetic.isa,
+        kernel: TileKernel::new(arithmetic, T::DTYPE),
+        g,
+        inputs: Inputs { q, k, v, out, log_normalizers, dout },
+        dq: SharedMut::new(dq),
+        dk: SharedMut::new(dk),
+        dv: SharedMut::new(dv),
+    };
+    let round_pages = ROUND_PAGES_PER_THREAD * pool.num_threads();
+    let mut round: Vec<Unit<'_>> = Vec::new();
+    let mut num_pages = 0;
+    for (span, kv_head) in spans.iter().flat_map(|span| (0..g.kv_heads).map(move |head| (span, head))) {
+        let unit = Unit { tokens: &span.tokens, kv_head, first_page: num_pages };
+        if num_pages > 0 && num_pages + unit.num_pages() > round_pages {
+            backward.round(pool, &round, num_pages);
+            round.clear();
+            num_pages = 0;
         }
+        let unit = Unit { first_page: num_pages, ..unit };
+        num_pages += unit.num_pages();
+        round.push(unit);
+    }
+    backward.round(pool, &round, num_pages);
+}
 
-        let tiles_per_head = len.div_ceil(PAGE);
-        let mut keys_as_columns = vec![0u32; key_len(d) / per_step];
-        let mut values_as_columns = vec![0u32; key_len(d) / per_step];
-        let (mut keys_as_rows, mut p_words, mut ds_words) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut scores, mut dprobabilities) = (vec![0.0f32; PAGE * PAGE], vec![0.0f32; PAGE * PAGE]);
-        let (mut p, mut ds) = (vec![zero; PAGE * PAGE], vec![zero; PAGE * PAGE]);
-        for block in 0..tiles_per_head {
-            let first = block * PAGE;
-            let keys = PAGE.min(len - first);
-            let block_k = gather(k, first, keys, g.kv_heads, kv_head, d);
-            let block_v = gather(v, first, keys, g.kv_heads, kv_head, d);
+struct Inputs<'a, T> {
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    out: &'a [T],
+    log_normalizers: &'a [f32],
+    dout: &'a [f32],
+}
+
+struct Pass<'a, T> {
+    isa: Isa,
+    kernel: TileKernel,
+    g: &'a AttentionGeometry,
+    inputs: Inputs<'a, T>,
+    dq: SharedMut<f32>,
+    dk: SharedMut<f32>,
+    dv: SharedMut<f32>,
+}
+
+impl<T: Element + Plain> Pass<'_, T> {
+    /// Goes back through some units, with `num_pages` pages in all.
+    fn round(&self, pool: &Pool, units: &[Unit<'_>], num_pages: usize) {
+        let mut buffer = Buffer::recycled(num_pages * page_bytes::<T>(self.g));
+        let pages = Pages { bytes: SharedMut::new(&mut buffer[..]), g: *self.g, dtype: std::marker::PhantomData };
+        let places: Vec<(&Unit<'_>, usize)> =
+            units.iter().flat_map(|unit| (0..unit.num_pages()).map(move |page| (unit, page))).collect();
+        pool.run(places.len(), &|i| {
+            let (unit, page) = places[i];
+            // SAFETY: each task has a page of its own.
+            unsafe { self.prepare(unit, page, &pages) };
+        });
+        for diagonal in 0..units.iter().map(Unit::num_blocks).max().unwrap_or(0) {
+            let blocks: Vec<(&Unit<'_>, usize)> = units
+                .iter()
+                .flat_map(|unit| (0..unit.num_blocks().saturating_sub(diagonal)).map(move |keys| (unit, keys)))
+                .collect();
+            pool.run(blocks.len(), &|i| {
+                let (unit, keys) = blocks[i];
+                // SAFETY: no two blocks of a diagonal share a page of queries, or one of keys.
+                unsafe { self.block(unit, keys, keys + diagonal, &pages) };
+            });
+        }
+        pool.run(places.len(), &|i| {
+            let (unit, page) = places[i];
+            // SAFETY: each task has a page of its own.
+            unsafe { self.write(unit, page, &pages) };
+        });
+    }
+
+    /// Lays out a page of keys and the queries of its positions.
+    ///
+    /// # Safety
+    /// Nobody else has this page.
+    unsafe fn prepare(&self, unit: &Unit<'_>, page: usize, pages: &Pages<T>) {
+        let (g, d, row_len, zero) = (self.g, self.g.head_dim, row_len::<T>(self.g.head_dim), T::from_f32(0.0));
+        let (rows, first) = (unit.rows(page), unit.tokens.start + page * PAGE);
+        // SAFETY: passed on from the caller.
+        let keys = unsafe { pages.keys(unit, page) };
+        with_scratch(pack_scratch_bytes::<T>(d), |mut arena| {
+            let (k, v) = (arena.take::<T>(PAGE * d), arena.take::<T>(PAGE * d));
+            for (gathered, source) in [(&mut *k, self.inputs.k), (&mut *v, self.inputs.v)] {
+                let (present, absent) = gathered.split_at_mut(rows * d);
+                for (r, row) in present.chunks_exact_mut(d).enumerate() {
+                    row.copy_from_slice(&source[((first + r) * g.kv_heads + unit.kv_head) * d..][..d]);
+                }
+                absent.fill(zero);
+            }
             for slot in 0..PAGE {
-                write_key(&block_k[slot * d..][..d], slot, &mut keys_as_columns);
-                write_key(&block_v[slot * d..][..d], slot, &mut values_as_columns);
+                write_key(&k[slot * d..][..d], slot, keys.keys_as_columns);
+                write_key(&v[slot * d..][..d], slot, keys.values_as_columns);
             }
-            pack_rows_as_steps(isa, &block_k, d, PAGE, &mut keys_as_rows);
-            // Gradients of this page's keys and values, transposed: [head_dim, 64].
-            let (mut dk_block, mut dv_block) = (vec![0.0f32; d * PAGE], vec![0.0f32; d * PAGE]);
-            for (index, tile) in tiles.iter_mut().enumerate() {
-                let query_block = index % tiles_per_head;
-                if query_block < block {
-                    continue;
-                }
-                let row_bytes = row_len * T::DTYPE.size_bytes();
-                let page_bytes = PAGE * T::DTYPE.size_bytes();
-                let (steps, page_steps) = (row_len / per_step, PAGE / per_step);
-                // SAFETY: all blocks are whole: 64 rows or columns, padded with zeros.
-                unsafe {
-                    let (q, keys) = (tile.q.as_ptr().cast(), keys_as_columns.as_ptr());
-                    product(&kernel, tile.rows, steps, q, row_bytes, keys, steps, PAGE, scores.as_mut_ptr(), PAGE, false);
-                    let (dout, values) = (tile.dout.as_ptr().cast(), values_as_columns.as_ptr());
-                    product(
-                        &kernel,
-                        tile.rows,
-                        steps,
-                        dout,
-                        row_bytes,
-                        values,
-                        steps,
-                        PAGE,
-                        dprobabilities.as_mut_ptr(),
-                        PAGE,
-                        false,
-                    );
-                }
-                for r in 0..PAGE {
-                    let range = r * PAGE..(r + 1) * PAGE;
-                    let p: &mut [T; PAGE] = (&mut p[range.clone()]).try_into().expect("a row is a page wide");
-                    let ds: &mut [T; PAGE] = (&mut ds[range.clone()]).try_into().expect("a row is a page wide");
-                    if r >= tile.rows {
-                        p.fill(zero);
-                        ds.fill(zero);
-                        continue;
-                    }
-                    let valid = if query_block == block { r + 1 } else { PAGE };
-                    let (lse, delta) = (tile.log_normalizers[r], tile.delta[r]);
-                    let scores: &[f32; PAGE] = scores[range.clone()].try_into().expect("a row is a page wide");
-                    let dprobabilities: &[f32; PAGE] = dprobabilities[range].try_into().expect("a row is a page wide");
-                    softmax::attention_block_backward(isa, scores, dprobabilities, valid, g.scale, lse, delta, p, ds);
-                }
-                pack_rows_as_steps(isa, &p, PAGE, PAGE, &mut p_words);
-                pack_rows_as_steps(isa, &ds, PAGE, PAGE, &mut ds_words);
-                // SAFETY: as above.
-                unsafe {
-                    let (dout, q) = (tile.dout_transposed.as_ptr().cast(), tile.q_transposed.as_ptr().cast());
-                    product(
-                        &kernel,
-                        d,
-                        page_steps,
-                        dout,
-                        page_bytes,
-                        p_words.as_ptr(),
-                        page_steps,
-                        PAGE,
-                        dv_block.as_mut_ptr(),
-                        PAGE,
-                        true,
-                    );
-                    product(
-                        &kernel,
-                        d,
-                        page_steps,
-                        q,
-                        page_bytes,
-                        ds_words.as_ptr(),
-                        page_steps,
-                        PAGE,
-                        dk_block.as_mut_ptr(),
-                        PAGE,
-                        true,
-                    );
-                    let (ds, keys, dq) = (ds.as_ptr().cast(), keys_as_rows.as_ptr(), tile.dq.as_mut_ptr());
-                    product(&kernel, tile.rows, page_steps, ds, page_bytes, keys, page_steps, d, dq, d, true);
-                }
+            pack_rows_as_steps(self.isa, k, d, keys.keys_as_rows);
+        });
+        let group = g.heads / g.kv_heads;
+        for head in 0..group {
+            // SAFETY: passed on from the caller.
+            let tile = unsafe { pages.queries(unit, page, head) };
+            for part in [&mut *tile.q, &mut *tile.dout, &mut *tile.q_transposed, &mut *tile.dout_transposed] {
+                part[..].fill(zero);
             }
-            for slot in 0..keys {
-                let place = (span.tokens.start + first + slot) * g.kv_heads + kv_head;
-                // SAFETY: each task has one key head of one sequence.
-                let (dk, dv) = unsafe { (dk.part(place * d..(place + 1) * d), dv.part(place * d..(place + 1) * d)) };
+            for r in 0..rows {
+                let place = (first + r) * g.heads + unit.kv_head * group + head;
+                let (q, dout) = (&self.inputs.q[place * d..][..d], &self.inputs.dout[place * d..][..d]);
+                tile.log_normalizers[r] = self.inputs.log_normalizers[place];
+                tile.delta[r] = dot_mixed(self.isa, dout, &self.inputs.out[place * d..][..d]);
                 for c in 0..d {
-                    dk[c] = dk_block[c * PAGE + slot];
-                    dv[c] = dv_block[c * PAGE + slot];
+                    let dout = T::from_f32(dout[c]);
+                    (tile.q[r * row_len + c], tile.q_transposed[c * PAGE + r]) = (q[c], q[c]);
+                    (tile.dout[r * row_len + c], tile.dout_transposed[c * PAGE + r]) = (dout, dout);
                 }
             }
         }
-        for (index, tile) in tiles.iter().enumerate() {
-            let head = kv_head * group + index / tiles_per_head;
-            for r in 0..tile.rows {
-                let place = (span.tokens.start + index % tiles_per_head * PAGE + r) * g.heads + head;
-                // SAFETY: a query head belongs to one key head, so to one task.
-                unsafe { dq.part(place * d..(place + 1) * d) }.copy_from_slice(&tile.dq[r * d..][..d]);
+    }
+
+    /// Adds what a block of queries by keys has to say to the gradients of both; overwrites them where it is the first to do so.
+    ///
+    /// # Safety
+    /// Nobody else has these pages of queries or of keys.
+    unsafe fn block(&self, unit: &Unit<'_>, key_block: usize, query_block: usize, pages: &Pages<T>) {
+        let (g, d) = (self.g, self.g.head_dim);
+        let (steps, page_steps) = (row_len::<T>(d) / per_step::<T>(), PAGE / per_step::<T>());
+        let (row_bytes, page_bytes) = (steps * 4, page_steps * 4);
+        let pages_of = |block: usize| block * BLOCK_PAGES..((block + 1) * BLOCK_PAGES).min(unit.num_pages());
+        let zero = T::from_f32(0.0);
+        with_scratch(block_scratch_bytes::<T>(), |mut arena| {
+            let (scores, dprobabilities) = (arena.take::<f32>(PAGE * PAGE), arena.take::<f32>(PAGE * PAGE));
+            let (p, ds) = (arena.take::<T>(PAGE * PAGE), arena.take::<T>(PAGE * PAGE));
+            let (p_words, ds_words) = (arena.take::<u32>(steps_words::<T>(PAGE)), arena.take::<u32>(steps_words::<T>(PAGE)));
+            for key_page in pages_of(key_block) {
+                // SAFETY: passed on from the caller.
+                let keys = unsafe { pages.keys(unit, key_page) };
+                for head in 0..g.heads / g.kv_heads {
+                    for query_page in pages_of(query_block).filter(|&page| page >= key_page) {
+                        // SAFETY: passed on from the caller.
+                        let tile = unsafe { pages.queries(unit, query_page, head) };
+                        let rows = unit.rows(query_page);
+                        let from_rows = |first: &[T]| Left { rows, steps, first: first.as_ptr().cast(), stride: row_bytes };
+                        let from_columns = |first: &[T], rows| Left {
+                            rows,
+                            steps: page_steps,
+                            first: first.as_ptr().cast(),
+                            stride: page_bytes,
+                        };
+                        // SAFETY: all blocks are whole: 64 rows or columns, padded with zeros.
+                        unsafe {
+                            let (q, dout) = (from_rows(tile.q), from_rows(tile.dout));
+                            let (k, v) = (keys.keys_as_columns.as_ptr(), keys.values_as_columns.as_ptr());
+                            product(&self.kernel, q, k, steps, PAGE, scores.as_mut_ptr(), PAGE, false);
+                            product(&self.kernel, dout, v, steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
+                        }
+                        for r in 0..rows {
+                            let valid = if query_page == key_page { r + 1 } else { PAGE };
+                            let (normalizer, delta) = (tile.log_normalizers[r], tile.delta[r]);
+                            let (p, ds) = (page_row_mut(p, r), page_row_mut(ds, r));
+                            let (scores, gradient) = (page_row(scores, r), page_row(dprobabilities, r));
+                            softmax::attention_block_backward(
+                                self.isa, scores, gradient, valid, g.scale, normalizer, delta, p, ds,
+                            );
+                        }
+                        p[rows * PAGE..].fill(zero);
+                        ds[rows * PAGE..].fill(zero);
+                        pack_rows_as_steps(self.isa, p, PAGE, p_words);
+                        pack_rows_as_steps(self.isa, ds, PAGE, ds_words);
+                        // The first to reach a key is the page of queries of its own positions; a query, the first page of its own block.
+                        let key_has = !(head == 0 && query_page == key_page);
+                        let query_has = key_block != query_block || key_page % BLOCK_PAGES > 0;
+                        // SAFETY: as above.
+                        unsafe {
+                            let (dout, q) = (from_columns(tile.dout_transposed, d), from_columns(tile.q_transposed, d));
+                            product(
+                                &self.kernel,
+                                dout,
+                                p_words.as_ptr(),
+                                page_steps,
+                                PAGE,
+                                keys.dv.as_mut_ptr(),
+                                PAGE,
+                                key_has,
+                            );
+                            product(&self.kernel, q, ds_words.as_ptr(), page_steps, PAGE, keys.dk.as_mut_ptr(), PAGE, key_has);
+                            let (ds, k) = (from_columns(ds, rows), keys.keys_as_rows.as_ptr());
+                            product(&self.kernel, ds, k, page_steps, d, tile.dq.as_mut_ptr(), d, query_has);
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    /// Writes the gradients of a page to where they belong.
+    ///
+    /// # Safety
+    /// Nobody else has this page.
+    unsafe fn write(&self, unit: &Unit<'_>, page: usize, pages: &Pages<T>) {
+        let (g, d) = (self.g, self.g.head_dim);
+        let (rows, first) = (unit.rows(page), unit.tokens.start + page * PAGE);
+        // SAFETY: passed on from the caller.
+        let keys = unsafe { pages.keys(unit, page) };
+        for slot in 0..rows {
+            let place = (first + slot) * g.kv_heads + unit.kv_head;
+            // SAFETY: each page has key heads of its own.
+            let (dk, dv) = unsafe { (self.dk.part(place * d..(place + 1) * d), self.dv.part(place * d..(place + 1) * d)) };
+            for c in 0..d {
+                dk[c] = keys.dk[c * PAGE + slot];
+                dv[c] = keys.dv[c * PAGE + slot];
             }
         }
-    });
+        let group = g.heads / g.kv_heads;
+        for head in 0..group {
+            // SAFETY: passed on from the caller.
+            let tile = unsafe { pages.queries(unit, page, head) };
+            for (r, dq) in tile.dq.chunks_exact(d).take(rows).enumerate() {
+                let place = (first + r) * g.heads + unit.kv_head * group + head;
+                // SAFETY: a query head belongs to one key head, so to one page.
+                unsafe { self.dq.part(place * d..(place + 1) * d) }.copy_from_slice(dq);
+            }
+        }
+    }
+}
+
+/// Bytes of scratch that a block works in.
+fn block_scratch_bytes<T: Element + Plain>() -> usize {
+    2 * taken_bytes::<f32>(PAGE * PAGE) + 2 * taken_bytes::<T>(PAGE * PAGE) + 2 * taken_bytes::<u32>(steps_words::<T>(PAGE))
+}
+
+/// Bytes of scratch that laying out a page takes.
+fn pack_scratch_bytes<T: Element + Plain>(d: usize) -> usize {
+    2 * taken_bytes::<T>(PAGE * d)
+}
+
+/// The pages of a round: of each its keys, and then the queries of the heads that share them.
+struct Pages<T> {
+    bytes: SharedMut<u8>,
+    g: AttentionGeometry,
+    dtype: std::marker::PhantomData<T>,
+}
+
+impl<T: Element + Plain> Pages<T> {
+    /// # Safety
+    /// Nobody else has these keys while they are in use.
+    unsafe fn keys<'a>(&'a self, unit: &Unit<'_>, page: usize) -> Keys<'a> {
+        let start = (unit.first_page + page) * page_bytes::<T>(&self.g);
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.bytes.part(start..start + Keys::bytes::<T>(self.g.head_dim)) };
+        Keys::take::<T>(&mut Arena::new(bytes), self.g.head_dim)
+    }
+
+    /// # Safety
+    /// Nobody else has these queries while they are in use.
+    unsafe fn queries<'a>(&'a self, unit: &Unit<'_>, page: usize, head: usize) -> Queries<'a, T> {
+        let d = self.g.head_dim;
+        let start = (unit.first_page + page) * page_bytes::<T>(&self.g) + Keys::bytes::<T>(d) + head * Queries::<T>::bytes(d);
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.bytes.part(start..start + Queries::<T>::bytes(d)) };
+        Queries::take(&mut Arena::new(bytes), d)
+    }
 }

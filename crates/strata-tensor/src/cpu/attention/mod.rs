@@ -1,8 +1,8 @@
 //! Causal attention over sequences of any length, with grouped queries, forward (here) and backward (`backward`).
 //!
 //! The score matrix is never whole: a tile of queries walks the pages of its sequence in order, one page of 64 keys at a time, with a
-//! running maximum and sum (Milakov & Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135). What one query does at
-//! each page depends on its own position only, so its bits are the same in a decode step of one token, in a
+//! running maximum and sum (Milakov & Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135), and begins anew every few pages, so that
+//! one query over many pages is work for many threads (Dao et al., Flash-Decoding, 2023). What one query does at each page depends on its own position only, so its bits are the same in a decode step of one token, in a
 //! prefill chunk and in a training pass. Training computes over pages too, which it packs for the length of the pass.
 //!
 //! Roofline: a tile of 64 query rows does `4 * 64 * 64 * head_dim` operations for each page of `256 * head_dim` bytes, all in cache:
@@ -14,17 +14,28 @@ mod tests;
 
 pub(crate) use backward::{AttentionGradient, backward};
 
+use std::ops::Range;
+
 use super::isa::{Arithmetic, Isa};
 use super::matmul::{Tile, TileKernel, pack_step};
 use super::rows::softmax;
+use super::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::kv::{KvPages, key_len, value_len};
+use crate::memory::Buffer;
 use crate::packed::{LANES, PANEL};
 use crate::{Element, KV_PAGE_TOKENS as PAGE};
 
-/// Query positions of a tile, at most: with two query heads to a key head, 64 rows.
+/// Rows of a tile of queries, at most: with two query heads to a key head, 32 positions.
 const TILE_ROWS: usize = 64;
+/// Pages of a split of the keys of a sequence. Part of the order of every sum over keys.
+const SPLIT_PAGES: usize = 8;
+/// Keys of a split: enough that joining what was found in it costs nothing beside finding it, and few enough that one query over
+/// a long context keeps many threads busy.
+const SPLIT_KEYS: usize = SPLIT_PAGES * PAGE;
+/// Tasks for each thread that make it likely that all finish together.
+const TASKS_PER_THREAD: usize = 4;
 
 /// Where the keys and values of one page and head lie in the words of a cache.
 fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usize) -> (usize, usize) {
@@ -33,12 +44,14 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
     (start, start + keys)
 }
 
-/// Bytes at most that one task takes, forward or back, apart from what the backward pass takes for each of its tokens: tiles that are
-/// whole although their sequence is short, a few matrices of a page by a page, and of a page by a head.
-pub(crate) fn task_scratch_bytes(g: &AttentionGeometry) -> usize {
-    let group = g.heads / g.kv_heads;
-    let (width, rows) = (g.head_dim.next_multiple_of(LANES), group.max(TILE_ROWS));
-    4 * (rows * (2 * width + 2 * PAGE + 2) + PAGE * (5 * group * width + 8 * width + 6 * PAGE))
+/// Bytes that attention takes beside its inputs and outputs, forward or back, however many tokens there are, unless a sequence is longer than
+/// what the backward pass takes at a time.
+pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
+    let (d, rows) = (g.head_dim, (g.heads / g.kv_heads).max(TILE_ROWS));
+    let split = 2 * taken_bytes::<f32>(rows * PAGE) + taken_bytes::<f32>(rows * d);
+    // Of fewer tiles than tasks, each has what it has found so far and what it finds in the splits of a round, of which there are no more than tasks and tiles.
+    let found = 3 * TASKS_PER_THREAD * Found::bytes(rows, d);
+    num_threads * (split + found) + backward::round_bytes::<T>(g, num_threads)
 }
 
 /// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences. What lies in the rest of a page stays.
@@ -113,17 +126,23 @@ fn write_value<T: Element>(value: &[T], slot: usize, words: &mut [u32]) {
     }
 }
 
-/// One product of a tile: `rows` of `steps` steps by the first of a packed matrix of `b_steps` steps and `columns`, panel by panel.
+/// The left side of a product: rows of whole steps, `stride` bytes apart.
+#[derive(Clone, Copy)]
+struct Left {
+    rows: usize,
+    steps: usize,
+    first: *const u8,
+    stride: usize,
+}
+
+/// One product of a tile: `left` by the first steps of a packed matrix of `b_steps` steps and `columns`, panel by panel.
 ///
 /// # Safety
-/// `a` holds `rows` rows of `a_stride` bytes, `b` the packed matrix, `c` `rows` rows of `c_stride` elements.
+/// The left side holds its rows, `b` the packed matrix, `c` `rows` rows of `c_stride` elements.
 #[allow(clippy::too_many_arguments)]
 unsafe fn product(
     kernel: &TileKernel,
-    rows: usize,
-    steps: usize,
-    a: *const u8,
-    a_stride: usize,
+    left: Left,
     b: *const u32,
     b_steps: usize,
     columns: usize,
@@ -136,9 +155,9 @@ unsafe fn product(
         // SAFETY: within the packed matrix and the rows of the result.
         unsafe {
             let tile = Tile {
-                steps,
-                a,
-                a_stride,
+                steps: left.steps,
+                a: left.first,
+                a_stride: left.stride,
                 b: b.add(panel * PANEL * b_steps).cast(),
                 b_stride: width.next_multiple_of(LANES) * 4,
                 c: c.add(panel * PANEL),
@@ -146,7 +165,7 @@ unsafe fn product(
                 columns: width,
                 accumulate,
             };
-            kernel.block(rows, &tile);
+            kernel.block(left.rows, &tile);
         }
     }
 }
@@ -179,10 +198,74 @@ fn values_up_to<T: Element>(words: &[u32], d: usize, valid: usize) -> Vec<u32> {
     words
 }
 
+/// What a query head attends with and to: some positions of one sequence, the query heads that share a key head, and the keys.
+struct QueryTile<'s> {
+    span: &'s AttentionSpan<'s>,
+    kv_head: usize,
+    /// Its positions, counted from the first new token of the sequence.
+    positions: Range<usize>,
+}
+
+impl QueryTile<'_> {
+    /// Rows of the tile: row r is head `r / positions.len()` of the group at position `r % positions.len()`.
+    fn rows(&self, group: usize) -> usize {
+        self.positions.len() * group
+    }
+
+    /// Position in the sequence of a row.
+    fn position(&self, row: usize) -> usize {
+        self.span.past + self.positions.start + row % self.positions.len()
+    }
+
+    /// The query head of a row, as a row of `[tokens * heads, head_dim]`.
+    fn place(&self, g: &AttentionGeometry, row: usize) -> usize {
+        let token = self.span.tokens.start + self.positions.start + row % self.positions.len();
+        token * g.heads + self.kv_head * (g.heads / g.kv_heads) + row / self.positions.len()
+    }
+
+    /// Splits of the keys that its last position sees.
+    fn num_splits(&self) -> usize {
+        (self.span.past + self.positions.end).div_ceil(SPLIT_KEYS)
+    }
+}
+
+/// What the rows of a tile have found among some keys: maxima and sums of their softmax, and their values, not yet divided by the sums.
+struct Found<'a> {
+    maxima: &'a mut [f32],
+    sums: &'a mut [f32],
+    values: &'a mut [f32],
+}
+
+impl<'a> Found<'a> {
+    /// Of so many rows, of unspecified contents.
+    fn take(arena: &mut Arena<'a>, rows: usize, d: usize) -> Self {
+        Found { maxima: arena.take(rows), sums: arena.take(rows), values: arena.take(rows * d) }
+    }
+
+    const fn bytes(rows: usize, d: usize) -> usize {
+        2 * taken_bytes::<f32>(rows) + taken_bytes::<f32>(rows * d)
+    }
+}
+
+/// Causal attention of new queries over pages.
+struct Forward<'a, T> {
+    isa: Isa,
+    kernel: TileKernel,
+    g: &'a AttentionGeometry,
+    q: &'a [T],
+    /// The words of the pages.
+    words: &'a [u32],
+    out: SharedMut<T>,
+    log_normalizers: SharedMut<f32>,
+}
+
 /// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence up to its own position. Writes `out` in the same shape, and
 /// the logarithm of each query's softmax denominator, `[tokens, heads]`, where the backward pass will want it.
+///
+/// Keys are taken in splits of [`SPLIT_KEYS`], counted from the first of the sequence, and what is found in them is joined in order. Where there are not enough
+/// tiles of queries for all threads, they take splits of the same tile; else a tile goes through its splits by itself. The bits are the same.
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn forward<T: Element>(
+pub(crate) fn forward<T: Element + Plain>(
     pool: &Pool,
     arithmetic: Arithmetic,
     g: &AttentionGeometry,
@@ -192,159 +275,228 @@ pub(crate) fn forward<T: Element>(
     out: &mut [T],
     log_normalizers: &mut [f32],
 ) {
-    let isa = arithmetic.isa;
-    let kernel = TileKernel::new(arithmetic, T::DTYPE);
-    let (d, group) = (g.head_dim, (g.heads / g.kv_heads));
-    let per_step = 4 / T::DTYPE.size_bytes();
-    let row_len = d.next_multiple_of(per_step);
+    let group = g.heads / g.kv_heads;
     let tile_positions = (TILE_ROWS / group).max(1);
-    let mut tasks = Vec::new();
+    let mut tiles = Vec::new();
     for span in spans {
         for kv_head in 0..g.kv_heads {
             let len = span.tokens.len();
-            tasks.extend(
-                (0..len).step_by(tile_positions).map(|first| (span, kv_head, first..(first + tile_positions).min(len))),
-            );
+            let positions = (0..len).step_by(tile_positions).map(|first| first..(first + tile_positions).min(len));
+            tiles.extend(positions.map(|positions| QueryTile { span, kv_head, positions }));
         }
     }
     // SAFETY: as in `write_pages`; nobody writes now.
     let words = unsafe { std::slice::from_raw_parts(pages.buffer.as_ptr().cast::<u32>(), pages.buffer.len() / 4) };
     let (out, log_normalizers) = (SharedMut::new(out), SharedMut::new(log_normalizers));
-    pool.run(tasks.len(), &|task| {
-        // The longest tiles of a sequence are its last: begin with them, so that threads finish together.
-        let (span, kv_head, positions) = &tasks[tasks.len() - 1 - task];
-        let rows = positions.len() * group;
-        let mut queries = vec![T::from_f32(0.0); rows * row_len];
-        let mut acc = vec![0.0f32; rows * d];
-        let mut scores = vec![0.0f32; rows * PAGE];
-        let mut probabilities = vec![T::from_f32(0.0); rows * PAGE];
-        let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0f32; rows]);
-        // Row r is head `r / positions.len()` of the group at position `r % positions.len()` of the tile.
-        let place = |r: usize| {
-            let token = span.tokens.start + positions.start + r % positions.len();
-            (token, token * g.heads + kv_head * group + r / positions.len())
+    let kernel = TileKernel::new(arithmetic, T::DTYPE);
+    let forward = Forward { isa: arithmetic.isa, kernel, g, q, words, out, log_normalizers };
+    let enough = TASKS_PER_THREAD * pool.num_threads();
+    if tiles.len() >= enough || tiles.iter().all(|tile| tile.num_splits() == 1) {
+        pool.run(tiles.len(), &|task| {
+            // The longest tiles of a sequence are its last: begin with them, so that threads finish together.
+            let tile = &tiles[tiles.len() - 1 - task];
+            let rows = tile.rows(group);
+            with_scratch(2 * Found::bytes(rows, g.head_dim) + forward.split_bytes(rows), |mut arena| {
+                let mut total = Found::take(&mut arena, rows, g.head_dim);
+                forward.split(tile, 0, &mut total, &mut arena);
+                if tile.num_splits() > 1 {
+                    let mut part = Found::take(&mut arena, rows, g.head_dim);
+                    for split in 1..tile.num_splits() {
+                        forward.split(tile, split, &mut part, &mut arena);
+                        forward.join(tile, split, &part, &mut total);
+                    }
+                }
+                forward.write(tile, &total);
+            });
+        });
+    } else {
+        forward.in_splits(pool, &tiles, enough.div_ceil(tiles.len()));
+    }
+}
+
+impl<T: Element + Plain> Forward<'_, T> {
+    /// All tiles, `at_a_time` splits of each at a time.
+    fn in_splits(&self, pool: &Pool, tiles: &[QueryTile<'_>], at_a_time: usize) {
+        let (d, group) = (self.g.head_dim, self.g.heads / self.g.kv_heads);
+        let rows_max = tiles.iter().map(|tile| tile.rows(group)).max().unwrap_or(0);
+        let size = Found::bytes(rows_max, d);
+        // Of each tile what it has found so far, and then in each of the next splits.
+        let mut found = Buffer::recycled(tiles.len() * (1 + at_a_time) * size);
+        let found = SharedMut::new(&mut found[..]);
+        let of = |tile: usize, i: usize| {
+            let at = (tile * (1 + at_a_time) + i) * size;
+            // SAFETY: no two tasks of a region have the same part.
+            Found::take(&mut Arena::new(unsafe { found.part(at..at + size) }), tiles[tile].rows(group), d)
         };
-        for (r, query) in queries.chunks_exact_mut(row_len).enumerate() {
-            query[..d].copy_from_slice(&q[place(r).1 * d..][..d]);
+        let num_splits = tiles.iter().map(QueryTile::num_splits).max().unwrap_or(0);
+        for first in (0..num_splits).step_by(at_a_time) {
+            pool.run(tiles.len() * at_a_time, &|task| {
+                let (tile, i) = (task / at_a_time, task % at_a_time);
+                if first + i < tiles[tile].num_splits() {
+                    let rows = tiles[tile].rows(group);
+                    with_scratch(self.split_bytes(rows), |mut arena| {
+                        self.split(&tiles[tile], first + i, &mut of(tile, 1 + i), &mut arena);
+                    });
+                }
+            });
+            pool.run(tiles.len(), &|tile| {
+                let mut total = of(tile, 0);
+                for (i, split) in (first..tiles[tile].num_splits()).take(at_a_time).enumerate() {
+                    let part = of(tile, 1 + i);
+                    if split == 0 {
+                        total.maxima.copy_from_slice(part.maxima);
+                        total.sums.copy_from_slice(part.sums);
+                        total.values.copy_from_slice(part.values);
+                    } else {
+                        self.join(&tiles[tile], split, &part, &mut total);
+                    }
+                }
+                if (first..first + at_a_time).contains(&(tiles[tile].num_splits() - 1)) {
+                    self.write(&tiles[tile], &total);
+                }
+            });
         }
-        let last = span.past + positions.end - 1;
-        for (block, &page) in span.pages.iter().enumerate().take(last / PAGE + 1) {
-            let (keys, values) = head_words(g, per_step, page as usize, *kv_head);
-            assert!(words.len() >= values + value_len(d) / per_step);
-            // SAFETY: the page is in bounds by the assertion; the buffers hold `rows` rows.
+    }
+
+    /// Bytes of scratch of [`Forward::split`].
+    fn split_bytes(&self, rows: usize) -> usize {
+        taken_bytes::<T>(rows * row_len::<T>(self.g.head_dim)) + taken_bytes::<f32>(rows * PAGE) + taken_bytes::<T>(rows * PAGE)
+    }
+
+    /// What a tile finds in one split of the keys. Rows that see none of it find unspecified things.
+    fn split(&self, tile: &QueryTile<'_>, split: usize, found: &mut Found<'_>, arena: &mut Arena<'_>) {
+        let (g, words) = (self.g, self.words);
+        let (d, row_len, per_step) = (g.head_dim, row_len::<T>(g.head_dim), per_step::<T>());
+        let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
+        let mut arena = arena.reborrow();
+        let (queries, scores) = (arena.take::<T>(rows * row_len), arena.take::<f32>(rows * PAGE));
+        let probabilities = arena.take::<T>(rows * PAGE);
+        for (r, query) in queries.chunks_exact_mut(row_len).enumerate() {
+            query[..d].copy_from_slice(&self.q[tile.place(g, r) * d..][..d]);
+            query[d..].fill(T::from_f32(0.0));
+        }
+        found.maxima.fill(f32::NEG_INFINITY);
+        found.sums.fill(0.0);
+        let (first, last) = (tile.position(0), tile.position(positions - 1));
+        let first_block = split * SPLIT_PAGES;
+        let blocks = first_block..(first_block + SPLIT_PAGES).min(last / PAGE + 1);
+        for block in blocks {
+            let accumulate = block > first_block;
+            let (keys, values) = head_words(g, per_step, tile.span.pages[block] as usize, tile.kv_head);
+            let keys = &words[keys..][..key_len(d) / per_step];
+            let values = &words[values..][..value_len(d) / per_step];
+            let queries =
+                Left { rows, steps: row_len / per_step, first: queries.as_ptr().cast(), stride: size_of_val(queries) / rows };
+            // SAFETY: the buffers hold `rows` rows, and the slices a packed matrix each.
             unsafe {
-                let keys = words.as_ptr().add(keys);
-                let stride = row_len * T::DTYPE.size_bytes();
-                product(
-                    &kernel,
-                    rows,
-                    row_len / per_step,
-                    queries.as_ptr().cast(),
-                    stride,
-                    keys,
-                    row_len / per_step,
-                    PAGE,
-                    scores.as_mut_ptr(),
-                    PAGE,
-                    false,
-                );
-            }
+                product(&self.kernel, queries, keys.as_ptr(), row_len / per_step, PAGE, scores.as_mut_ptr(), PAGE, false)
+            };
+            let valid_of = |position: usize| (position + 1).saturating_sub(block * PAGE).min(PAGE);
             for r in 0..rows {
-                let position = span.past + positions.start + r % positions.len();
-                let valid = (position + 1).saturating_sub(block * PAGE).min(PAGE);
-                let range = r * PAGE..(r + 1) * PAGE;
-                let probabilities: &mut [T; PAGE] =
-                    (&mut probabilities[range.clone()]).try_into().expect("a row is a page wide");
+                let valid = valid_of(tile.position(r));
+                let (scores, probabilities) = (page_row(scores, r), page_row_mut(probabilities, r));
                 if valid == 0 {
                     probabilities.fill(T::from_f32(0.0));
                     continue;
                 }
-                let scores: &[f32; PAGE] = scores[range].try_into().expect("a row is a page wide");
-                let rescale =
-                    softmax::attention_block(isa, scores, valid, g.scale, &mut maxima[r], &mut sums[r], probabilities);
-                if rescale != 1.0 && block > 0 {
-                    acc[r * d..][..d].iter_mut().for_each(|a| *a *= rescale);
+                let (maximum, sum) = (&mut found.maxima[r], &mut found.sums[r]);
+                let rescale = softmax::attention_block(self.isa, scores, valid, g.scale, maximum, sum, probabilities);
+                if rescale != 1.0 && accumulate {
+                    found.values[r * d..][..d].iter_mut().for_each(|a| *a *= rescale);
                 }
             }
-            let valid_of = |position: usize| (position + 1).saturating_sub(block * PAGE).min(PAGE);
             // Values that no query of the tile sees are not read. What some see and others do not is multiplied by probabilities of zero for those,
             // and the least likely of values, an infinity, would be NaN.
-            let (valid_first, valid_last) = (valid_of(span.past + positions.start), valid_of(last));
-            let values = &words[values..values + value_len(d) / per_step];
+            let (valid_first, valid_last) = (valid_of(first), valid_of(last));
+            let stride = PAGE * T::DTYPE.size_bytes();
             if valid_first.is_multiple_of(per_step) && valid_first == valid_last
                 || !values_not_finite::<T>(values, d, valid_first..valid_last)
             {
+                let left = Left { rows, steps: valid_last.div_ceil(per_step), first: probabilities.as_ptr().cast(), stride };
                 // SAFETY: as above.
                 unsafe {
-                    product(
-                        &kernel,
-                        rows,
-                        valid_last.div_ceil(per_step),
-                        probabilities.as_ptr().cast(),
-                        PAGE * T::DTYPE.size_bytes(),
-                        values.as_ptr(),
-                        PAGE / per_step,
-                        d,
-                        acc.as_mut_ptr(),
-                        d,
-                        block > 0,
-                    );
-                }
+                    product(&self.kernel, left, values.as_ptr(), PAGE / per_step, d, found.values.as_mut_ptr(), d, accumulate)
+                };
                 continue;
             }
-            for p in 0..positions.len() {
-                let valid = valid_of(span.past + positions.start + p);
+            for p in 0..positions {
+                let valid = valid_of(tile.position(p));
                 if valid == 0 {
+                    if !accumulate {
+                        (p..rows).step_by(positions).for_each(|row| found.values[row * d..][..d].fill(0.0));
+                    }
                     continue;
                 }
                 let values = values_up_to::<T>(values, d, valid);
-                for row in (p..rows).step_by(positions.len()) {
+                for row in (p..rows).step_by(positions) {
+                    let first = probabilities[row * PAGE..].as_ptr().cast();
+                    let left = Left { rows: 1, steps: valid.div_ceil(per_step), first, stride };
+                    let out = found.values[row * d..].as_mut_ptr();
                     // SAFETY: as above, one row at a time.
-                    unsafe {
-                        product(
-                            &kernel,
-                            1,
-                            valid.div_ceil(per_step),
-                            probabilities[row * PAGE..].as_ptr().cast(),
-                            PAGE * T::DTYPE.size_bytes(),
-                            values.as_ptr(),
-                            PAGE / per_step,
-                            d,
-                            acc[row * d..].as_mut_ptr(),
-                            d,
-                            block > 0,
-                        );
-                    }
+                    unsafe { product(&self.kernel, left, values.as_ptr(), PAGE / per_step, d, out, d, accumulate) };
                 }
             }
         }
-        for r in 0..rows {
-            let (_, place) = place(r);
+    }
+
+    /// Joins what the rows of a tile have found in a split to what they have found before it.
+    fn join(&self, tile: &QueryTile<'_>, split: usize, part: &Found<'_>, total: &mut Found<'_>) {
+        let d = self.g.head_dim;
+        for r in 0..total.sums.len() {
+            if tile.position(r) >= split * SPLIT_KEYS {
+                let (values, part_values) = (&mut total.values[r * d..][..d], &part.values[r * d..][..d]);
+                let (maximum, sum) = (&mut total.maxima[r], &mut total.sums[r]);
+                softmax::attention_join(self.isa, part_values, part.maxima[r], part.sums[r], maximum, sum, values);
+            }
+        }
+    }
+
+    /// The result of a tile.
+    fn write(&self, tile: &QueryTile<'_>, total: &Found<'_>) {
+        let d = self.g.head_dim;
+        for (r, (maximum, sum)) in total.maxima.iter().zip(&*total.sums).enumerate() {
+            let place = tile.place(self.g, r);
             // SAFETY: every query row belongs to one tile.
             let (out, log_normalizer) =
-                unsafe { (out.part(place * d..(place + 1) * d), log_normalizers.part(place..place + 1)) };
-            for (o, &a) in out.iter_mut().zip(&acc[r * d..]) {
+                unsafe { (self.out.part(place * d..(place + 1) * d), self.log_normalizers.part(place..place + 1)) };
+            for (o, &a) in out.iter_mut().zip(&total.values[r * d..]) {
                 // Which page boundaries a tile spans decides how often a zero is added to a zero: `+ 0.0` forgets its sign.
-                *o = T::from_f32(a / sums[r] + 0.0);
+                *o = T::from_f32(a / sum + 0.0);
             }
-            log_normalizer[0] = maxima[r] + sums[r].ln();
+            log_normalizer[0] = maximum + sum.ln();
         }
-    });
+    }
 }
 
-/// Words of a packed `rows → columns` matrix made of up to `rows` contiguous rows of `columns`; missing rows are zero.
-fn pack_rows_as_steps<T: Element>(isa: Isa, source: &[T], columns: usize, rows: usize, words: &mut Vec<u32>) {
-    let per_step = 4 / T::DTYPE.size_bytes();
-    let steps = rows / per_step;
-    words.clear();
-    words.resize(steps * columns.next_multiple_of(LANES), 0);
+fn page_row<T>(rows: &[T], row: usize) -> &[T; PAGE] {
+    rows[row * PAGE..][..PAGE].try_into().expect("a row is a page wide")
+}
+
+fn page_row_mut<T>(rows: &mut [T], row: usize) -> &mut [T; PAGE] {
+    (&mut rows[row * PAGE..][..PAGE]).try_into().expect("a row is a page wide")
+}
+
+/// Numbers of a step.
+fn per_step<T: Element>() -> usize {
+    4 / T::DTYPE.size_bytes()
+}
+
+/// Numbers of a row of `d` in whole steps.
+fn row_len<T: Element>(d: usize) -> usize {
+    d.next_multiple_of(per_step::<T>())
+}
+
+/// Packs a page of rows, `[64, columns]`, as a `64 → columns` matrix. Words of the padding are unspecified.
+fn pack_rows_as_steps<T: Element>(isa: Isa, source: &[T], columns: usize, words: &mut [u32]) {
+    let per_step = per_step::<T>();
+    let steps = PAGE / per_step;
     for panel in 0..columns.div_ceil(PANEL) {
         let count = (columns - panel * PANEL).min(PANEL);
         let width = count.next_multiple_of(LANES);
-        for (s, pair) in source.chunks(columns * per_step).enumerate() {
+        for (s, rows) in source.chunks_exact(columns * per_step).enumerate() {
             let line = &mut words[panel * PANEL * steps + s * width..][..count];
-            let second = pair.get(columns + panel * PANEL..).filter(|_| per_step == 2 && pair.len() > columns);
-            pack_step(isa, &pair[panel * PANEL..][..count], second.map(|s| &s[..count]), line);
+            let row = |i: usize| &rows[i * columns + panel * PANEL..][..count];
+            pack_step(isa, row(0), (per_step == 2).then(|| row(1)), line);
         }
     }
 }

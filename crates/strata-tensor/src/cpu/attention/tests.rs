@@ -7,6 +7,8 @@ use crate::testing::{assert_close, bits, poison, rows, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Tensor};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+/// Around the edges of splits of keys, and of blocks of queries by keys.
+const LONG_LENGTHS: [usize; 3] = [1100, 511, 260];
 /// Around the edges of pages and of tiles.
 const LENGTHS: [usize; 6] = [1, 2, 63, 64, 65, 130];
 /// `(kv_heads, query heads of each, head_dim)`.
@@ -131,12 +133,18 @@ fn assert_head(actual: &Tensor, sequence: &Range<usize>, head: usize, expected: 
     assert_close(&actual, &expected.concat(), tolerance, context);
 }
 
+/// Each geometry with each dtype for short sequences, and one for long ones.
+fn cases() -> impl Iterator<Item = ((usize, usize, usize), DType, &'static [usize])> {
+    let of = |shape, lengths| DTYPES.map(|dtype| (shape, dtype, lengths));
+    GEOMETRIES.into_iter().flat_map(move |shape| of(shape, &LENGTHS[..])).chain(of((1, 2, 16), &LONG_LENGTHS[..]))
+}
+
 #[test]
 fn attention_is_causal_softmax_attention_on_every_instruction_set() {
-    let sequences = packed(&LENGTHS);
-    for (shape, dtype) in GEOMETRIES.into_iter().flat_map(|shape| DTYPES.map(|dtype| (shape, dtype))) {
+    for (shape, dtype, lengths) in cases() {
+        let sequences = packed(lengths);
         let g = geometry(shape);
-        let qkv = random_qkv(&g, LENGTHS.iter().sum(), dtype);
+        let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
         let tolerance = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
         let results = Arithmetic::available()
             .into_iter()
@@ -184,6 +192,32 @@ fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
                             whole[chunk.start * row..chunk.end * row],
                             "{isa} {dtype} {shape:?} {chunk:?} of {plan:?}"
                         );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_long_sequence_has_the_same_bits_whole_in_chunks_and_by_single_tokens_whoever_takes_which_split() {
+    let (g, len) = (geometry((1, 2, 16)), 2100usize);
+    let table: Vec<u32> = (0..len.div_ceil(KV_PAGE_TOKENS) as u32).rev().collect();
+    for dtype in DTYPES {
+        let qkv = random_qkv(&g, len, dtype);
+        for isa in Arithmetic::available() {
+            let whole = attend_whole(&CpuBackend::with_isa(isa, 1), &g, &qkv, &packed(&[len])).map(|t| bits(&t));
+            for threads in [1, 3, 7] {
+                let b = CpuBackend::with_isa(isa, threads);
+                let mut pages = poisoned_pages(&g, table.len(), dtype);
+                let cuts = [0, 500, 511, 512, 513, 700, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 2099, len];
+                for chunk in cuts.windows(2).map(|w| w[0]..w[1]) {
+                    let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &table };
+                    let results = attend(&b, &g, &part(&qkv, chunk.clone()), &[span], &mut pages);
+                    for (result, whole) in results.iter().zip(&whole) {
+                        let row = whole.len() / len;
+                        let same = bits(result) == whole[chunk.start * row..chunk.end * row];
+                        assert!(same, "{isa} {dtype} {chunk:?} on {threads} threads");
                     }
                 }
             }
@@ -257,10 +291,10 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
 
 #[test]
 fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() {
-    let sequences = packed(&LENGTHS);
-    for (shape, dtype) in [(1, 3, 20), (2, 2, 64)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
-        let g = geometry(shape);
-        let tokens = LENGTHS.iter().sum();
+    let shapes = [((1, 3, 20), &LENGTHS[..]), ((2, 2, 64), &LENGTHS), ((1, 1, 16), &LONG_LENGTHS)];
+    for ((shape, lengths), dtype) in shapes.into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
+        let (g, sequences) = (geometry(shape), packed(lengths));
+        let tokens = lengths.iter().sum();
         let qkv = random_qkv(&g, tokens, dtype);
         let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
         for isa in Arithmetic::available() {
@@ -283,10 +317,10 @@ fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() 
 
 #[test]
 fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
-    let sequences = packed(&LENGTHS);
-    for (shape, dtype) in GEOMETRIES.into_iter().flat_map(|shape| DTYPES.map(|dtype| (shape, dtype))) {
+    for (shape, dtype, lengths) in cases() {
+        let sequences = packed(lengths);
         let g = geometry(shape);
-        let qkv = random_qkv(&g, LENGTHS.iter().sum(), dtype);
+        let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
         let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
         let tolerance = if dtype == DType::F32 { 2e-5 } else { 3e-2 };
         let results = Arithmetic::available()

@@ -87,6 +87,14 @@ impl TileKernel {
         TileKernel::Chains(Chains { run, rows_max })
     }
 
+    /// Bytes beside the result that a product with a left side of `rows` rows of `width` numbers takes.
+    pub(crate) fn left_bytes(&self, rows: usize, width: usize) -> usize {
+        match self {
+            TileKernel::Chains(_) => 0,
+            TileKernel::Granules(_) => super::tiled_left_bytes(rows, width),
+        }
+    }
+
     /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.
     ///
     /// # Safety
@@ -165,7 +173,7 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
 ///
 /// # Safety
 /// As [`GranuleFn`], for all of them.
-unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile) {
+pub(super) unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile) {
     for first in (0..rows).step_by(granules::ROWS_MAX) {
         // SAFETY: passed on from the caller; whole tiles of rows come before each part.
         unsafe {

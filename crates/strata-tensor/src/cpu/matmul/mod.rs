@@ -19,7 +19,6 @@ mod granules_avx512;
 mod kernel;
 mod transpose;
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use granules::{GranuleFn, GranuleTile};
@@ -27,6 +26,7 @@ use kernel::Chains;
 pub(crate) use kernel::{Tile, TileKernel};
 
 use super::isa::{Arithmetic, Fma, Isa, multiversion, prefetch};
+use super::scratch::{taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::{TOKEN_GRANULE, Target};
 use crate::memory::Buffer;
@@ -49,7 +49,7 @@ pub(crate) fn release_thread() {
 const BLOCK_STEPS: usize = 256;
 /// Rows of a left side in tiles at a time, at most: what a block of the reduction has of them, a megabyte, stays in the second-level cache.
 const TILED_ROWS_MAX: usize = 1024;
-/// Bytes of a left side in tiles at a time, at most, unless a few rows take more.
+/// Bytes of a left side in tiles at a time, at most.
 const TILED_BYTES_MAX: usize = 16 << 20;
 /// From so many rows on, a block of the right side is worth laying out for the tiles of a kernel.
 const LAID_OUT_ROWS_MIN: usize = 64;
@@ -141,22 +141,6 @@ fn steps(len: usize, dtype: DType) -> usize {
 /// Columns `64 * panel ..` of a matrix of `columns`.
 fn panel_columns(panel: usize, columns: usize) -> usize {
     (columns - panel * PANEL).min(PANEL)
-}
-
-thread_local! {
-    /// Room for a block of a panel.
-    static SCRATCH: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Runs `body` with this thread's scratch block of at least `len` words, contents unspecified.
-fn with_scratch<R>(len: usize, body: impl FnOnce(&mut [u32]) -> R) -> R {
-    SCRATCH.with_borrow_mut(|scratch| {
-        if scratch.len() < len + LANES {
-            scratch.resize(len + LANES, 0);
-        }
-        let offset = scratch.as_ptr().align_offset(64);
-        body(&mut scratch[offset..offset + len])
-    })
 }
 
 /// A block of the right side of a product: where its steps lie, a panel of columns each, and bytes from one to the next.
@@ -271,7 +255,9 @@ impl<'a> Matmul<'a> {
         let num_steps = steps(left.width, left.dtype);
         self.over_panels(left.rows, out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
-            with_scratch(BLOCK_STEPS * columns.next_multiple_of(LANES), |scratch| {
+            let words = BLOCK_STEPS * columns.next_multiple_of(LANES);
+            with_scratch(taken_bytes::<u32>(words), |mut arena| {
+                let scratch = arena.take(words);
                 for first in (0..num_steps).step_by(BLOCK_STEPS) {
                     let steps = first..(first + BLOCK_STEPS).min(num_steps);
                     let block = right(panel, steps.clone(), scratch);
@@ -295,18 +281,22 @@ impl<'a> Matmul<'a> {
         });
     }
 
-    /// Left sides in tiles, a part of the rows at a time.
+    /// Left sides in tiles, a part of the rows and of the reduction at a time.
     fn product_of_granules(&self, run: GranuleFn, left: Rows<'_>, out: &Out, right: &impl Right) {
-        let row_bytes = steps(left.width, left.dtype).div_ceil(granules::STEPS) * granules::ROW_BYTES;
-        let rows_max = (TILED_BYTES_MAX / row_bytes.max(1)).clamp(granules::ROWS_MAX, TILED_ROWS_MAX);
-        let rows_max = rows_max / granules::ROWS_MAX * granules::ROWS_MAX;
-        for first in (0..left.rows).step_by(rows_max) {
-            let rows = first..(first + rows_max).min(left.rows);
-            let tiles = TiledLeft::of(self.pool, &left, rows.clone());
-            self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
-                // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
-                unsafe { panel_of_granules(run, &tiles, part, out, first, panel, right) };
-            });
+        let num_steps = steps(left.width, left.dtype);
+        for first_row in (0..left.rows).step_by(TILED_ROWS_MAX) {
+            let rows = first_row..(first_row + TILED_ROWS_MAX).min(left.rows);
+            let step_bytes = rows.len().next_multiple_of(granules::TILE_ROWS) * 4;
+            let steps_max = (TILED_BYTES_MAX / step_bytes / BLOCK_STEPS).max(1) * BLOCK_STEPS;
+            for first_step in (0..num_steps).step_by(steps_max) {
+                let steps = first_step..(first_step + steps_max).min(num_steps);
+                let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps);
+                let accumulate = out.accumulate || first_step > 0;
+                self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
+                    // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
+                    unsafe { panel_of_granules(run, &tiles, part, out, accumulate, panel, right) };
+                });
+            }
         }
     }
 
@@ -334,26 +324,27 @@ impl<'a> Matmul<'a> {
 /// they would push each other out of the cache. The last granule of a row is filled up with zeros; rows of the last tile that there are none of are unspecified.
 struct TiledLeft {
     buffer: Buffer,
-    num_steps: usize,
+    /// Which rows and steps these are.
+    rows: Range<usize>,
+    steps: Range<usize>,
 }
 
 impl TiledLeft {
     const TILE_BYTES: usize = granules::TILE_ROWS * granules::ROW_BYTES;
 
-    fn of(pool: &Pool, left: &Rows<'_>, rows: Range<usize>) -> Self {
-        let num_steps = steps(left.width, left.dtype);
-        let mut tiles = TiledLeft { buffer: Buffer::recycled(0), num_steps };
+    fn of(pool: &Pool, left: &Rows<'_>, rows: Range<usize>, steps: Range<usize>) -> Self {
         let num_tiles = rows.len().div_ceil(granules::TILE_ROWS);
-        tiles.buffer = Buffer::recycled(num_tiles * tiles.stride());
-        let (stride, size) = (tiles.stride(), num_steps * 4);
-        let bytes = SharedMut::new(&mut tiles.buffer[..num_tiles * stride]);
+        let stride = tiles_bytes(steps.len());
+        let mut buffer = Buffer::recycled(num_tiles * stride);
+        let bytes = SharedMut::new(&mut buffer[..num_tiles * stride]);
         let tile = |tile: usize| {
             // SAFETY: each task has a tile of its own.
             let tiled = unsafe { bytes.part(tile * stride..(tile + 1) * stride) };
             let first = rows.start + tile * granules::TILE_ROWS;
             for row in first..(first + granules::TILE_ROWS).min(rows.end) {
                 let at = (row - first) * granules::ROW_BYTES;
-                for (granule, source) in left.bytes[row * left.stride..][..size].chunks(granules::ROW_BYTES).enumerate() {
+                let source = &left.bytes[row * left.stride..][steps.start * 4..steps.end * 4];
+                for (granule, source) in source.chunks(granules::ROW_BYTES).enumerate() {
                     let target = &mut tiled[granule * Self::TILE_BYTES + at..][..granules::ROW_BYTES];
                     if let Ok(source) = <&[u8; granules::ROW_BYTES]>::try_from(source) {
                         target.copy_from_slice(source);
@@ -370,16 +361,27 @@ impl TiledLeft {
         } else {
             pool.run(num_tiles, &tile)
         }
-        tiles
+        TiledLeft { buffer, rows, steps }
     }
 
     /// Bytes from one tile of rows to the next.
     fn stride(&self) -> usize {
-        self.num_steps.div_ceil(granules::STEPS) * Self::TILE_BYTES
+        tiles_bytes(self.steps.len())
     }
 }
 
-/// One panel of a product: rows `part` of the tiles, which are rows from `first_row + part.start` on of the result.
+/// Bytes of a tile of rows with so many steps.
+fn tiles_bytes(steps: usize) -> usize {
+    steps.div_ceil(granules::STEPS) * TiledLeft::TILE_BYTES
+}
+
+/// Bytes of a left side of `rows` rows of `width` numbers of bf16 in tiles, as many as there are at a time.
+pub(crate) fn tiled_left_bytes(rows: usize, width: usize) -> usize {
+    (rows.min(TILED_ROWS_MAX).next_multiple_of(granules::TILE_ROWS) * width.next_multiple_of(granules::INPUTS) * 2)
+        .min(TILED_BYTES_MAX)
+}
+
+/// One panel of a product of granules, for rows `part` of the tiles.
 ///
 /// # Safety
 /// The result is in bounds, and nobody else has this part of it.
@@ -388,7 +390,7 @@ unsafe fn panel_of_granules(
     left: &TiledLeft,
     part: Range<usize>,
     out: &Out,
-    first_row: usize,
+    accumulate: bool,
     panel: usize,
     right: &impl Right,
 ) {
@@ -397,33 +399,30 @@ unsafe fn panel_of_granules(
     let width = vectors * LANES;
     let is_laid_out = rows >= LAID_OUT_ROWS_MIN;
     // Rows of a result lie as far apart as those of a left side: what is added to several times is kept together meanwhile.
-    let on_the_side = left.num_steps > BLOCK_STEPS && is_laid_out || !columns.is_multiple_of(LANES);
+    let on_the_side = left.steps.len() > BLOCK_STEPS && is_laid_out || !columns.is_multiple_of(LANES);
     let side_words = if on_the_side { rows * width } else { 0 };
     let block_words = BLOCK_STEPS * width;
-    with_scratch(2 * block_words + side_words, |scratch| {
-        let (written, rest) = scratch.split_at_mut(block_words);
-        let (laid_out, side) = rest.split_at_mut(block_words);
-        let result = |row: usize| out.at(first_row + part.start + row, panel * PANEL);
-        let (c, c_row) = if on_the_side { (side.as_mut_ptr().cast(), width) } else { (result(0), out.stride) };
+    with_scratch(2 * taken_bytes::<u32>(block_words) + taken_bytes::<f32>(side_words), |mut arena| {
+        let (written, laid_out, side) = (arena.take(block_words), arena.take(block_words), arena.take::<f32>(side_words));
+        let result = |row: usize| out.at(left.rows.start + part.start + row, panel * PANEL);
+        let (c, c_row) = if on_the_side { (side.as_mut_ptr(), width) } else { (result(0), out.stride) };
         // SAFETY: the caller vouches for the result; the side has room for all rows, the tiles have them, and blocks have whole granules.
         unsafe {
             for row in 0..rows {
                 let c: *mut f32 = c.add(row * c_row);
-                match (out.accumulate, on_the_side) {
+                match (accumulate, on_the_side) {
                     (false, _) => c.write_bytes(0, width),
                     (true, true) => c.copy_from_nonoverlapping(result(row), columns),
                     (true, false) => {}
                 }
             }
-            for first in (0..left.num_steps).step_by(BLOCK_STEPS) {
-                let steps = first..(first + BLOCK_STEPS).min(left.num_steps);
-                let granules = steps.len().div_ceil(granules::STEPS);
-                let is_whole = steps.len().is_multiple_of(granules::STEPS);
+            for first in left.steps.clone().step_by(BLOCK_STEPS) {
+                let steps = first..(first + BLOCK_STEPS).min(left.steps.end);
                 let block = right(panel, steps.clone(), written);
-                let a = left.buffer.as_ptr().add(part.start / granules::TILE_ROWS * left.stride() + first * 64);
+                let tiles = part.start / granules::TILE_ROWS * left.stride() + tiles_bytes(first - left.steps.start);
                 let tile = GranuleTile {
-                    granules,
-                    a,
+                    granules: steps.len().div_ceil(granules::STEPS),
+                    a: left.buffer.as_ptr().add(tiles),
                     a_row: granules::ROW_BYTES,
                     a_granule: TiledLeft::TILE_BYTES,
                     a_tile: left.stride(),
@@ -439,14 +438,11 @@ unsafe fn panel_of_granules(
                 for vector in (0..vectors).step_by(at_a_time) {
                     let vectors = at_a_time.min(vectors - vector);
                     let mut tile = GranuleTile { vectors, c: c.add(vector * LANES), ..tile };
-                    if is_laid_out || !is_whole {
+                    if is_laid_out || !steps.len().is_multiple_of(granules::STEPS) {
                         lay_out(&block, steps.len(), vector * LANES..(vector + vectors) * LANES, laid_out);
                         (tile.b, tile.b_step) = (laid_out.as_ptr().cast(), vectors * LANES * 4);
                     }
-                    for first in (0..rows).step_by(granules::ROWS_MAX) {
-                        let (a, c) = (tile.a.add(first / granules::TILE_ROWS * tile.a_tile), tile.c.add(first * c_row));
-                        run((rows - first).min(granules::ROWS_MAX), &GranuleTile { a, c, ..tile });
-                    }
+                    kernel::run_all(run, rows, &tile);
                 }
             }
             if on_the_side {

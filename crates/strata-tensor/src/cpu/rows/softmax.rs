@@ -42,6 +42,11 @@ multiversion! {
 }
 
 multiversion! {
+    /// Joins what a query has found among further keys, `part` under its own maximum and sum, to what it has found so far in `values`.
+    pub(crate) fn attention_join(part: &[f32], part_maximum: f32, part_sum: f32, maximum: &mut f32, sum: &mut f32, values: &mut [f32]) = attention_join_body;
+}
+
+multiversion! {
     /// One block of one query's attention, backward. Given the gradient of the probabilities and `delta`, the sum over all keys
     /// of probability times its gradient, writes the probabilities `p = exp(score * scale - log_normalizer)` and the gradient of
     /// the scores before scaling, `p * (gradient - delta) * scale`; zeros from `valid` on.
@@ -165,6 +170,26 @@ pub(crate) fn attention_block_body<T: Element>(
     *sum = fma.fma(*sum, rescale, join(&scaled));
     *maximum = new_maximum;
     rescale
+}
+
+#[inline(always)]
+fn attention_join_body(
+    fma: impl Fma,
+    part: &[f32],
+    part_maximum: f32,
+    part_sum: f32,
+    maximum: &mut f32,
+    sum: &mut f32,
+    values: &mut [f32],
+) {
+    let new_maximum = larger(*maximum, part_maximum);
+    let center = center(new_maximum);
+    let (factor, part_factor) = (exp_f32(fma, *maximum - center), exp_f32(fma, part_maximum - center));
+    *sum = fma.fma(*sum, factor, part_sum * part_factor);
+    *maximum = new_maximum;
+    for (value, &part) in values.iter_mut().zip(part) {
+        *value = fma.fma(*value, factor, part * part_factor);
+    }
 }
 
 /// The body of [`attention_block_backward`], for kernels that are compiled for an instruction set themselves.
