@@ -24,6 +24,28 @@ pub struct Resources {
     /// Threads that compute [default: one for each core].
     #[arg(long, env = "STRATA_THREADS", value_name = "N")]
     pub threads: Option<usize>,
+    /// In which order products of bf16 are added: as this machine is fastest, or in one order on every machine, so that a run can move to another
+    /// without changing a bit.
+    #[arg(long, env = "STRATA_NUMERICS", value_enum, default_value_t = Numerics::Fast)]
+    pub numerics: Numerics,
+}
+
+/// The order of products; see `docs/numerics.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Numerics {
+    /// The order of this machine's fastest kernel.
+    Fast,
+    /// The order that AMX has and all others can compute.
+    Portable,
+}
+
+impl From<Numerics> for strata_tensor::Numerics {
+    fn from(numerics: Numerics) -> Self {
+        match numerics {
+            Numerics::Fast => strata_tensor::Numerics::Fast,
+            Numerics::Portable => strata_tensor::Numerics::Portable,
+        }
+    }
 }
 
 impl Resources {
@@ -55,7 +77,7 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
     }
-    let backend = machine::with_low_priority(|| CpuBackend::new(resources.threads))?;
+    let backend = machine::with_low_priority(|| CpuBackend::with_numerics(resources.threads, resources.numerics.into()))?;
     let name = source.served_name();
     check_weights_fit(&source.config()?, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
     let model = Model::load(Arc::new(backend), &source, None).with_context(|| format!("loading {name}"))?;

@@ -167,7 +167,7 @@ fn no_bit_depends_on_the_size_of_a_chunk_of_logits() {
     let (whole, sampled, calls) = run(&model);
     model.set_logits_chunk_bytes(0);
     let (chunked, sampled_again, more_calls) = run(&model);
-    assert!(more_calls >= calls + 149 / 16, "there are chunks: {more_calls} calls, {calls} in one");
+    assert!(more_calls >= calls + 149 / 32, "there are chunks: {more_calls} calls, {calls} in one");
     assert_eq!((chunked, sampled_again), (whole, sampled));
 }
 

@@ -14,6 +14,8 @@ use strata_model::lora::{Adapter, LoraConfig, LoraParams};
 use strata_model::{Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
 use strata_tensor::{CpuBackend, DType};
 
+use crate::base_model::Numerics;
+
 /// Settings of `strata trace`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -34,6 +36,9 @@ pub struct Args {
     /// Also continue every sequence greedily by this many tokens.
     #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     pub greedy: usize,
+    /// In which order products of bf16 are added.
+    #[arg(long, value_enum, default_value_t = Numerics::Fast)]
+    pub numerics: Numerics,
     /// Safetensors file to write.
     #[arg(long)]
     pub out: PathBuf,
@@ -45,7 +50,7 @@ pub struct Args {
 /// If the model, the adapter or the tokens cannot be used, or the file cannot be written.
 pub fn run(args: Args) -> Result<()> {
     let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
-    let backend = Arc::new(CpuBackend::new(None)?);
+    let backend = Arc::new(CpuBackend::with_numerics(None, args.numerics.into())?);
     let model = Model::load(backend, &ModelSource::Directory(args.model), dtype)?;
     let sequences = read_tokens(&args.tokens, &model)?;
     let adapter = match &args.adapter {

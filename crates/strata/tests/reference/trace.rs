@@ -18,6 +18,11 @@ const GREEDY_TOKENS: &str = "12";
 fn trace(isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) -> Reference {
     let out_dir = TempDir::new().expect("a temporary directory");
     let out = out_dir.path().join("out.safetensors");
+    write_trace(&out, isa, fixture, adapter, dtype, extra);
+    Reference::read(&out)
+}
+
+fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
     command
         .env("STRATA_ISA", isa.name())
@@ -28,10 +33,9 @@ fn trace(isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[
     if let Some(adapter) = adapter {
         command.arg("--adapter").arg(fixture.join(adapter));
     }
-    command.args(["--dtype", dtype]).args(extra).arg("--out").arg(&out);
+    command.args(["--dtype", dtype]).args(extra).arg("--out").arg(out);
     let output = command.output().expect("the binary runs");
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
-    Reference::read(&out)
 }
 
 /// The fixture's adapters; `None` stands for the bare model.
@@ -133,16 +137,47 @@ fn values_in_bf16_are_no_further_from_the_f32_truth_than_those_of_transformers()
         if truth.floats("bf16.").next().is_none() {
             return;
         }
-        let extra: &[&str] = if adapter.is_some() { &["--grads"] } else { &[] };
-        let actual = trace(isa, fixture, adapter, "bf16", extra);
-        for (kind, names) in truth.kinds_with_bf16() {
-            let ours = truth.rms_difference(&actual, &names, "");
-            let theirs = truth.rms_difference(&truth, &names, "bf16.");
-            assert!(ours <= theirs, "{label} {kind}: off by {ours} (root mean square), transformers by {theirs}");
-            kinds += 1;
+        for numerics in ["fast", "portable"] {
+            let mut extra = vec!["--numerics", numerics];
+            extra.extend(adapter.map(|_| "--grads"));
+            let actual = trace(isa, fixture, adapter, "bf16", &extra);
+            for (kind, names) in truth.kinds_with_bf16() {
+                let ours = truth.rms_difference(&actual, &names, "");
+                let theirs = truth.rms_difference(&truth, &names, "bf16.");
+                assert!(
+                    ours <= theirs,
+                    "{label} {numerics} {kind}: off by {ours} (root mean square), transformers by {theirs}"
+                );
+                kinds += 1;
+            }
         }
     });
     assert!(kinds > 0, "no fixture has bf16 values");
+}
+
+/// All but the one that has no fused multiply-add.
+#[test]
+fn portable_numerics_have_the_same_bits_on_every_instruction_set() {
+    let dir = TempDir::new().expect("a temporary directory");
+    let mut first: Option<(PathBuf, Option<String>, String, Vec<u8>)> = None;
+    for_each_case(|isa, fixture, adapter, label| {
+        if isa == Isa::Portable {
+            return;
+        }
+        let out = dir.path().join("out.safetensors");
+        let mut extra = vec!["--numerics", "portable", "--greedy", GREEDY_TOKENS];
+        extra.extend(adapter.map(|_| "--grads"));
+        write_trace(&out, isa, fixture, adapter, "bf16", &extra);
+        let bytes = std::fs::read(&out).expect("the trace was written");
+        match &first {
+            Some((same_fixture, same_adapter, other, expected))
+                if same_fixture == fixture && same_adapter.as_deref() == adapter =>
+            {
+                assert!(*expected == bytes, "{label} is not {other}");
+            }
+            _ => first = Some((fixture.to_owned(), adapter.map(str::to_owned), label.to_owned(), bytes)),
+        }
+    });
 }
 
 #[test]

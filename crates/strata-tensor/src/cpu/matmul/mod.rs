@@ -16,6 +16,7 @@ mod chains_avx512;
 mod granules;
 #[cfg(target_arch = "x86_64")]
 mod granules_avx512;
+mod int8;
 mod kernel;
 mod transpose;
 
