@@ -1,14 +1,19 @@
 //! The processor: the reference for every other device, and fast in its own right.
 //!
 //! Map: [`backend`](CpuBackend) splits ops over [`threads`]; [`matmul`] and [`attention`] are the hard kernels, [`rows`] the operations on
-//! rows of elements; [`isa`] chooses instructions at run time.
+//! rows of elements; [`isa`] chooses instructions at run time. [`memory`] is where tensors lie, [`packed`] and [`kv`] how weights and pages lie in it,
+//! [`views`] what makes slices of tensors.
 
 mod attention;
 mod backend;
 mod isa;
+mod kv;
 mod matmul;
+pub(crate) mod memory;
+mod packed;
 mod rows;
 mod threads;
+mod views;
 
 pub use backend::CpuBackend;
 pub use isa::Isa;

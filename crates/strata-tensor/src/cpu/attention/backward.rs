@@ -8,11 +8,11 @@ use super::{PAGE, pack_rows_as_steps, product, write_key};
 use crate::Element;
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Fma, Isa, multiversion};
+use crate::cpu::kv::key_len;
 use crate::cpu::matmul::TileKernel;
+use crate::cpu::packed::LANES;
 use crate::cpu::rows::softmax;
 use crate::cpu::threads::{Pool, SharedMut};
-use crate::kv::key_len;
-use crate::packed::LANES;
 
 /// What the backward pass reads and writes; queries are `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`.
 pub(crate) struct AttentionGradient<'a, T> {

@@ -15,12 +15,12 @@ mod tests;
 pub(crate) use backward::{AttentionGradient, backward};
 
 use super::isa::Isa;
+use super::kv::{KvPages, key_len, value_len};
 use super::matmul::{Tile, TileKernel, pack_step};
+use super::packed::{LANES, PANEL};
 use super::rows::softmax;
 use super::threads::{Pool, SharedMut};
 use crate::backend::{AttentionGeometry, AttentionSpan};
-use crate::kv::{KvPages, key_len, value_len};
-use crate::packed::{LANES, PANEL};
 use crate::{Element, KV_PAGE_TOKENS as PAGE};
 
 /// Query positions of a tile, at most: with two query heads to a key head, 64 rows.

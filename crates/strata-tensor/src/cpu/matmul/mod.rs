@@ -14,10 +14,10 @@ use std::ops::Range;
 
 pub(crate) use tile::{Tile, TileKernel};
 
+use super::backend::Target;
 use super::isa::{Fma, Isa, multiversion, prefetch};
+use super::packed::{LANES, PANEL, PackedRef};
 use super::threads::{Pool, SharedMut};
-use crate::backend::Target;
-use crate::packed::{LANES, PANEL, PackedRef};
 use crate::{DType, Element};
 
 /// Steps of the reduction (four bytes each) in a block: 64 KiB of a full panel, which stays in the second-level cache while all rows pass.
@@ -312,7 +312,7 @@ fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>,
 }
 
 /// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
-pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut crate::packed::PackedMut<'_>) {
+pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut super::packed::PackedMut<'_>) {
     let k = w.in_features;
     let num_steps = steps(k, w.dtype);
     let (n, out_features) = (rows.len() / k, w.out_features);
@@ -343,7 +343,7 @@ pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize
 }
 
 /// Writes `columns: [in_features, out_features]` as packed weights.
-pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut crate::packed::PackedMut<'_>) {
+pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut super::packed::PackedMut<'_>) {
     let (k, n) = (w.in_features, w.out_features);
     let num_steps = steps(k, w.dtype);
     let per_step = 4 / w.dtype.size_bytes();
@@ -390,7 +390,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::packed::PackedStack;
+    use crate::cpu::packed::PackedStack;
     use crate::random;
 
     fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
@@ -398,7 +398,7 @@ mod tests {
     }
 
     fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
-        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE);
+        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE).unwrap();
         pack_rows(pool, w, 0, &mut stack.layer_mut(0));
         stack
     }
@@ -534,7 +534,7 @@ mod tests {
             let w: Vec<bf16> = values(4, n * k);
             let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
             let by_rows = packed(&pool, &w, k, n);
-            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16);
+            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16).unwrap();
             pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0));
             assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
             let mut row = vec![0.0; k];

@@ -11,7 +11,7 @@
 use half::bf16;
 
 use crate::cpu::isa::{Fma, Fused, Isa, Unfused};
-use crate::packed::LANES;
+use crate::cpu::packed::LANES;
 use crate::{DType, Element};
 
 /// Columns of a full tile, in vectors of [`LANES`].
