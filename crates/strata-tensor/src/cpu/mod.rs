@@ -9,7 +9,7 @@ mod backend;
 mod isa;
 mod kv;
 mod matmul;
-pub(crate) mod memory;
+mod memory;
 mod packed;
 mod rows;
 mod threads;
@@ -17,3 +17,4 @@ mod views;
 
 pub use backend::CpuBackend;
 pub use isa::Isa;
+pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};

@@ -2,6 +2,8 @@
 
 #[cfg(test)]
 mod helpers;
+mod remote;
 
 #[cfg(test)]
 pub(crate) use helpers::*;
+pub use remote::RemoteBackend;
