@@ -78,6 +78,9 @@ pub enum StartError {
         /// Memory with which the engine would start.
         least_bytes: u64,
     },
+    /// The device does not have the memory that it was granted.
+    #[error("the device refuses: {0}")]
+    Device(String),
     /// The system refuses a thread.
     #[error("cannot start the engine thread: {0}")]
     Thread(String),

@@ -13,15 +13,18 @@ use strata_model::checkpoint::{
     Existing, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically, write_optimizer,
 };
 use strata_model::lora::LoraModule;
+use strata_tensor::Backend;
 
 use crate::api::{CheckpointSource, Failure, METADATA_BYTES_MAX, METADATA_FILE, SaveTarget};
 use crate::learner::LearnerState;
 use crate::optimizer::Moments;
 
 /// What checkpoints are written for and read against.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct BaseModel {
     pub(crate) name: String,
+    /// What has the memory of adapters.
+    pub(crate) backend: Arc<dyn Backend>,
     pub(crate) modules: Vec<LoraModule>,
 }
 
@@ -40,9 +43,9 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
     }
     let existing = if *overwrite { Existing::Replace } else { Existing::Refuse };
     let written = write_atomically(dir, existing, |partial| {
-        write_adapter(partial, &base.modules, &state.config, &state.weights, &base.name)?;
+        write_adapter(&*base.backend, partial, &base.modules, &state.config, &state.weights, &base.name)?;
         if let Some(Moments { m, v, step }) = &state.moments {
-            write_optimizer(partial, &base.modules, m, v, *step)?;
+            write_optimizer(&*base.backend, partial, &base.modules, [m, v], *step)?;
         }
         let path = partial.join(METADATA_FILE);
         std::fs::write(&path, metadata).map_err(|source| Error::Io { path, source })
@@ -92,11 +95,11 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool)
     let CheckpointSource { dir, name, .. } = source;
     refuse_links(dir).map_err(|file| Failure::User(format!("checkpoint {name}: {file} is a symbolic link, not a file")))?;
     let failure = |error| read_failure(error, source);
-    let adapter = read_adapter(dir, &base.modules).map_err(failure)?;
+    let adapter = read_adapter(&*base.backend, dir, &base.modules).map_err(failure)?;
     adapter.check_base_model(&base.name).map_err(|error| Failure::User(format!("checkpoint {name}: {error}")))?;
     let moments = match with_optimizer {
         true => {
-            let state = read_optimizer(dir, &base.modules, &adapter.config).map_err(failure)?;
+            let state = read_optimizer(&*base.backend, dir, &base.modules, &adapter.config).map_err(failure)?;
             Some(Moments { m: Arc::new(state.m), v: Arc::new(state.v), step: state.step })
         }
         false => None,
@@ -132,11 +135,12 @@ fn refuse_links(dir: &Path) -> Result<(), String> {
     link.map_or(Ok(()), |entry| Err(entry.file_name().to_string_lossy().into_owned()))
 }
 
-/// A checkpoint that is missing or malformed was the wrong one to name; a disk that fails is ours.
+/// A checkpoint that is missing or malformed was the wrong one to name; a disk that fails, or a device without memory, is ours.
 fn read_failure(error: Error, source: &CheckpointSource) -> Failure {
     let message = format!("checkpoint {}: {}", source.name, without_directory(&error, &source.dir));
     match &error {
         Error::Io { source, .. } if source.kind() != ErrorKind::NotFound => Failure::Server(message),
+        Error::Tensor(strata_tensor::Error::OutOfMemory { .. }) => Failure::Server(message),
         _ => Failure::User(message),
     }
 }

@@ -113,7 +113,10 @@ pub(crate) trait Compute {
     fn check_shape(&self, learner: &Self::Learner, state: &Self::State) -> Result<(), String>;
 
     /// What a checkpoint is to hold.
-    fn capture(&self, learner: &mut Self::Learner, with_optimizer: bool) -> Self::State;
+    ///
+    /// # Errors
+    /// If the device has no memory.
+    fn capture(&self, learner: &mut Self::Learner, with_optimizer: bool) -> Result<Self::State, Failure>;
 
     /// The adapter as it is now, frozen. The id is the same as long as the adapter is.
     ///
@@ -148,10 +151,16 @@ pub(crate) trait Compute {
         Self: Sized;
 
     /// A cache of `pages` pages. What lies in a page beyond the tokens of its sequence is never read.
-    fn new_cache(&self, pages: usize) -> Self::Cache;
+    ///
+    /// # Errors
+    /// If the device has no memory.
+    fn new_cache(&self, pages: usize) -> Result<Self::Cache, String>;
 
     /// Copies a page.
-    fn copy_page(&self, cache: &mut Self::Cache, from: u32, to: u32);
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn copy_page(&self, cache: &mut Self::Cache, from: u32, to: u32) -> Result<(), String>;
 
     /// Gives the memory of pages that nobody needs, and all else that is only kept for speed, back to the system.
     fn release_memory(&self, cache: &mut Self::Cache, free_pages: &[u32]);

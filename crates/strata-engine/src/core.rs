@@ -70,12 +70,20 @@ struct State<C: Compute, S> {
 }
 
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
-    pub(crate) fn new(compute: C, intake: Arc<Intake>, storage: S, budget: Budget, page_tokens: usize) -> Self {
+    /// An engine over a cache of `budget.kv_pages` pages.
+    pub(crate) fn new(
+        compute: C,
+        cache: C::Cache,
+        intake: Arc<Intake>,
+        storage: S,
+        budget: Budget,
+        page_tokens: usize,
+    ) -> Self {
         let state = State {
             intake,
             tenants: BTreeMap::new(),
             samplers: BTreeMap::new(),
-            batcher: Batcher::new(&compute, budget.kv_pages, page_tokens),
+            batcher: Batcher::new(cache, budget.kv_pages, page_tokens),
             fair: Fair::default(),
             storage,
             files: Files::new(budget.captured_bytes),
@@ -143,7 +151,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
         let page_tokens = self.batcher.page_tokens();
         // The old sampler answers everything it holds as it is dropped.
-        self.batcher = Batcher::new(c, self.budget.kv_pages, page_tokens);
+        let pages = self.budget.kv_pages;
+        // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
+        let cache = c.new_cache(pages).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
+        self.batcher = Batcher::new(cache, pages, page_tokens);
         let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));
         let lost: Vec<ModelId> = self.tenants.iter().filter(lost).map(|(id, _)| id.clone()).collect();
         for model_id in lost {
@@ -447,7 +458,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 reply.send(norm.map(|norm| Response::OptimStep { metrics: vec![("optim/grad_norm".into(), norm)] }));
             }
             Op::Save { target, with_optimizer } => {
-                let state = c.capture(learner, with_optimizer);
+                let state = match c.capture(learner, with_optimizer) {
+                    Ok(state) => state,
+                    Err(failure) => return reply.send(Err(failure)),
+                };
                 let bytes = c.state_bytes(&state).captured;
                 let captured = self.files.try_capture(bytes);
                 if !captured {

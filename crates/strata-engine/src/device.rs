@@ -1,10 +1,11 @@
 //! A real model behind [`Compute`].
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_model::lora::{Adapter, LoraParams};
-use strata_model::{KvCache, LogitsRow, Model, PackedBatch, Targets, TokenLoss};
+use strata_model::{KvCache, Model, PackedBatch, Targets, TokenLoss};
+use strata_tensor::{RowReply, RowRequest};
 
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, StepSpan};
@@ -42,7 +43,7 @@ impl Compute for Device {
 
     fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
         let config = learner::config_of(lora, &self.model).map_err(Failure::User)?;
-        Ok(Learner::fresh(&self.model, config, lora.seed))
+        Learner::fresh(&self.model, config, lora.seed)
     }
 
     fn restore(&self, state: LearnerState) -> Learner {
@@ -67,8 +68,8 @@ impl Compute for Device {
         ))
     }
 
-    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> LearnerState {
-        if with_optimizer { learner.full_state(&self.model) } else { learner.adapter_state() }
+    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> Result<LearnerState, Failure> {
+        if with_optimizer { learner.full_state(&self.model) } else { Ok(learner.adapter_state()) }
     }
 
     fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Self::Frozen), Failure> {
@@ -88,7 +89,7 @@ impl Compute for Device {
     }
 
     fn lose_gradient(&self, learner: &mut Learner, why: &str) {
-        learner.lose_gradient(why);
+        learner.lose_gradient(&self.model, why);
     }
 
     fn pass(&self, parts: &mut [PassPart<'_, Self>], between: Between<'_>) -> Result<Vec<f32>, PassError> {
@@ -109,7 +110,8 @@ impl Compute for Device {
                 loss.losses.push(&datum.loss);
                 push_datum(datum, &mut batch, &mut targets);
             }
-            gradients.push(part.backward.then(|| part.learner.gradient_mut(&self.model)));
+            let gradient = part.backward.then(|| part.learner.gradient_mut(&self.model)).transpose();
+            gradients.push(gradient.map_err(|failure| PassError::Failed(failure.to_string()))?);
         }
         let done = if gradients.iter().all(Option::is_none) {
             self.model.forward_with(&batch, &targets, between)
@@ -119,16 +121,18 @@ impl Compute for Device {
         done.map_err(pass_error)
     }
 
-    fn new_cache(&self, pages: usize) -> KvCache {
-        self.model.new_kv_cache(pages)
+    fn new_cache(&self, pages: usize) -> Result<KvCache, String> {
+        self.model.new_kv_cache(pages).map_err(|error| format!("the cache of keys and values: {error}"))
     }
 
-    fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) {
-        cache.copy_page(from, to);
+    fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
+        cache.copy_page(self.model.backend(), from, to).map_err(|error| error.to_string())
     }
 
     fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32]) {
-        cache.release_pages(free_pages);
+        if let Err(error) = cache.release_pages(self.model.backend(), free_pages) {
+            tracing::error!("pages that nobody needs keep their memory: {error}");
+        }
         strata_tensor::trim_pool();
         release_freed_memory();
     }
@@ -147,14 +151,9 @@ impl Compute for Device {
                 tasks.push(task);
             }
         }
-        let results: Vec<OnceLock<RowResult>> = rows.iter().map(|_| OnceLock::new()).collect();
-        let visit = |i: usize, row: LogitsRow<'_>| {
-            // A row is visited once; a second visit would find the same numbers.
-            let _ = results[i].set(run_task(tasks[i], row));
-        };
-        self.model.step(&batch, cache, &rows, &visit).map_err(|error| error.to_string())?;
-        let results: Option<Vec<RowResult>> = results.into_iter().map(OnceLock::into_inner).collect();
-        results.ok_or_else(|| "the model passed over a row".into())
+        let requests: Vec<RowRequest> = tasks.iter().map(|task| request_of(task)).collect();
+        let replies = self.model.step(&batch, cache, &rows, &requests).map_err(|error| error.to_string())?;
+        Ok(tasks.into_iter().zip(replies).map(|(task, reply)| result_of(task, reply)).collect())
     }
 }
 
@@ -174,13 +173,21 @@ fn pass_error(error: strata_model::Error) -> PassError {
     }
 }
 
-fn run_task(task: &RowTask, row: LogitsRow<'_>) -> RowResult {
+fn request_of(task: &RowTask) -> RowRequest {
     match task {
-        RowTask::Score { .. } if !row.log_normalizer.is_finite() => RowResult::NotNumbers,
-        RowTask::Score { token, topk } => RowResult::Scored(row.logprob(*token), draw::top_k(row, *topk)),
-        RowTask::Draw { settings, samples, position } => {
-            draw::draw(row, settings, samples, *position).map_or(RowResult::NotNumbers, RowResult::Drawn)
+        RowTask::Score { token, topk } => RowRequest { ids: vec![*token], top: *topk, draw: None },
+        RowTask::Draw { settings, samples, position } => draw::request(settings, samples, *position),
+    }
+}
+
+fn result_of(task: &RowTask, reply: Option<RowReply>) -> RowResult {
+    match (task, reply) {
+        (_, None) => RowResult::NotNumbers,
+        (RowTask::Score { .. }, Some(reply)) => {
+            let RowReply { logprobs, top, .. } = reply;
+            RowResult::Scored(logprobs[0], top)
         }
+        (RowTask::Draw { .. }, Some(reply)) => RowResult::Drawn(draw::drawn(reply)),
     }
 }
 

@@ -17,6 +17,7 @@ use crate::admission::Admission;
 use crate::api::{CheckpointSource, Client, Failure, Refusal, Request, RequestId, SaveTarget};
 use crate::budget::{Budget, Needs, StartError};
 use crate::checkpoint::BaseModel;
+use crate::compute::Compute;
 use crate::core::Core;
 use crate::device::Device;
 use crate::disk::{Disk, Done, LoadJob, SaveJob};
@@ -83,7 +84,7 @@ impl EngineHandle {
     /// Starts the engine thread over a model. Without a tokenizer, requests with stop strings fail.
     ///
     /// # Errors
-    /// If `config.memory_bytes` does not suffice, or the system refuses a thread.
+    /// If `config.memory_bytes` does not suffice, or the device has no such memory, or the system refuses a thread.
     pub fn start(mut model: Model, tokenizer: Option<Arc<Tokenizer>>, config: EngineConfig) -> Result<Self, StartError> {
         let logits_bytes = (config.memory_bytes / LOGITS_FRACTION).min(LOGITS_CHUNK_BYTES as u64);
         model.set_logits_chunk_bytes(logits_bytes as usize);
@@ -125,11 +126,14 @@ impl EngineHandle {
             },
             adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),
         };
-        let base = BaseModel { name: config.base_model, modules: model.lora_modules().to_vec() };
+        let (backend, modules) = (model.shared_backend(), model.lora_modules().to_vec());
+        let base = BaseModel { name: config.base_model, backend, modules };
         let storage = DiskStorage::start(base, intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
+        let device = Device::new(model);
+        let cache = device.new_cache(budget.kv_pages).map_err(StartError::Device)?;
         spawn(alive.clone(), intake.clone(), move || {
-            let core = Core::new(Device::new(model), intake.clone(), storage, budget, PAGE_TOKENS);
+            let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS);
             run(core, &intake);
         })?;
         Ok(EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) })

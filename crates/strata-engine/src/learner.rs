@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use strata_model::Model;
 use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet};
-use strata_tensor::PackedStack;
+use strata_tensor::Backend;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::AdapterBytes;
@@ -37,9 +37,9 @@ pub(crate) struct LearnerState {
 
 impl Learner {
     /// A fresh adapter.
-    pub(crate) fn fresh(model: &Model, config: LoraConfig, seed: u64) -> Self {
-        let weights = Arc::new(LoraParams::init(model.lora_modules(), &config, seed));
-        Self::from_state(LearnerState { config, weights, moments: None })
+    pub(crate) fn fresh(model: &Model, config: LoraConfig, seed: u64) -> Result<Self, Failure> {
+        let weights = LoraParams::init(model.backend(), model.lora_modules(), &config, seed).map_err(device_failure)?;
+        Ok(Self::from_state(LearnerState { config, weights: Arc::new(weights), moments: None }))
     }
 
     pub(crate) fn from_state(state: LearnerState) -> Self {
@@ -53,9 +53,9 @@ impl Learner {
     }
 
     /// Adapter and optimizer as they are now. They share memory with the learner until the next step.
-    pub(crate) fn full_state(&mut self, model: &Model) -> LearnerState {
-        let moments = self.moments.get_or_insert_with(|| Moments::zero(model, &self.config)).clone();
-        LearnerState { moments: Some(moments), ..self.adapter_state() }
+    pub(crate) fn full_state(&mut self, model: &Model) -> Result<LearnerState, Failure> {
+        let moments = or_made(&mut self.moments, || Moments::zero(model, &self.config))?.clone();
+        Ok(LearnerState { moments: Some(moments), ..self.adapter_state() })
     }
 
     /// The adapter ready to compute with, packed again if the weights have changed.
@@ -69,20 +69,21 @@ impl Learner {
     }
 
     /// The gradient to add to.
-    pub(crate) fn gradient_mut(&mut self, model: &Model) -> &mut LoraParams {
-        self.gradient.get_or_insert_with(|| LoraParams::zeros(model.lora_modules(), &self.config))
+    pub(crate) fn gradient_mut(&mut self, model: &Model) -> Result<&mut LoraParams, Failure> {
+        or_made(&mut self.gradient, || zeros(model, &self.config))
     }
 
     /// Clears a gradient that a failed pass may have left incomplete; the next step fails, because requests that were answered
     /// had a part in it.
-    pub(crate) fn lose_gradient(&mut self, why: &str) {
-        self.clear_gradient();
+    pub(crate) fn lose_gradient(&mut self, model: &Model, why: &str) {
+        self.clear_gradient(model.backend());
         self.gradient_lost = Some(why.to_string());
     }
 
-    fn clear_gradient(&mut self) {
-        if let Some(gradient) = &mut self.gradient {
-            gradient.tensors_mut().for_each(|t| t.as_mut().fill_zero());
+    fn clear_gradient(&mut self, backend: &dyn Backend) {
+        if self.gradient.as_mut().is_some_and(|gradient| gradient.fill_zero(backend).is_err()) {
+            // The next pass makes one that is zero.
+            self.gradient = None;
         }
     }
 
@@ -90,16 +91,34 @@ impl Learner {
     pub(crate) fn optim_step(&mut self, model: &Model, params: &AdamParams) -> Result<f64, Failure> {
         if let Some(why) = self.gradient_lost.take() {
             // What was added since belongs to the step that fails: the next begins anew.
-            self.clear_gradient();
+            self.clear_gradient(model.backend());
             return Err(Failure::Server(format!("the gradient was lost to an earlier failure ({why}); no step was taken")));
         }
         optimizer::check(params).map_err(Failure::User)?;
         let Learner { config, weights, gradient, moments, packed, .. } = self;
-        let gradient = gradient.get_or_insert_with(|| LoraParams::zeros(model.lora_modules(), config));
-        let moments = moments.get_or_insert_with(|| Moments::zero(model, config));
+        let gradient = or_made(gradient, || zeros(model, config))?;
+        let moments = or_made(moments, || Moments::zero(model, config))?;
+        let weights = optimizer::exclusive(model.backend(), weights)?;
         *packed = None;
-        optimizer::step(model.backend(), params, Arc::make_mut(weights), gradient, moments)
+        optimizer::step(model.backend(), params, weights, gradient, moments)
     }
+}
+
+/// What is there, or else is made now.
+fn or_made<T>(place: &mut Option<T>, make: impl FnOnce() -> Result<T, Failure>) -> Result<&mut T, Failure> {
+    match place {
+        Some(present) => Ok(present),
+        None => Ok(place.insert(make()?)),
+    }
+}
+
+fn zeros(model: &Model, config: &LoraConfig) -> Result<LoraParams, Failure> {
+    LoraParams::zeros(model.backend(), model.lora_modules(), config).map_err(device_failure)
+}
+
+/// What a client is told of a device that refuses.
+pub(crate) fn device_failure(error: impl std::fmt::Display) -> Failure {
+    Failure::Server(error.to_string())
 }
 
 /// Packs adapter parameters for computing.
@@ -112,7 +131,7 @@ pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes 
     let (mut parameters, mut frozen) = (0, 0);
     for (_, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
         parameters += m.num_layers as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64;
-        let packed = |n_in, n_out| PackedStack::bytes(m.num_layers, n_in, n_out, model.dtype()) as u64;
+        let packed = |n_in, n_out| model.backend().packed_bytes(m.num_layers, n_in, n_out, model.dtype()) as u64;
         frozen += packed(m.in_features, config.rank) + packed(config.rank, m.out_features);
     }
     // In training: weights, gradient and two moments in f32, and the packed copy.
@@ -158,10 +177,10 @@ mod tests {
         for rank in [1, 8, 33, 64, 100] {
             let lora = LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true };
             let config = config_of(&lora, &model).unwrap();
-            let mut learner = Learner::fresh(&model, config, 1);
+            let mut learner = Learner::fresh(&model, config, 1).unwrap();
             let bytes = adapter_bytes(&model, &config);
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");
-            let state = learner.full_state(&model);
+            let state = learner.full_state(&model).unwrap();
             let moments = state.moments.unwrap();
             let captured = state.weights.size_bytes() + moments.m.size_bytes() + moments.v.size_bytes();
             assert_eq!(

@@ -7,6 +7,7 @@ use strata_model::lora::{LoraConfig, LoraParams};
 use strata_tensor::{AdamwStep, Backend};
 
 use crate::api::{AdamParams, Failure};
+use crate::learner::device_failure;
 
 /// Adam's running moments.
 #[derive(Clone, Debug)]
@@ -19,10 +20,18 @@ pub(crate) struct Moments {
 
 impl Moments {
     /// Those of an adapter of `config` that has not stepped.
-    pub(crate) fn zero(model: &Model, config: &LoraConfig) -> Self {
-        let zeros = || Arc::new(LoraParams::zeros(model.lora_modules(), config));
-        Moments { m: zeros(), v: zeros(), step: 0 }
+    pub(crate) fn zero(model: &Model, config: &LoraConfig) -> Result<Self, Failure> {
+        let zeros = || LoraParams::zeros(model.backend(), model.lora_modules(), config).map(Arc::new).map_err(device_failure);
+        Ok(Moments { m: zeros()?, v: zeros()?, step: 0 })
     }
+}
+
+/// Parameters to be changed: a copy of their own, if a checkpoint that is being written shares them.
+pub(crate) fn exclusive<'p>(backend: &dyn Backend, params: &'p mut Arc<LoraParams>) -> Result<&'p mut LoraParams, Failure> {
+    if Arc::get_mut(params).is_none() {
+        *params = Arc::new(params.duplicate(backend).map_err(device_failure)?);
+    }
+    Ok(Arc::get_mut(params).expect("nobody else has it"))
 }
 
 /// Checks hyperparameters. The backend computes its factors from them in f64 and rounds each once.
@@ -71,7 +80,7 @@ pub(crate) fn step(
     let mut step = check(params).map_err(Failure::User)?;
     let norm = global_norm(backend, gradient)?;
     if !norm.is_finite() {
-        gradient.tensors_mut().for_each(|t| t.as_mut().fill_zero());
+        gradient.fill_zero(backend).map_err(device_failure)?;
         return Err(Failure::User(format!(
             "the norm of the gradient is {norm}: the step was not taken and the gradient was cleared"
         )));
@@ -80,7 +89,7 @@ pub(crate) fn step(
         step.gradient_scale = (params.grad_clip_norm / norm) as f32;
     }
     step.step = moments.step + 1;
-    let (m, v) = (Arc::make_mut(&mut moments.m), Arc::make_mut(&mut moments.v));
+    let (m, v) = (exclusive(backend, &mut moments.m)?, exclusive(backend, &mut moments.v)?);
     let stacks = weights.tensors_mut().zip(gradient.tensors_mut()).zip(m.tensors_mut()).zip(v.tensors_mut());
     for (((weights, gradient), m), v) in stacks {
         backend.adamw(&step, weights, gradient, m, v).map_err(|e| Failure::Server(format!("optimizer step: {e}")))?;

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use strata_tensor::{Backend, DType, PackedStack, Tensor};
+use strata_tensor::{Backend, DType, HostRef, PackedStack, Tensor};
 
 use crate::{Error, Result};
 
@@ -117,7 +117,7 @@ impl LoraConfig {
 }
 
 /// One quantity of one module of an adapter, for all layers.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct LoraStack {
     /// `[num_layers, rank, in_features]`, f32.
     pub a: Tensor,
@@ -125,28 +125,46 @@ pub struct LoraStack {
     pub b: Tensor,
 }
 
+impl LoraStack {
+    /// Zeros of this rank.
+    ///
+    /// # Errors
+    /// If the backend has no memory.
+    pub(crate) fn zeros(backend: &dyn Backend, module: &LoraModule, rank: usize) -> Result<Self> {
+        Ok(LoraStack {
+            a: backend.zeros(&[module.num_layers, rank, module.in_features], DType::F32)?,
+            b: backend.zeros(&[module.num_layers, rank, module.out_features], DType::F32)?,
+        })
+    }
+}
+
 /// One quantity of a whole adapter: its weights, their gradient, or a moment of Adam. All f32.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct LoraParams {
     /// For each module of the model, in the model's order: its stacks, or `None` if the adapter leaves it alone.
     pub stacks: Vec<Option<LoraStack>>,
 }
 
 impl LoraParams {
-    /// Zeros in the shape of an adapter of `config` on a model with `modules`.
-    pub fn zeros(modules: &[LoraModule], config: &LoraConfig) -> Self {
-        let stack = |m: &LoraModule| LoraStack {
-            a: Tensor::zeros(&[m.num_layers, config.rank, m.in_features], DType::F32),
-            b: Tensor::zeros(&[m.num_layers, config.rank, m.out_features], DType::F32),
+    /// Zeros in the shape of an adapter of `config` on a model with `modules`, in memory of `backend`.
+    ///
+    /// # Errors
+    /// If the backend has no memory.
+    pub fn zeros(backend: &dyn Backend, modules: &[LoraModule], config: &LoraConfig) -> Result<Self> {
+        let stack = |(i, m): (usize, &LoraModule)| match config.carries(i, m) {
+            true => LoraStack::zeros(backend, m, config.rank).map(Some),
+            false => Ok(None),
         };
-        let stacks = modules.iter().enumerate().map(|(i, m)| config.carries(i, m).then(|| stack(m))).collect();
-        LoraParams { stacks }
+        Ok(LoraParams { stacks: modules.iter().enumerate().map(stack).collect::<Result<_>>()? })
     }
 
     /// A fresh adapter: A uniform in ±1/√in_features (Kaiming-uniform with a = √5, as PEFT initialises it), B zero. Each number
     /// depends on `seed`, module, layer and place only.
-    pub fn init(modules: &[LoraModule], config: &LoraConfig, seed: u64) -> Self {
-        let mut params = Self::zeros(modules, config);
+    ///
+    /// # Errors
+    /// If the backend has no memory.
+    pub fn init(backend: &dyn Backend, modules: &[LoraModule], config: &LoraConfig, seed: u64) -> Result<Self> {
+        let mut params = Self::zeros(backend, modules, config)?;
         for (index, (module, stack)) in modules.iter().zip(&mut params.stacks).enumerate() {
             let Some(stack) = stack else { continue };
             let bound = 1.0 / (module.in_features as f32).sqrt();
@@ -156,10 +174,27 @@ impl LoraParams {
                 for (place, value) in values.iter_mut().enumerate() {
                     *value = (strata_tensor::random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
                 }
-                stack.a.row_mut(layer).copy_from_f32(&values).expect("the buffer has the shape of a layer of A");
+                backend.upload(HostRef::from_f32(&values, &[values.len()])?, stack.a.row_mut(layer))?;
             }
         }
-        params
+        Ok(params)
+    }
+
+    /// A copy of its own.
+    ///
+    /// # Errors
+    /// If the backend has no memory.
+    pub fn duplicate(&self, backend: &dyn Backend) -> Result<Self> {
+        let copy = |s: &LoraStack| Ok(LoraStack { a: backend.duplicate(s.a.as_ref())?, b: backend.duplicate(s.b.as_ref())? });
+        Ok(LoraParams { stacks: self.stacks.iter().map(|s| s.as_ref().map(copy).transpose()).collect::<Result<_>>()? })
+    }
+
+    /// Sets every number to zero.
+    ///
+    /// # Errors
+    /// If the backend refuses.
+    pub fn fill_zero(&mut self, backend: &dyn Backend) -> Result<()> {
+        self.tensors_mut().try_for_each(|t| Ok(backend.fill_zero(t.as_mut())?))
     }
 
     /// All tensors, A before B, module after module.
@@ -196,7 +231,7 @@ impl Adapter {
     /// Packs `params` for a model whose matmuls run in `dtype`.
     ///
     /// # Errors
-    /// If a stack does not have the shape its module asks for.
+    /// If a stack does not have the shape its module asks for, or the backend has no memory.
     pub fn pack(
         backend: &dyn Backend,
         dtype: DType,
@@ -210,10 +245,10 @@ impl Adapter {
                 pairs.push(None);
                 continue;
             };
-            let mut a = PackedStack::zeros(module.num_layers, module.in_features, config.rank, dtype);
-            let mut b = PackedStack::zeros(module.num_layers, config.rank, module.out_features, dtype);
+            let mut a = backend.packed(module.num_layers, module.in_features, config.rank, dtype)?;
+            let mut b = backend.packed(module.num_layers, config.rank, module.out_features, dtype)?;
             for layer in 0..module.num_layers {
-                backend.pack_rows(&mut a, layer, 0, stack.a.row(layer))?;
+                backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
                 backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
             }
             pairs.push(Some(PackedPair { a, b }));

@@ -1,11 +1,12 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use strata_tensor::{
-    Backend, Between, DType, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradients, LoraSite, Tape, TargetLoss,
-    Tensor, TensorMut, TensorRef, logits_chunk_rows, random, target_logprobs, visit_logits,
+    Backend, Between, DType, HostRef, HostTensor, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradient, LoraGradients,
+    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, logits_chunk_rows, random, read_logits, target_logprobs,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -39,22 +40,6 @@ pub struct Targets {
 pub trait TokenLoss: Sync {
     /// Writes the derivative of the loss by each log-probability of targets `first..first + logprobs.len()` of the pass.
     fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]);
-}
-
-/// The model's prediction after one token.
-#[derive(Clone, Copy)]
-pub struct LogitsRow<'a> {
-    /// `[vocab_size]`.
-    pub logits: &'a [f32],
-    /// Logarithm of the sum of the exponentials of the logits.
-    pub log_normalizer: f32,
-}
-
-impl LogitsRow<'_> {
-    /// Log-probability of a token, the same bits that a training pass computes for it.
-    pub fn logprob(&self, token: u32) -> f32 {
-        self.logits[token as usize] - self.log_normalizer
-    }
 }
 
 /// A frozen base model in memory.
@@ -109,9 +94,10 @@ impl Model {
         batch.push_sequence(&tokens[..self.config.max_position_embeddings.min(2)]);
         let mut first = None;
         let mut observe = |what, value: &Tensor| {
-            if first.is_none() && first_not_finite(value.as_ref()).is_some() {
+            if first.is_none() && first_not_finite(self.backend.to_host(value.as_ref())?.as_ref()).is_some() {
                 first = Some(what);
             }
+            Ok(())
         };
         self.forward_observed(&batch, &mut observe).map_err(|e| format!("two tokens cannot be computed: {e}"))?;
         match first {
@@ -130,9 +116,14 @@ impl Model {
         &self.config
     }
 
-    /// What computes.
+    /// What computes, and has the model's memory.
     pub fn backend(&self) -> &dyn Backend {
         &*self.backend
+    }
+
+    /// As [`Model::backend`], for whoever reads or fills memory of it on another thread.
+    pub fn shared_backend(&self) -> Arc<dyn Backend> {
+        self.backend.clone()
     }
 
     /// Dtype of weights, matmul inputs, keys and values.
@@ -154,7 +145,7 @@ impl Model {
     /// `n * (train_bytes_per_token() + lora_bytes_per_token(r)) + workspace_bytes()`, and 64 bytes for each target; a pass that only scores and a
     /// [`Model::step`] take less. The batch, weights, adapters and gradients are not in it.
     pub fn train_bytes_per_token(&self) -> usize {
-        with_rounding(self.architecture.train_bytes_per_token() + TOKEN_LISTS_BYTES)
+        with_rounding(self.architecture.train_bytes_per_token(self.backend()) + TOKEN_LISTS_BYTES)
     }
 
     /// Bytes that adapters of ranks up to `rank` add to [`Model::train_bytes_per_token`].
@@ -178,21 +169,24 @@ impl Model {
     /// Packs adapter parameters for this model.
     ///
     /// # Errors
-    /// If a stack does not have the shape its module asks for.
+    /// If a stack does not have the shape its module asks for, or the backend has no memory.
     pub fn pack_adapter(&self, config: LoraConfig, params: &LoraParams) -> Result<Arc<Adapter>> {
         Adapter::pack(self.backend(), self.dtype, self.lora_modules(), config, params)
     }
 
     /// A KV cache of `num_pages` pages for this model.
-    pub fn new_kv_cache(&self, num_pages: usize) -> KvCache {
+    ///
+    /// # Errors
+    /// If the backend has no memory.
+    pub fn new_kv_cache(&self, num_pages: usize) -> Result<KvCache> {
         let c = &self.config;
-        KvCache::new(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype, num_pages)
+        KvCache::new(self.backend(), c.num_layers, [c.num_kv_heads, c.head_dim], self.dtype, num_pages)
     }
 
     /// Bytes of one page of this model's KV cache.
     pub fn kv_page_bytes(&self) -> usize {
         let c = &self.config;
-        KvCache::page_bytes(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype)
+        c.num_layers * self.backend.kv_page_bytes(c.num_kv_heads, c.head_dim, self.dtype)
     }
 
     /// Log-probabilities of all targets, with no gradient. Bits equal those of [`Model::forward_backward`] and [`Model::step`].
@@ -283,8 +277,8 @@ impl Model {
         Ok(target_logprobs(self.backend(), hidden, w, &inputs.lora(0, &[(module, 0)]), pass)?)
     }
 
-    /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Calls `visit(i, row)` with the prediction
-    /// after token `rows[i]` of the batch, for all `i`, from several threads, in no particular order. `rows` must be sorted.
+    /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Answers what `requests[i]` asks of the prediction after token
+    /// `rows[i]` of the batch; `None` where the logits are not finite numbers. `rows` must be sorted.
     ///
     /// # Errors
     /// If a token is not in the vocabulary, pages do not hold a sequence, or rows are out of range or order.
@@ -293,32 +287,32 @@ impl Model {
         batch: &PackedBatch<'_>,
         cache: &mut KvCache,
         rows: &[usize],
-        visit: &(dyn Fn(usize, LogitsRow<'_>) + Sync),
-    ) -> Result<()> {
+        requests: &[RowRequest],
+    ) -> Result<Vec<Option<RowReply>>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let undisturbed = &mut || ControlFlow::Continue(());
         let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None, undisturbed)?;
         let (w, module) = self.architecture.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
-        visit_logits(self.backend(), hidden.value(), w, &lora, rows, self.logits_chunk_bytes, &|i, logits, log_normalizer| {
-            visit(i, LogitsRow { logits, log_normalizer });
-        })?;
-        Ok(())
+        Ok(read_logits(self.backend(), hidden.value(), w, &lora, rows, requests, self.logits_chunk_bytes)?)
     }
 
     /// Runs whole sequences and shows what is on the way, logits last. For looking at a model; a batch's logits are all in memory.
     ///
     /// # Errors
-    /// As [`Model::forward`].
-    pub fn forward_observed(&self, batch: &PackedBatch<'_>, observe: &mut dyn FnMut(Observed, &Tensor)) -> Result<()> {
+    /// As [`Model::forward`], and those of `observe`.
+    pub fn forward_observed(
+        &self,
+        batch: &PackedBatch<'_>,
+        observe: &mut dyn FnMut(Observed, &Tensor) -> Result<()>,
+    ) -> Result<()> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
         let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.architecture.unembedding();
         let logits = tape.linear(&hidden, w, None, inputs.lora(0, &[(module, 0)]))?;
-        observe(Observed::Logits, logits.value());
-        Ok(())
+        observe(Observed::Logits, logits.value())
     }
 }
 
@@ -337,9 +331,18 @@ struct GroupGradients<'g, 'p> {
 }
 
 impl LoraGradients for GroupGradients<'_, '_> {
-    fn at(&mut self, site: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)> {
-        let stack = self.groups[site.group].as_mut()?.stacks[site.module].as_mut()?;
-        Some((stack.a.row_mut(site.layer), stack.b.row_mut(site.layer)))
+    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+        let places: HashMap<_, _> = sites.iter().enumerate().map(|(i, s)| ((s.group, s.module), i)).collect();
+        let mut all: Vec<Option<LoraGradient<'_>>> = sites.iter().map(|_| None).collect();
+        for (group, params) in self.groups.iter_mut().enumerate() {
+            for (module, stack) in params.iter_mut().flat_map(|p| &mut p.stacks).enumerate() {
+                if let (Some(&i), Some(stack)) = (places.get(&(group, module)), stack) {
+                    let layer = sites[i].layer;
+                    all[i] = Some(LoraGradient { a: stack.a.row_mut(layer), b: stack.b.row_mut(layer) });
+                }
+            }
+        }
+        all
     }
 }
 
@@ -366,7 +369,7 @@ impl WeightSource for CheckpointWeights<'_> {
         name: &str,
         shape: &[usize],
         dtype: DType,
-        store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
@@ -411,7 +414,7 @@ impl WeightSource for RandomWeights {
         name: &str,
         shape: &[usize],
         dtype: DType,
-        store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
         let row_len = shape[1..].iter().product::<usize>();
         for rows in slices(shape) {
@@ -419,7 +422,7 @@ impl WeightSource for RandomWeights {
             random_parameter(name, shape, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
             let mut slice_shape = shape.to_vec();
             slice_shape[0] = rows.len();
-            store(rows.start, Tensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
+            store(rows.start, HostTensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
         }
         self.index += 1;
         Ok(())

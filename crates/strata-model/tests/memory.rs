@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use strata_model::checkpoint::Checkpoint;
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_model::{Model, ModelConfig, PackedBatch, Targets, TokenLoss};
-use strata_tensor::{CpuBackend, DType, Isa};
+use strata_tensor::{CpuBackend, DType, Isa, RowRequest};
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
@@ -119,7 +119,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
         model.set_logits_chunk_bytes(3 << 20);
         for rank in [1, 32] {
             let lora = LoraConfig { rank, alpha: 8.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE };
-            let params = LoraParams::init(model.lora_modules(), &lora, 3);
+            let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
             let adapter = model.pack_adapter(lora, &params).unwrap();
             for lengths in batches {
                 let mut batch = PackedBatch::new();
@@ -129,7 +129,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
                 }
                 let n = batch.len();
                 let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=n).collect() };
-                let mut gradients = LoraParams::zeros(model.lora_modules(), &lora);
+                let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora).unwrap();
                 let per_token = model.train_bytes_per_token() + model.lora_bytes_per_token(rank) + 64;
                 let said = n * per_token + model.workspace_bytes();
                 let trained = peak_bytes(|| {
@@ -137,7 +137,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
                 });
                 let scored = peak_bytes(|| drop(model.forward(&batch, &targets).unwrap()));
                 let pages = lengths.iter().map(|len| len.div_ceil(64)).sum();
-                let mut cache = model.new_kv_cache(pages);
+                let mut cache = model.new_kv_cache(pages).unwrap();
                 let mut prefill = PackedBatch::new();
                 prefill.begin_group(Some(&adapter));
                 let mut page = 0u32;
@@ -147,7 +147,8 @@ fn passes_take_no_more_memory_than_the_model_says() {
                     prefill.push_cached(&batch.tokens[span.tokens.clone()], 0, of_span);
                 }
                 let rows: Vec<usize> = (0..n).collect();
-                let stepped = peak_bytes(|| model.step(&prefill, &mut cache, &rows, &|_, _| ()).unwrap());
+                let requests = vec![RowRequest::default(); n];
+                let stepped = peak_bytes(|| drop(model.step(&prefill, &mut cache, &rows, &requests).unwrap()));
                 let context = format!("{config:?} {dtype} rank {rank}: {} sequences, {n} tokens", lengths.len());
                 for (what, taken) in [("trained", trained), ("scored", scored), ("stepped", stepped)] {
                     assert!(taken <= said, "{what} with {taken} bytes, said {said}: {context}");

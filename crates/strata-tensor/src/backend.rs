@@ -1,58 +1,19 @@
 //! What every device must do: memory-to-memory forms of the fused ops, with shapes already checked.
 //!
-//! Methods panic where an index is out of bounds; the ops of this crate, which are their only callers outside a backend, check first
-//! and return errors. They also see to what a backend could only find out at a cost: the sequences of a batch do not overlap, and no two of
+//! The ops of this crate, which are the only callers of these methods outside a backend, check shapes and indices first; a backend may panic at what
+//! they refuse. They also see to what a backend could only find out at a cost: the sequences of a batch do not overlap, and no two of
 //! them write one page of a cache, so that threads may write without looking at each other.
 
 use std::ops::Range;
 
-use crate::{DType, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
+use crate::memory::Memory;
+use crate::tape::LoraGroup;
+use crate::{DType, KvPages, PackedRef, Result, Tensor, TensorMut, TensorRef};
 
 /// Tokens of a granule. A reduction over tokens, on any device, takes the tokens of a sequence by so many at a time, in whatever order within them, and begins
 /// a granule with each sequence: so what is reduced in several parts has the same bits if it is cut between granules. It is what a matrix unit takes in one step
 /// (AMX and tensor cores 16 or 32 numbers of bf16).
 pub const TOKEN_GRANULE: usize = 32;
-
-/// Some rows and columns of a matrix `[rows, columns]`.
-#[derive(Clone)]
-pub struct Block<'a> {
-    /// The matrix.
-    pub tensor: &'a Tensor,
-    /// The rows.
-    pub rows: Range<usize>,
-    /// The columns.
-    pub columns: Range<usize>,
-}
-
-impl<'a> Block<'a> {
-    /// All of a matrix; further axes count as columns.
-    pub fn whole(tensor: &'a Tensor) -> Self {
-        Block { tensor, rows: 0..tensor.rows(), columns: 0..tensor.shape().row_len() }
-    }
-
-    /// Some rows of a matrix.
-    pub fn rows(tensor: &'a Tensor, rows: Range<usize>) -> Self {
-        Block { tensor, rows, columns: 0..tensor.shape().row_len() }
-    }
-}
-
-/// Where in an output matrix a product goes, and whether it adds to what is there.
-#[derive(Clone)]
-pub struct Target {
-    /// First row.
-    pub first_row: usize,
-    /// First column.
-    pub first_column: usize,
-    /// Whether to add instead of overwrite.
-    pub accumulate: bool,
-}
-
-impl Target {
-    /// The whole output, overwritten.
-    pub fn overwrite() -> Self {
-        Target { first_row: 0, first_column: 0, accumulate: false }
-    }
-}
 
 /// One sequence of a packed batch, as attention sees it.
 #[derive(Clone, Debug)]
@@ -126,8 +87,66 @@ pub struct AdamwStep {
     pub step: u64,
 }
 
+/// Accumulators of the gradients of one low-rank pair, f32.
+pub struct LoraGradient<'a> {
+    /// Of A: `[rank, in]`.
+    pub a: TensorMut<'a>,
+    /// Of B transposed: `[rank, out]`.
+    pub b: TensorMut<'a>,
+}
+
+/// What [`Backend::lora`] keeps for its backward, in whatever form the backend wants it: for each group and projection, in order,
+/// `scale · x·Aᵀ` in the compute dtype.
+#[derive(Default)]
+pub struct LowProducts(pub(crate) Vec<Tensor>);
+
+/// Target tokens, any number for each row; one may occur twice in a row.
+#[derive(Clone, Copy)]
+pub struct LogprobTargets<'t> {
+    /// Token ids, row after row.
+    pub ids: &'t [u32],
+    /// `offsets[r]..offsets[r + 1]` are the targets of row `r`; `[rows + 1]`, from 0 to the number of targets.
+    pub offsets: &'t [usize],
+}
+
+/// What is wanted of the prediction in one row of logits. By default nothing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RowRequest {
+    /// Tokens whose log-probabilities are wanted.
+    pub ids: Vec<u32>,
+    /// How many of the most probable tokens are wanted.
+    pub top: usize,
+    /// Tokens to draw.
+    pub draw: Option<Draw>,
+}
+
+/// How to draw tokens from a row of logits. The order of filters is temperature, top-k, top-p; top-p counts probability among what top-k left.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Draw {
+    /// What logits are divided by; 0 takes the most probable token, of equals that of the lowest id.
+    pub temperature: f32,
+    /// Draw among this many of the most probable tokens only.
+    pub top_k: Option<usize>,
+    /// Draw among the fewest of the most probable tokens whose probability is at least this; 1 draws among all.
+    pub top_p: f32,
+    /// A number from [0, 1) for each token to draw.
+    pub uniforms: Vec<f64>,
+}
+
+/// What was asked of a row with a [`RowRequest`]. Log-probabilities are at temperature 1, whatever the settings of a draw, and have the bits that
+/// [`Backend::target_logprobs`] gives.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RowReply {
+    /// Of the ids that were asked for.
+    pub logprobs: Vec<f32>,
+    /// The most probable tokens with theirs, best first; of equals the lower id first.
+    pub top: Vec<(u32, f32)>,
+    /// The tokens that were drawn with theirs.
+    pub drawn: Vec<(u32, f32)>,
+}
+
 /// A device that computes the fused ops.
-pub trait Backend: Send + Sync {
+pub trait Backend: Memory + Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
 
@@ -144,36 +163,42 @@ pub trait Backend: Send + Sync {
     /// Names the geometry and the limit.
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()>;
 
-    /// Writes `rows: [n, in_features]` as outputs `first_output..first_output + n` of a layer of packed weights.
-    fn pack_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: TensorRef<'_>) -> Result<()>;
+    /// `y = x·Wᵀ`, f32 `[tokens, out_features]`, for `x: [tokens, in_features]` in the weight's dtype.
+    fn matmul(&self, x: &Tensor, w: PackedRef<'_>, y: &mut Tensor) -> Result<()>;
 
-    /// Writes `columns: [in_features, out_features]` (the transposed weight) as a layer of packed weights.
-    fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()>;
+    /// `dx = dy·W`, f32 `[tokens, in_features]`, for `dy: [tokens, out_features]` in the weight's dtype.
+    fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()>;
 
-    /// `y = x·Wᵀ`, f32, into a place of `y`.
-    fn matmul(&self, x: Block<'_>, w: PackedRef<'_>, y: &mut Tensor, target: Target);
+    /// Adds the low-rank products of all groups and projections to `y`, in their order: `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in
+    /// brackets rounded to the dtype of `x`.
+    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts>;
 
-    /// `dx = dy·W`, f32, into a place of `dx`.
-    fn matmul_transposed(&self, dy: Block<'_>, w: PackedRef<'_>, dx: &mut Tensor, target: Target);
-
-    /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]`, adding sequence after sequence; `sequences` are rows counted
-    /// from the first of the blocks.
-    fn matmul_weight_gradient(&self, low: Block<'_>, x: Block<'_>, sequences: &[Range<usize>], dw: TensorMut<'_>);
+    /// The way back of [`Backend::lora`]: adds to f32 `dx`, if there is one, and to the gradients of the pairs, one for each group and projection, in
+    /// order. Gradients add sequence after sequence.
+    fn lora_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        low: &LowProducts,
+        groups: &[LoraGroup<'_>],
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dx: Option<&mut Tensor>,
+    ) -> Result<()>;
 
     /// Rows `ids` of `table: [vocab, hidden]`, as f32.
-    fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor);
+    fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()>;
 
     /// Rows `ids` of a packed table, as f32.
-    fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor);
+    fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()>;
 
     /// RMSNorm of every row of f32 `x` with f32 `weight`, into the dtype of `y`.
-    fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor);
+    fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;
 
     /// Adds to f32 `dx` the gradient of [`Backend::rms_norm`] by its input.
-    fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor);
+    fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) -> Result<()>;
 
     /// Cosines and sines for these positions: frequencies `theta^(-2i/head_dim)` as Hugging Face computes them, in f32.
-    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Rotary;
+    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Result<Rotary>;
 
     /// Splits f32 `qkv: [tokens, qkv_width]`, normalises heads of q and k where weights are given, and rotates them.
     fn norm_rotate(
@@ -183,7 +208,7 @@ pub trait Backend: Send + Sync {
         rotary: &Rotary,
         g: &AttentionGeometry,
         out: &mut Qkv,
-    );
+    ) -> Result<()>;
 
     /// Gradient of [`Backend::norm_rotate`] by its input, into the dtype of `dqkv`; `gradient` is f32.
     fn norm_rotate_backward(
@@ -194,10 +219,10 @@ pub trait Backend: Send + Sync {
         rotary: &Rotary,
         g: &AttentionGeometry,
         dqkv: &mut Tensor,
-    );
+    ) -> Result<()>;
 
     /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence.
-    fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages);
+    fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()>;
 
     /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position and nothing else:
     /// what lies further on, of its sequence or left by others, does not reach its result, be it infinite or NaN. `out` is as `q`; `log_normalizers: [tokens, heads]`, f32.
@@ -209,7 +234,7 @@ pub trait Backend: Send + Sync {
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
-    );
+    ) -> Result<()>;
 
     /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32.
     #[allow(clippy::too_many_arguments)]
@@ -222,32 +247,40 @@ pub trait Backend: Send + Sync {
         g: &AttentionGeometry,
         spans: &[AttentionSpan<'_>],
         gradient: &mut Qkv,
-    );
+    ) -> Result<()>;
 
     /// `silu(gate) * up` of every row of f32 `gate_up: [tokens, 2 * n]`, into the dtype of `y: [tokens, n]`.
-    fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor);
+    fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) -> Result<()>;
 
     /// Gradient of [`Backend::swiglu`] by its input, into the dtype of `dgate_up`; `dy` is f32.
-    fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor);
+    fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) -> Result<()>;
 
-    /// `y = x * scale`, from f32 to the dtype of `y`.
-    fn convert(&self, x: &Tensor, scale: f32, y: &mut Tensor);
+    /// `y = x` in the dtype of `y`: f32 rounded for a matmul, or widened back.
+    fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
 
     /// `y += x`, f32.
-    fn add(&self, x: &Tensor, y: &mut Tensor);
+    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
 
     /// Adds f32 `bias: [columns]` to every row of f32 `y`.
-    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor);
+    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) -> Result<()>;
 
-    /// Logarithm of the sum of the exponentials of every row of f32 `logits`.
-    fn log_normalizers(&self, logits: &Tensor) -> Vec<f32>;
+    /// Log-probabilities of the targets of every row of f32 `logits: [rows, vocab]`. Also writes the logarithm of the sum of the exponentials of
+    /// each row to `log_normalizers: [rows]`, f32, for [`Backend::logits_gradient`].
+    fn target_logprobs(&self, logits: &Tensor, targets: LogprobTargets<'_>, log_normalizers: &mut Tensor) -> Result<Vec<f32>>;
 
-    /// The gradient of a loss by logits, into the dtype of `dlogits`: for row `r`, `Σ_k g_k (1[v = id_k] − p_v)` over its pairs
-    /// `(id_k, g_k)`, `terms[r]`.
-    fn logits_gradient(&self, logits: &Tensor, log_normalizers: &[f32], terms: &[Vec<(u32, f32)>], dlogits: &mut Tensor);
+    /// The gradient of a loss by logits, into the dtype of `dlogits`, from its derivatives `gradient` by the log-probabilities of the targets: for each
+    /// row `Σ_k g_k (1[v = id_k] − p_v)` over its targets `k`.
+    fn logits_gradient(
+        &self,
+        logits: &Tensor,
+        log_normalizers: &Tensor,
+        targets: LogprobTargets<'_>,
+        gradient: &[f32],
+        dlogits: &mut Tensor,
+    ) -> Result<()>;
 
-    /// Calls `visit(i, row, log_normalizer)` for every row of f32 `logits`, from several threads.
-    fn visit_rows(&self, logits: &Tensor, visit: &(dyn Fn(usize, &[f32], f32) + Sync));
+    /// What is asked of every row of f32 `logits: [rows, vocab]`; `None` for a row whose logits are not finite numbers.
+    fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>>;
 
     /// One AdamW step (Loshchilov & Hutter, 2019, arXiv:1711.05101) over a stack, all f32; clears `gradient`.
     fn adamw(

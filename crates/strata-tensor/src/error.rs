@@ -1,8 +1,8 @@
-//! What can go wrong with a number: always a shape, a dtype or an index, named with its value.
+//! What can go wrong with a number: a shape, a dtype or an index, named with its value, or memory that is not to be had.
 
 use crate::DType;
 
-/// An operation was given tensors that do not fit it.
+/// An operation was given tensors that do not fit it, or the device could not do it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Two shapes that had to agree do not.
@@ -40,6 +40,15 @@ pub enum Error {
     /// A size or combination that this build does not support.
     #[error("{0}")]
     Unsupported(String),
+    /// The device has no memory for this. Nothing was changed.
+    #[error("out of memory: {bytes} bytes are not to be had")]
+    OutOfMemory {
+        /// What was asked for.
+        bytes: usize,
+    },
+    /// A tensor, weights or pages that another backend allocated.
+    #[error("memory of another device")]
+    ForeignMemory,
     /// Whoever was asked between two parts of a pass said to stop.
     #[error("the pass was interrupted")]
     Interrupted,

@@ -1,40 +1,53 @@
 //! What a number is: dtypes, tensors, fused operations with their backward, the tape, and the backends that compute them.
 //!
 //! Map:
-//! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors; `memory`: their recycled buffers.
-//! - [`packed`](PackedStack): weights of linear layers in the layout that matmuls stream.
+//! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors. [`weights`](PackedStack), [`kv`](KvPages): weights of
+//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`host`](HostRef): numbers on the host.
+//! - [`memory`](Memory): what every device does with memory; `storage`: why nobody else can.
 //! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
-//! - [`backend`](Backend): what every device must do; `cpu` is the reference and the fast path of processors.
+//! - [`backend`](Backend): what every device must compute; `cpu` is the reference and the fast path of processors.
 //!
 //! Invariants:
 //! - Every reduction has one order, fixed by the shapes of that row or sequence: results do not depend on the
 //!   number of threads, on other rows of a batch, or on whether a row was computed in a batch of one or of a thousand.
 //! - Nothing outside `backend` and `cpu` knows a device.
+//! - Tensors, weights and pages belong to the backend that allocated them. The host sees what is in them through [`Memory::download`] and what ops
+//!   answer, and in no other way: [`Tensor`] gives nobody a slice. `cpu/views.rs` is where slices of host memory are made.
+//! - What a device refuses, memory included, is an error of the op that wanted it.
 
 mod backend;
 mod cpu;
 mod dtype;
 mod error;
+mod host;
 mod kv;
 mod memory;
 mod ops;
-mod packed;
 pub mod random;
+mod storage;
 mod tape;
 mod tensor;
-#[cfg(test)]
-mod testing;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+mod weights;
 
-pub use backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, Block, Qkv, Rotary, Target};
-pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics};
+pub use backend::{
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, LogprobTargets, LoraGradient, LowProducts, Qkv, Rotary,
+    RowReply, RowRequest,
+};
+pub use cpu::{
+    Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit,
+    trim_pool,
+};
 pub use dtype::DType;
 pub use error::{Error, Result};
+pub use host::{HostRef, HostTensor};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
-pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};
+pub use memory::Memory;
 pub use ops::{
-    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss,
-    attention_pages_bytes, logits_chunk_rows, target_logprobs, visit_logits,
+    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
+    logits_chunk_rows, read_logits, target_logprobs,
 };
-pub use packed::{PackedRef, PackedStack};
 pub use tape::{Between, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
+pub use weights::{PackedRef, PackedStack};

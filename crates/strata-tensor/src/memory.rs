@@ -1,350 +1,134 @@
-//! Memory of tensors: aligned, and recycled between the ops of a step.
-//!
-//! A step allocates and frees the same few large buffers for every layer. Handing them back to the system each time would cost a
-//! page fault for every 4 KiB written (about a tenth of a layer's time), so freed buffers wait in a pool for the next
-//! tensor of about their size. The pool holds at most [`set_pool_limit`] bytes: beyond it, what has waited longest goes back first.
+//! The memory of a device, and the only ways in and out of it.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use crate::host::{HostRef, f32_bytes_mut};
+use crate::{DType, Error, HostTensor, KvPages, PackedStack, Result, Shape, Tensor, TensorMut, TensorRef};
 
-/// Alignment of every buffer: a page, so that rows of packed matrices start on cache lines and huge pages can back them.
-const ALIGN_BYTES: usize = 4096;
-/// Buffers below this are left to the allocator, which is good at them.
-const POOLED_MIN_BYTES: usize = 64 << 10;
-/// From here on, map pages and ask for huge ones: a matrix of this size is streamed, and page walks would cost bandwidth.
-#[cfg(target_os = "linux")]
-const MAPPED_MIN_BYTES: usize = 4 << 20;
-/// What the pool keeps unless someone says otherwise.
-const POOL_LIMIT_BYTES: usize = 256 << 20;
+/// What every device does with memory. Tensors, packed weights and pages are allocated here and belong to the backend that allocated them; only
+/// [`Memory::upload`] and [`Memory::download`] pass elements between it and the host.
+///
+/// Allocation fails with [`Error::OutOfMemory`]; memory of another backend is refused with [`Error::ForeignMemory`].
+pub trait Memory {
+    /// A tensor of zeros.
+    fn zeros(&self, shape: &[usize], dtype: DType) -> Result<Tensor>;
 
-static POOL: Mutex<Pool> = Mutex::new(Pool::new(POOL_LIMIT_BYTES));
-/// Bytes of all buffers that are in use, and the most there have been.
-static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
-static PEAK_LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
+    /// A tensor that holds anything: whoever asks for it overwrites all of it.
+    fn scratch(&self, shape: &[usize], dtype: DType) -> Result<Tensor>;
 
-/// Sets how many bytes of freed buffers the process keeps for the next tensors at most. What is held beyond it goes back to the system.
-pub fn set_pool_limit(bytes: usize) {
-    let mut pool = pool();
-    pool.limit_bytes = bytes;
-    let evicted = pool.evict();
-    drop(pool);
-    evicted.into_iter().for_each(Allocation::release);
-}
+    /// Writes elements of the host: bit for bit, or from f32 rounded to the dtype of `to`.
+    ///
+    /// # Errors
+    /// If the numbers of elements differ, or the dtypes do and it is not from f32.
+    fn upload(&self, source: HostRef<'_>, to: TensorMut<'_>) -> Result<()>;
 
-/// Gives all freed buffers back to the system.
-pub fn trim_pool() {
-    let mut pool = pool();
-    let held = std::mem::take(&mut pool.free);
-    pool.held_bytes = 0;
-    drop(pool);
-    held.into_values().flatten().for_each(|waiting| waiting.allocation.release());
-}
+    /// Reads the elements, bit for bit, in the byte order of this machine.
+    ///
+    /// # Errors
+    /// If `out` is not of [`TensorRef::size_bytes`].
+    fn download(&self, source: TensorRef<'_>, out: &mut [u8]) -> Result<()>;
 
-/// Bytes of freed buffers that are kept for the next tensors.
-pub fn pool_held_bytes() -> usize {
-    pool().held_bytes
-}
+    /// Copies a tensor over one of the same dtype and number of elements.
+    ///
+    /// # Errors
+    /// If they do not fit.
+    fn copy(&self, source: TensorRef<'_>, to: TensorMut<'_>) -> Result<()>;
 
-/// Bytes of the buffers of all tensors, packed weights and caches there are. Memory of a buffer that was never touched counts, though the system
-/// has not handed it out.
-pub fn live_bytes() -> usize {
-    LIVE_BYTES.load(Ordering::Relaxed)
-}
+    /// Rows `rows` of `source: [n, ...]`, in that order, to `out: [rows.len(), ...]` of the same dtype.
+    ///
+    /// # Errors
+    /// If a row is not there, or `out` does not fit.
+    fn gather(&self, source: TensorRef<'_>, rows: &[usize], out: &mut Tensor) -> Result<()>;
 
-/// The most that [`live_bytes`] has been since the start of the process, or since [`reset_peak_live_bytes`].
-pub fn peak_live_bytes() -> usize {
-    PEAK_LIVE_BYTES.load(Ordering::Relaxed)
-}
+    /// Sets every element to zero.
+    fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()>;
 
-/// Begins a new measurement of [`peak_live_bytes`]. The counters are those of the whole process: for tests and benchmarks that are alone in it.
-pub fn reset_peak_live_bytes() {
-    PEAK_LIVE_BYTES.store(live_bytes(), Ordering::Relaxed);
-}
+    /// A stack of zero weights for products in `dtype`. The memory is not touched until it is written.
+    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<PackedStack>;
 
-fn pool() -> MutexGuard<'static, Pool> {
-    // A panic leaves the pool as it was: nothing in it is taken apart and put together again.
-    POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
+    /// Bytes that such a stack takes, padding included.
+    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize;
 
-struct Pool {
-    /// Free buffers by capacity; of each, the latest freed last.
-    free: BTreeMap<usize, VecDeque<Waiting>>,
-    held_bytes: usize,
-    limit_bytes: usize,
-    /// Buffers that were ever freed into the pool.
-    num_freed: u64,
-}
+    /// Writes `rows: [n, in_features]` of the host as outputs `first_output..first_output + n` of a layer of packed weights; rounds f32 where weights are
+    /// narrower.
+    ///
+    /// # Errors
+    /// If layer, rows or dtype do not fit.
+    fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()>;
 
-/// A buffer in the pool.
-struct Waiting {
-    allocation: Allocation,
-    /// When it was freed, counted in buffers.
-    freed: u64,
-}
+    /// As [`Memory::upload_rows`] for all rows of a layer, `[out_features, in_features]`, from a tensor.
+    ///
+    /// # Errors
+    /// If layer, shape or dtype do not fit.
+    fn pack_rows(&self, stack: &mut PackedStack, layer: usize, rows: TensorRef<'_>) -> Result<()>;
 
-impl Pool {
-    const fn new(limit_bytes: usize) -> Self {
-        Pool { free: BTreeMap::new(), held_bytes: 0, limit_bytes, num_freed: 0 }
+    /// Writes `columns: [in_features, out_features]` (the transposed weight) as a layer of packed weights.
+    ///
+    /// # Errors
+    /// As [`Memory::pack_rows`].
+    fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()>;
+
+    /// Room for `num_pages` pages of keys and values of one layer. Memory is touched only as pages are used.
+    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages>;
+
+    /// As [`Memory::kv_pages`], for as long as an op: pages that hold what others left, which nobody sees, see
+    /// [`Backend::attention`](crate::Backend::attention).
+    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages>;
+
+    /// Bytes of one page.
+    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize;
+
+    /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. What follows that place is never seen.
+    ///
+    /// # Errors
+    /// If a page is not there.
+    fn copy_page(&self, pages: &mut KvPages, from: u32, to: u32) -> Result<()>;
+
+    /// Gives the memory of pages that are free back to the system, as far as it can take it; they take memory again once they are written.
+    ///
+    /// # Errors
+    /// If a page is not there.
+    fn release_pages(&self, pages: &mut KvPages, free: &[u32]) -> Result<()>;
+
+    /// A tensor with these values, rounded where `dtype` is narrower than `f32`.
+    ///
+    /// # Errors
+    /// If the number of values is not that of the shape.
+    fn from_f32(&self, values: &[f32], shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let source = HostRef::from_f32(values, shape)?;
+        let mut tensor = self.scratch(shape, dtype)?;
+        self.upload(source, tensor.as_mut())?;
+        Ok(tensor)
     }
 
-    fn take(&mut self, capacity: usize) -> Option<Allocation> {
-        let found = self.free.get_mut(&capacity)?.pop_back()?;
-        self.held_bytes -= capacity;
-        Some(found.allocation)
+    /// A tensor of its own with the elements of `source`.
+    fn duplicate(&self, source: TensorRef<'_>) -> Result<Tensor> {
+        let mut copy = self.scratch(source.shape().dims(), source.dtype())?;
+        self.copy(source, copy.as_mut())?;
+        Ok(copy)
     }
 
-    /// Keeps a buffer; answers those that have to go for it, itself perhaps.
-    fn put(&mut self, allocation: Allocation) -> Vec<Allocation> {
-        if allocation.capacity > self.limit_bytes {
-            return vec![allocation];
+    /// All elements on the host.
+    fn to_host(&self, source: TensorRef<'_>) -> Result<HostTensor> {
+        let mut host = HostTensor::zeros(source.shape().dims(), source.dtype());
+        self.download(source, host.bytes_mut())?;
+        Ok(host)
+    }
+
+    /// All elements on the host, widened to `f32`.
+    fn to_f32_vec(&self, source: TensorRef<'_>) -> Result<Vec<f32>> {
+        if source.dtype() != DType::F32 {
+            return Ok(self.to_host(source)?.as_ref().to_f32_vec());
         }
-        self.held_bytes += allocation.capacity;
-        self.num_freed += 1;
-        let waiting = Waiting { freed: self.num_freed, allocation };
-        self.free.entry(waiting.allocation.capacity).or_default().push_back(waiting);
-        self.evict()
-    }
-
-    /// Takes out what has waited longest, down to the limit.
-    fn evict(&mut self) -> Vec<Allocation> {
-        let mut evicted = Vec::new();
-        while self.held_bytes > self.limit_bytes {
-            // A model has a few dozen sizes of buffers.
-            let oldest = self.free.iter().filter_map(|(capacity, queue)| Some((queue.front()?.freed, *capacity))).min();
-            let (_, capacity) = oldest.expect("bytes are held, so a buffer is");
-            let queue = self.free.get_mut(&capacity).expect("it was just seen");
-            evicted.extend(queue.pop_front().map(|waiting| waiting.allocation));
-            if queue.is_empty() {
-                self.free.remove(&capacity);
-            }
-            self.held_bytes -= capacity;
-        }
-        evicted
+        let mut values = vec![0.0; source.shape().len()];
+        self.download(source, f32_bytes_mut(&mut values))?;
+        Ok(values)
     }
 }
 
-struct Allocation {
-    ptr: NonNull<u8>,
-    capacity: usize,
-}
-
-// SAFETY: an allocation is owned memory without thread affinity.
-unsafe impl Send for Allocation {}
-// SAFETY: shared access only reads.
-unsafe impl Sync for Allocation {}
-
-impl Allocation {
-    fn layout(capacity: usize) -> Layout {
-        Layout::from_size_align(capacity, ALIGN_BYTES).expect("tensor size overflows the address space")
-    }
-
-    fn new_zeroed(capacity: usize) -> Self {
-        #[cfg(target_os = "linux")]
-        if capacity >= MAPPED_MIN_BYTES {
-            return Self::map(capacity);
-        }
-        let layout = Self::layout(capacity);
-        // SAFETY: the layout has a non-zero size.
-        let Some(ptr) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
-        Allocation { ptr, capacity }
-    }
-
-    /// Fresh pages from the system: zero without being touched, and huge where the system has them.
-    #[cfg(target_os = "linux")]
-    fn map(capacity: usize) -> Self {
-        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new anonymous mapping touches no memory of ours.
-        let ptr = unsafe { libc::mmap(std::ptr::null_mut(), capacity, protection, flags, -1, 0) };
-        if ptr == libc::MAP_FAILED {
-            handle_alloc_error(Self::layout(capacity));
-        }
-        // SAFETY: the range is ours; the advice cannot change its contents, and a refusal is harmless.
-        unsafe { libc::madvise(ptr, capacity, libc::MADV_HUGEPAGE) };
-        Allocation { ptr: NonNull::new(ptr.cast()).expect("mmap succeeded"), capacity }
-    }
-
-    /// Gives the memory back to the system.
-    fn release(self) {
-        #[cfg(target_os = "linux")]
-        if self.capacity >= MAPPED_MIN_BYTES {
-            // SAFETY: mapped in `map` with the same length, and unmapped once.
-            unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.capacity) };
-            return;
-        }
-        // SAFETY: allocated in `new_zeroed` with the same layout, and freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.capacity)) }
-    }
-}
-
-/// Rounds up so that nearly equal requests share buffers: to an eighth of the next lower power of two.
-fn capacity_for(len: usize) -> usize {
-    let len = len.max(1);
-    if len < POOLED_MIN_BYTES {
-        return len.next_multiple_of(64);
-    }
-    let step = (1usize << len.ilog2()) / 8;
-    len.checked_next_multiple_of(step).expect("tensor size overflows the address space")
-}
-
-/// Owned bytes, aligned to [`ALIGN_BYTES`], all initialised.
-pub(crate) struct Buffer {
-    allocation: Option<Allocation>,
-}
-
-impl Buffer {
-    /// A buffer of at least `len` zero bytes.
-    pub(crate) fn zeroed(len: usize) -> Self {
-        match take_pooled(capacity_for(len)) {
-            Some(allocation) => {
-                let mut buffer = Buffer::of(allocation);
-                buffer[..len].fill(0);
-                buffer
-            }
-            None => Buffer::of(Allocation::new_zeroed(capacity_for(len))),
-        }
-    }
-
-    /// A buffer of at least `len` bytes that may hold what an earlier tensor left.
-    pub(crate) fn recycled(len: usize) -> Self {
-        let capacity = capacity_for(len);
-        Buffer::of(take_pooled(capacity).unwrap_or_else(|| Allocation::new_zeroed(capacity)))
-    }
-
-    fn of(allocation: Allocation) -> Self {
-        let live = LIVE_BYTES.fetch_add(allocation.capacity, Ordering::Relaxed) + allocation.capacity;
-        PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
-        Buffer { allocation: Some(allocation) }
-    }
-
-    /// Gives the memory of the whole pages of the system within `range` back to it, where it can; all of `range` reads as zeros from then on.
-    pub(crate) fn release_range(&mut self, range: std::ops::Range<usize>) {
-        let allocation = self.allocation();
-        assert!(range.start <= range.end && range.end <= allocation.capacity);
-        #[cfg(target_os = "linux")]
-        if allocation.capacity >= MAPPED_MIN_BYTES {
-            // SAFETY: asks for a number.
-            let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
-            let whole = range.start.next_multiple_of(page_bytes)..range.end / page_bytes * page_bytes;
-            if whole.start < whole.end {
-                // SAFETY: whole pages of an anonymous private mapping of ours, borrowed exclusively; they become zeros.
-                let done =
-                    unsafe { libc::madvise(allocation.ptr.as_ptr().add(whole.start).cast(), whole.len(), libc::MADV_DONTNEED) };
-                if done == 0 {
-                    self[range.start..whole.start].fill(0);
-                    self[whole.end..range.end].fill(0);
-                    return;
-                }
-            }
-        }
-        self[range].fill(0);
-    }
-
-    fn allocation(&self) -> &Allocation {
-        self.allocation.as_ref().expect("a buffer owns its allocation until it is dropped")
-    }
-}
-
-fn take_pooled(capacity: usize) -> Option<Allocation> {
-    if capacity < POOLED_MIN_BYTES {
-        return None;
-    }
-    pool().take(capacity)
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        let Some(allocation) = self.allocation.take() else { return };
-        LIVE_BYTES.fetch_sub(allocation.capacity, Ordering::Relaxed);
-        if allocation.capacity < POOLED_MIN_BYTES {
-            return allocation.release();
-        }
-        let evicted = pool().put(allocation);
-        // The system takes its time to take memory back: not while others wait for the pool.
-        evicted.into_iter().for_each(Allocation::release);
-    }
-}
-
-impl Deref for Buffer {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        let allocation = self.allocation();
-        // SAFETY: `capacity` bytes, initialised at allocation, owned by this buffer.
-        unsafe { std::slice::from_raw_parts(allocation.ptr.as_ptr(), allocation.capacity) }
-    }
-}
-
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        let allocation = self.allocation();
-        // SAFETY: as in `deref`, and the buffer is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(allocation.ptr.as_ptr(), allocation.capacity) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_zeroed_buffer_is_zero_even_when_recycled() {
-        for _ in 0..3 {
-            let mut b = Buffer::zeroed(100_000);
-            assert!(b[..100_000].iter().all(|&x| x == 0));
-            b.fill(7);
-        }
-    }
-
-    fn allocation(capacity: usize) -> Allocation {
-        Allocation::new_zeroed(capacity)
-    }
-
-    fn release(evicted: Vec<Allocation>) -> Vec<usize> {
-        evicted.into_iter().map(|a| (a.capacity, a.release()).0).collect()
-    }
-
-    #[test]
-    fn the_pool_stays_below_its_limit_and_lets_go_what_waited_longest() {
-        let mut pool = Pool::new(1000 << 10);
-        for kib in [400, 100, 400] {
-            assert!(pool.put(allocation(kib << 10)).is_empty());
-        }
-        assert_eq!(release(pool.put(allocation(200 << 10))), [400 << 10]);
-        assert_eq!(pool.held_bytes, 700 << 10);
-        // What is in use again is not old any more.
-        let again = pool.take(100 << 10).unwrap();
-        assert!(pool.take(300 << 10).is_none());
-        assert!(pool.put(again).is_empty());
-        assert_eq!(release(pool.put(allocation(900 << 10))), [400 << 10, 200 << 10]);
-        assert_eq!(release(pool.put(allocation(2000 << 10))), [2000 << 10], "larger than the pool");
-        assert_eq!(pool.held_bytes, 1000 << 10);
-        pool.limit_bytes = 0;
-        assert_eq!(release(pool.evict()), [100 << 10, 900 << 10]);
-        assert_eq!((pool.held_bytes, pool.free.len()), (0, 0));
-    }
-
-    #[test]
-    fn a_released_range_reads_as_zeros_and_its_neighbours_stay() {
-        for len in [100_000, 9 << 20] {
-            let mut buffer = Buffer::zeroed(len);
-            buffer.fill(7);
-            buffer.release_range(5000..90_001);
-            for (range, value) in [(0..5000, 7), (5000..90_001, 0), (90_001..len, 7)] {
-                assert!(buffer[range.clone()].iter().all(|&b| b == value), "{range:?} of {len}");
-            }
-            buffer.release_range(10..10);
-            assert_eq!(buffer[10], 7);
-        }
-    }
-
-    #[test]
-    fn capacities_waste_at_most_an_eighth() {
-        for len in [1, 63, 64, 65_536, 65_537, 1_000_000, 155_000_001] {
-            let c = capacity_for(len);
-            assert!(c >= len && c <= len + len / 8 + 64, "{len} -> {c}");
-        }
-    }
+/// The shape and the bytes of a tensor to be allocated.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if the bytes cannot be counted.
+pub(crate) fn sized(shape: &[usize], dtype: DType) -> Result<(Shape, usize)> {
+    let bytes = shape.iter().try_fold(dtype.size_bytes(), |size, &n| size.checked_mul(n));
+    Ok((Shape::new(shape), bytes.ok_or(Error::OutOfMemory { bytes: usize::MAX })?))
 }

@@ -7,7 +7,7 @@
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
-use crate::{Backend, DType, Error, PackedRef, Result, Tensor, TensorMut};
+use crate::{Backend, DType, Error, LoraGradient, PackedRef, Result, Tensor};
 
 /// A value on a tape.
 #[derive(Clone)]
@@ -23,8 +23,8 @@ impl Var {
     }
 
     /// The value itself, copied if someone else holds it too.
-    pub(crate) fn into_tensor(self) -> Tensor {
-        unshare(self.value)
+    pub(crate) fn into_tensor(self, backend: &dyn Backend) -> Result<Tensor> {
+        unshare(backend, self.value)
     }
 
     pub(crate) fn shared(&self) -> Rc<Tensor> {
@@ -49,8 +49,8 @@ pub struct LoraSite {
 
 /// Where gradients of low-rank weights are added.
 pub trait LoraGradients {
-    /// Accumulators of A `[rank, in]` and of B transposed `[rank, out]`; `None` if this group only scores.
-    fn at(&mut self, site: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)>;
+    /// The accumulators of these sites, in their order; `None` where a group only scores. All are of one linear layer, and none occurs twice.
+    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>>;
 }
 
 /// A low-rank pair applied to one projection of a linear layer.
@@ -107,49 +107,60 @@ impl<'b> Backward<'b> {
     }
 
     /// Adds a gradient to a value's.
-    pub(crate) fn accumulate(&mut self, node: Option<usize>, gradient: Rc<Tensor>) {
-        let Some(node) = node else { return };
+    ///
+    /// # Errors
+    /// Those of the backend.
+    pub(crate) fn accumulate(&mut self, node: Option<usize>, gradient: Rc<Tensor>) -> Result<()> {
+        let Some(node) = node else { return Ok(()) };
         match self.gradients[node].take() {
             None => self.gradients[node] = Some(gradient),
             Some(present) => {
-                let mut sum = unshare(in_f32(present));
-                self.backend.add(&in_f32(gradient), &mut sum);
+                let mut sum = unshare(self.backend, in_f32(self.backend, present)?)?;
+                self.backend.add(&*in_f32(self.backend, gradient)?, &mut sum)?;
                 self.gradients[node] = Some(Rc::new(sum));
             }
         }
+        Ok(())
     }
 
     /// Lets `add` add to a value's gradient in place; it begins as zeros of `shape`, f32.
+    ///
+    /// # Errors
+    /// Those of `add` and of the backend.
     pub(crate) fn accumulate_with(
         &mut self,
         node: Option<usize>,
         shape: &[usize],
-        add: impl FnOnce(&dyn Backend, &mut Tensor),
-    ) {
-        let Some(node) = node else { return };
+        add: impl FnOnce(&dyn Backend, &mut Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let Some(node) = node else { return Ok(()) };
         let mut sum = match self.gradients[node].take() {
-            Some(present) => unshare(in_f32(present)),
-            None => Tensor::zeros(shape, DType::F32),
+            Some(present) => unshare(self.backend, in_f32(self.backend, present)?)?,
+            None => self.backend.zeros(shape, DType::F32)?,
         };
-        add(self.backend, &mut sum);
+        add(self.backend, &mut sum)?;
         self.gradients[node] = Some(Rc::new(sum));
+        Ok(())
     }
 }
 
 /// Widens a gradient that was rounded for a matmul, where another op reads it.
-pub(crate) fn in_f32(gradient: Rc<Tensor>) -> Rc<Tensor> {
-    match gradient.dtype() {
-        DType::F32 => gradient,
-        DType::BF16 => {
-            let mut widened = Tensor::scratch(gradient.shape().dims(), DType::F32);
-            widened.as_mut().copy_from_f32(&gradient.to_f32_vec()).expect("the shapes are the same");
-            Rc::new(widened)
-        }
-    }
+pub(crate) fn in_f32(backend: &dyn Backend, gradient: Rc<Tensor>) -> Result<Rc<Tensor>> {
+    in_dtype(backend, gradient, DType::F32)
 }
 
-fn unshare(tensor: Rc<Tensor>) -> Tensor {
-    Rc::try_unwrap(tensor).unwrap_or_else(|shared| (*shared).clone())
+/// The tensor in this dtype, itself if it is in it already.
+pub(crate) fn in_dtype(backend: &dyn Backend, tensor: Rc<Tensor>, dtype: DType) -> Result<Rc<Tensor>> {
+    if tensor.dtype() == dtype {
+        return Ok(tensor);
+    }
+    let mut converted = backend.scratch(tensor.shape().dims(), dtype)?;
+    backend.convert(&tensor, &mut converted)?;
+    Ok(Rc::new(converted))
+}
+
+fn unshare(backend: &dyn Backend, tensor: Rc<Tensor>) -> Result<Tensor> {
+    Rc::try_unwrap(tensor).or_else(|shared| backend.duplicate(shared.as_ref().as_ref()))
 }
 
 type BackwardFn<'a> = Box<dyn FnOnce(&mut Backward<'_>, Rc<Tensor>) -> Result<()> + 'a>;
@@ -224,7 +235,7 @@ impl<'a> Tape<'a> {
             let y = layer(&mut inner, &input)?;
             drop(input);
             if let Some(dx) = inner.backward_to_first(y, dy, pass.lora, None)? {
-                pass.accumulate(x_node, dx);
+                pass.accumulate(x_node, dx)?;
             }
             pass.between.as_mut().map_or(Ok(()), |between| go_on(between))
         }))

@@ -91,6 +91,8 @@ pub(crate) struct Batcher<C: Compute> {
     cost: StepCost,
     /// Whether something has changed since admission last found nothing to do.
     may_admit: bool,
+    /// Jobs of which a page could not be made, and why. They fail before anything more is computed.
+    broken: Vec<(u64, String)>,
     /// What the simulation sees.
     pub(crate) evictions: u64,
 }
@@ -133,11 +135,12 @@ pub(crate) struct StepDone {
 }
 
 impl<C: Compute> Batcher<C> {
-    pub(crate) fn new(compute: &C, num_pages: usize, page_tokens: usize) -> Self {
+    /// A sampler over a cache of `num_pages` pages.
+    pub(crate) fn new(cache: C::Cache, num_pages: usize, page_tokens: usize) -> Self {
         Batcher {
             page_tokens,
             num_pages,
-            cache: compute.new_cache(num_pages),
+            cache,
             pool: PagePool::new(num_pages),
             jobs: BTreeMap::new(),
             by_id: HashMap::new(),
@@ -151,6 +154,7 @@ impl<C: Compute> Batcher<C> {
             clock: 0,
             cost: StepCost::default(),
             may_admit: false,
+            broken: Vec::new(),
             evictions: 0,
         }
     }
@@ -210,6 +214,10 @@ impl<C: Compute> Batcher<C> {
     /// Admits what has room, and answers the sessions that have something to run.
     pub(crate) fn runnable(&mut self, compute: &C) -> Vec<Client> {
         self.admit(compute);
+        for (job, error) in std::mem::take(&mut self.broken) {
+            tracing::error!(error, "a page was not copied");
+            self.fail_job(job, Failure::Server(format!("sampling step: {error}")));
+        }
         let prefilling = self.prefilling.iter().map(|job| self.jobs[job].session);
         let active: HashSet<u64> = prefilling.chain(self.running.iter().map(|s| s.session)).collect();
         self.sessions.iter().filter(|(_, s)| active.contains(&s.number)).map(|(client, _)| client.clone()).collect()
@@ -361,7 +369,9 @@ impl<C: Compute> Batcher<C> {
             if let Some(&partial) = job.pages.get(full_pages) {
                 sequence.reserved -= 1;
                 let own = self.pool.take_reserved();
-                compute.copy_page(&mut self.cache, partial, own);
+                if let Err(error) = compute.copy_page(&mut self.cache, partial, own) {
+                    self.broken.push((id, error));
+                }
                 sequence.pages.push(own);
             }
             self.running.push(sequence);

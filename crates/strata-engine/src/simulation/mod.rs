@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::admission::Admission;
 use crate::budget::Budget;
+use crate::compute::Compute;
 use crate::core::Core;
 use crate::engine::{EngineHandle, EngineInfo};
 use crate::intake::Intake;
@@ -76,7 +77,7 @@ pub struct Faults {
     pub adapter: u32,
     /// A save or a load fails or hangs.
     pub disk: u32,
-    /// Taking a page panics, which nothing expects.
+    /// Copying a page fails or panics, the latter of which nothing expects.
     pub page: u32,
 }
 
@@ -181,13 +182,10 @@ impl Engine {
             backend: "toy".into(),
             transit_bytes: limits.ledger_bytes,
         };
-        let core = Core::new(
-            Toy::new(shared.clone(), limits.page_tokens),
-            intake,
-            Disk::new(shared.clone(), contents.clone()),
-            limits.budget(),
-            limits.page_tokens,
-        );
+        let toy = Toy::new(shared.clone(), limits.page_tokens);
+        let cache = toy.new_cache(limits.pages).expect("a toy always has memory");
+        let core =
+            Core::new(toy, cache, intake, Disk::new(shared.clone(), contents.clone()), limits.budget(), limits.page_tokens);
         Engine { core, handle: EngineHandle::over(admission, info), limits, shared, contents }
     }
 

@@ -327,8 +327,8 @@ impl Compute for Toy {
         }
     }
 
-    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> State {
-        State { rank: learner.rank, with_optimizer, params: learner.params.clone() }
+    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> Result<State, Failure> {
+        Ok(State { rank: learner.rank, with_optimizer, params: learner.params.clone() })
     }
 
     fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Frozen), Failure> {
@@ -417,15 +417,17 @@ impl Compute for Toy {
         Ok(logprobs)
     }
 
-    fn new_cache(&self, pages: usize) -> Cache {
-        Cache { page_tokens: self.page_tokens, pages: vec![vec![STALE; self.page_tokens]; pages] }
+    fn new_cache(&self, pages: usize) -> Result<Cache, String> {
+        Ok(Cache { page_tokens: self.page_tokens, pages: vec![vec![STALE; self.page_tokens]; pages] })
     }
 
-    fn copy_page(&self, cache: &mut Cache, from: u32, to: u32) {
+    fn copy_page(&self, cache: &mut Cache, from: u32, to: u32) -> Result<(), String> {
         if self.shared.chance(self.shared.faults.get().page) {
-            std::panic::resume_unwind(Box::new("toy fault"));
+            self.shared.failed_steps.set(self.shared.failed_steps.get() + 1);
+            return Err(self.shared.fail());
         }
         cache.pages[to as usize] = cache.pages[from as usize].clone();
+        Ok(())
     }
 
     fn release_memory(&self, cache: &mut Cache, free_pages: &[u32]) {

@@ -5,8 +5,7 @@ mod qwen3;
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionSpan, Backend, Between, DType, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, TensorRef,
-    Var,
+    AttentionSpan, Backend, Between, DType, HostRef, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, Var,
 };
 
 use crate::lora::LoraModule;
@@ -35,7 +34,7 @@ pub(crate) trait Architecture: Send + Sync {
     fn weight_bytes(&self) -> usize;
 
     /// As [`crate::Model::train_bytes_per_token`].
-    fn train_bytes_per_token(&self) -> usize;
+    fn train_bytes_per_token(&self, backend: &dyn Backend) -> usize;
 
     /// What a pass takes whatever its tokens, logits aside.
     fn fixed_bytes(&self, backend: &dyn Backend) -> usize;
@@ -65,8 +64,8 @@ pub enum Observed {
     Logits,
 }
 
-/// Sees values on the way through a model, where someone asks.
-pub(crate) type Observer<'o> = Option<&'o mut dyn FnMut(Observed, &Tensor)>;
+/// Sees values on the way through a model, where someone asks; an error of theirs ends the pass.
+pub(crate) type Observer<'o> = Option<&'o mut dyn FnMut(Observed, &Tensor) -> Result<()>>;
 
 /// Where the values of an architecture's parameters come from.
 pub(crate) trait WeightSource {
@@ -76,7 +75,7 @@ pub(crate) trait WeightSource {
         name: &str,
         shape: &[usize],
         dtype: DType,
-        store: &mut dyn FnMut(usize, TensorRef<'_>) -> Result<()>,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()>;
 }
 
@@ -161,7 +160,7 @@ impl<'a> BatchInputs<'a> {
                 within.map(|s| s.tokens.clone()).collect()
             })
             .collect();
-        let rotary = Rc::new(backend.rotary(&batch.positions, config.head_dim, config.rope_theta));
+        let rotary = Rc::new(backend.rotary(&batch.positions, config.head_dim, config.rope_theta)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
         Ok(BatchInputs { batch, spans, rotary, sequences, group_sequences })
     }

@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, KV_PAGE_TOKENS, KvAccess, PackedRef,
-    PackedStack, Tape, Tensor, TensorRef, Var, attention_pages_bytes, go_on,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, PackedRef,
+    PackedStack, Tape, Tensor, Var, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -151,26 +151,27 @@ impl Qwen3 {
         let (n, hidden, mlp, d) = (c.num_layers, c.hidden_size, c.intermediate_size, c.head_dim);
         let geometry = geometry(c);
         let qkv = geometry.qkv_width();
-        let vectors = |width: usize| Tensor::zeros(&[n, width], DType::F32);
+        let vectors = |width: usize| backend.zeros(&[n, width], DType::F32);
+        let embedding = || backend.zeros(&[c.vocab_size, hidden], dtype);
         let mut model = Qwen3 {
             dtype,
             geometry,
             num_layers: n,
-            embed_tokens: (!c.tie_word_embeddings).then(|| Tensor::zeros(&[c.vocab_size, hidden], dtype)),
+            embed_tokens: (!c.tie_word_embeddings).then(embedding).transpose()?,
             layers: Layers {
-                input_layernorm: vectors(hidden),
-                qkv_proj: PackedStack::zeros(n, hidden, qkv, dtype),
-                qkv_bias: c.attention_bias.then(|| vectors(qkv)),
-                q_norm: vectors(d),
-                k_norm: vectors(d),
-                o_proj: PackedStack::zeros(n, c.num_heads * d, hidden, dtype),
-                o_bias: c.attention_bias.then(|| vectors(hidden)),
-                post_attention_layernorm: vectors(hidden),
-                gate_up_proj: PackedStack::zeros(n, hidden, 2 * mlp, dtype),
-                down_proj: PackedStack::zeros(n, mlp, hidden, dtype),
+                input_layernorm: vectors(hidden)?,
+                qkv_proj: backend.packed(n, hidden, qkv, dtype)?,
+                qkv_bias: c.attention_bias.then(|| vectors(qkv)).transpose()?,
+                q_norm: vectors(d)?,
+                k_norm: vectors(d)?,
+                o_proj: backend.packed(n, c.num_heads * d, hidden, dtype)?,
+                o_bias: c.attention_bias.then(|| vectors(hidden)).transpose()?,
+                post_attention_layernorm: vectors(hidden)?,
+                gate_up_proj: backend.packed(n, hidden, 2 * mlp, dtype)?,
+                down_proj: backend.packed(n, mlp, hidden, dtype)?,
             },
-            norm: Tensor::zeros(&[1, hidden], DType::F32),
-            lm_head: PackedStack::zeros(1, hidden, c.vocab_size, dtype),
+            norm: backend.zeros(&[1, hidden], DType::F32)?,
+            lm_head: backend.packed(1, hidden, c.vocab_size, dtype)?,
             lora_modules: lora_modules(c),
         };
         for p in parameters(c) {
@@ -181,21 +182,19 @@ impl Qwen3 {
     }
 
     /// Writes rows of a parameter, the first of which is row `first`, to their place.
-    fn store(&mut self, backend: &dyn Backend, slot: Slot, first: usize, rows: TensorRef<'_>) -> Result<()> {
+    fn store(&mut self, backend: &dyn Backend, slot: Slot, first: usize, rows: HostRef<'_>) -> Result<()> {
         let layers = &mut self.layers;
         let vector = |stack: &mut Tensor, layer: usize, at: usize| {
-            let mut values = stack.row(layer).to_f32_vec();
-            let rows = rows.to_f32_vec();
-            values[at + first..at + first + rows.len()].copy_from_slice(&rows);
-            stack.row_mut(layer).copy_from_f32(&values)
+            let start = at + first;
+            backend.upload(rows, stack.row_mut(layer).into_rows(start..start + rows.shape().len()))
         };
         let bias = "a slot for a bias is made only for models with biases";
         match slot {
             Slot::Embedding => {
                 let table = self.embed_tokens.as_mut().expect("an untied model has a table of embeddings");
-                table.copy_rows(first, rows)?;
+                backend.upload(rows, table.rows_mut(first..first + rows.shape().leading()))?;
             }
-            Slot::Unembedding => backend.pack_rows(&mut self.lm_head, 0, first, rows)?,
+            Slot::Unembedding => backend.upload_rows(&mut self.lm_head, 0, first, rows)?,
             Slot::Norm => vector(&mut self.norm, 0, 0)?,
             Slot::InputLayernorm(l) => vector(&mut layers.input_layernorm, l, 0)?,
             Slot::PostAttentionLayernorm(l) => vector(&mut layers.post_attention_layernorm, l, 0)?,
@@ -203,10 +202,10 @@ impl Qwen3 {
             Slot::KNorm(l) => vector(&mut layers.k_norm, l, 0)?,
             Slot::QkvBias(l, at) => vector(layers.qkv_bias.as_mut().expect(bias), l, at)?,
             Slot::OBias(l) => vector(layers.o_bias.as_mut().expect(bias), l, 0)?,
-            Slot::Qkv(l, at) => backend.pack_rows(&mut layers.qkv_proj, l, at + first, rows)?,
-            Slot::O(l) => backend.pack_rows(&mut layers.o_proj, l, first, rows)?,
-            Slot::GateUp(l, at) => backend.pack_rows(&mut layers.gate_up_proj, l, at + first, rows)?,
-            Slot::Down(l) => backend.pack_rows(&mut layers.down_proj, l, first, rows)?,
+            Slot::Qkv(l, at) => backend.upload_rows(&mut layers.qkv_proj, l, at + first, rows)?,
+            Slot::O(l) => backend.upload_rows(&mut layers.o_proj, l, first, rows)?,
+            Slot::GateUp(l, at) => backend.upload_rows(&mut layers.gate_up_proj, l, at + first, rows)?,
+            Slot::Down(l) => backend.upload_rows(&mut layers.down_proj, l, first, rows)?,
         }
         Ok(())
     }
@@ -278,26 +277,25 @@ impl Architecture for Qwen3 {
             Some(table) => EmbeddingTable::Rows(table.as_ref()),
             None => EmbeddingTable::Tied(self.lm_head.layer(0)),
         };
-        let mut see = |what, value: &Var| {
-            if let Some(observe) = &mut observe {
-                observe(what, value.value());
-            }
+        let mut see = |what, value: &Var| match &mut observe {
+            Some(observe) => observe(what, value.value()),
+            None => Ok(()),
         };
         let mut x = tape.embedding(table, &inputs.batch.tokens)?;
-        see(Observed::Embeddings, &x);
+        see(Observed::Embeddings, &x)?;
         for l in 0..self.num_layers {
             let layer_inputs = self.layer_inputs(l, inputs);
             x = match &mut cache {
                 Some(cache) => self.layer(tape, l, &x, &layer_inputs, KvAccess::Cache(cache.layer_mut(l)))?,
                 None => tape.checkpoint(&x, move |tape, x| self.layer(tape, l, x, &layer_inputs, KvAccess::None))?,
             };
-            see(Observed::LayerOutput(l), &x);
+            see(Observed::LayerOutput(l), &x)?;
             if cache.is_none() {
                 go_on(between)?;
             }
         }
         let x = tape.rms_norm(&x, self.norm.row(0), self.geometry.eps, self.dtype)?;
-        see(Observed::FinalNorm, &x);
+        see(Observed::FinalNorm, &x)?;
         Ok(x)
     }
 
@@ -315,7 +313,7 @@ impl Architecture for Qwen3 {
         stacks.iter().map(|s| s.size_bytes()).sum::<usize>() + self.embed_tokens.as_ref().map_or(0, Tensor::size_bytes)
     }
 
-    fn train_bytes_per_token(&self) -> usize {
+    fn train_bytes_per_token(&self, backend: &dyn Backend) -> usize {
         let g = &self.geometry;
         let (qkv, attention) = (g.qkv_width(), g.heads * g.head_dim);
         let modules = &self.lora_modules;
@@ -329,7 +327,7 @@ impl Architecture for Qwen3 {
         // What goes back through the one and then the other; of attention's own, see `Backend::attention_scratch_bytes`.
         let mlp_gradients = (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden;
         let attention_gradients = (wide + narrow) * qkv + 6 * wide * attention + 5 * wide * g.head_dim + 2 * wide * hidden;
-        let pages = attention_pages_bytes(KV_PAGE_TOKENS * 64, g, self.dtype) / (KV_PAGE_TOKENS * 64);
+        let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, g, self.dtype) / (KV_PAGE_TOKENS * 64);
         let layer = attention_saved + (mlp_saved + mlp_gradients).max(attention_gradients).max(pages);
         // Rows of odd width are copied for products of pairs.
         let copied = [hidden, attention, mlp].into_iter().filter(|width| width % 2 == 1).max().unwrap_or(0);
@@ -346,6 +344,6 @@ impl Architecture for Qwen3 {
         let products = widths.map(|width| backend.matmul_scratch_bytes(usize::MAX, width, self.dtype)).max().unwrap_or(0);
         products
             + backend.attention_scratch_bytes(&self.geometry, self.dtype)
-            + attention_pages_bytes(1, &self.geometry, self.dtype)
+            + attention_pages_bytes(backend, 1, &self.geometry, self.dtype)
     }
 }

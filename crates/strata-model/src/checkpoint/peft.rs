@@ -9,11 +9,12 @@
 mod config;
 
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, View, serialize_to_file};
-use strata_tensor::{DType, Tensor, TensorRef};
+use strata_tensor::{Backend, DType, HostRef, HostTensor, TensorRef};
 
 use super::{Checkpoint, CheckpointReader, SourceTensor, first_not_finite, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, ModuleSet, Part};
@@ -56,8 +57,9 @@ pub struct OptimizerState {
 /// Writes an adapter, in f32, into a directory that exists. `base_model` is the name of the model it was trained on.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// If a file cannot be written, or the backend does not have the parameters.
 pub fn write_adapter(
+    backend: &dyn Backend,
     dir: &Path,
     modules: &[LoraModule],
     config: &LoraConfig,
@@ -66,16 +68,17 @@ pub fn write_adapter(
 ) -> Result<()> {
     let path = dir.join(CONFIG_FILE);
     std::fs::write(&path, config::to_json(modules, config, base_model)).map_err(|source| Error::Io { path, source })?;
-    write_tensors(&dir.join(WEIGHTS_FILE), tensors("", modules, params))
+    let lost = Lost::default();
+    write_tensors(&dir.join(WEIGHTS_FILE), tensors(backend, &lost, "", modules, params), &lost)
 }
 
-/// Reads an adapter for a model with these modules. Any subset of modules may carry LoRA, each in all of its layers; the
+/// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers; the
 /// adapter is widened to f32 if it is narrower.
 ///
 /// # Errors
 /// If files are missing or malformed, a tensor does not fit the model or the rank, belongs to nothing, or is missing, or the
 /// adapter needs something that is not plain LoRA. The message says what.
-pub fn read_adapter(dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
+pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
     let path = dir.join(CONFIG_FILE);
     let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?)
         .map_err(|message| Error::Checkpoint { path: path.clone(), message })?;
@@ -103,7 +106,7 @@ pub fn read_adapter(dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
         }
     }
     let mut reader = CheckpointReader::new(&checkpoint);
-    let params = read_params(&mut reader, "", modules, &config);
+    let params = read_params(backend, &mut reader, "", modules, &config);
     reader.finish()?;
     config.validate()?;
     refuse_not_finite(&checkpoint)?;
@@ -147,20 +150,32 @@ impl PeftAdapter {
 ///
 /// # Errors
 /// If the file cannot be written.
-pub fn write_optimizer(dir: &Path, modules: &[LoraModule], m: &LoraParams, v: &LoraParams, step: u64) -> Result<()> {
+pub fn write_optimizer(
+    backend: &dyn Backend,
+    dir: &Path,
+    modules: &[LoraModule],
+    [m, v]: [&LoraParams; 2],
+    step: u64,
+) -> Result<()> {
     let [m_prefix, v_prefix] = MOMENTS;
-    let moments = tensors(m_prefix, modules, m).chain(tensors(v_prefix, modules, v));
-    write_tensors(&dir.join(OPTIMIZER_FILE), moments.chain([(STEP.into(), OutTensor::Count(step))]))
+    let lost = Lost::default();
+    let moments = tensors(backend, &lost, m_prefix, modules, m).chain(tensors(backend, &lost, v_prefix, modules, v));
+    write_tensors(&dir.join(OPTIMIZER_FILE), moments.chain([(STEP.into(), OutTensor::Count(step))]), &lost)
 }
 
 /// Reads the state of an optimizer of an adapter of `config`: the bits that were written.
 ///
 /// # Errors
 /// If the file is missing or malformed, or does not fit the adapter.
-pub fn read_optimizer(dir: &Path, modules: &[LoraModule], config: &LoraConfig) -> Result<OptimizerState> {
+pub fn read_optimizer(
+    backend: &dyn Backend,
+    dir: &Path,
+    modules: &[LoraModule],
+    config: &LoraConfig,
+) -> Result<OptimizerState> {
     let checkpoint = Checkpoint::open_file(&dir.join(OPTIMIZER_FILE))?;
     let mut reader = CheckpointReader::new(&checkpoint);
-    let [m, v] = MOMENTS.map(|prefix| read_params(&mut reader, prefix, modules, config));
+    let [m, v] = MOMENTS.map(|prefix| read_params(backend, &mut reader, prefix, modules, config));
     let step = reader.require_count(STEP);
     reader.finish()?;
     Ok(OptimizerState { m: m?, v: v?, step: step.expect("a reader that finished well has filled every request") })
@@ -196,6 +211,7 @@ fn is_carried(checkpoint: &Checkpoint, module: &LoraModule) -> bool {
 
 /// Reads one quantity of an adapter. Whatever does not fit is in the reader's account, to be settled before the result is used.
 fn read_params(
+    backend: &dyn Backend,
     reader: &mut CheckpointReader<'_>,
     prefix: &str,
     modules: &[LoraModule],
@@ -222,42 +238,54 @@ fn read_params(
         }
         // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
         if pairs.len() == module.num_layers {
-            stacks.push(Some(read_stack(module, config.rank, &pairs)?));
+            stacks.push(Some(read_stack(backend, module, config.rank, &pairs)?));
         }
     }
     Ok(LoraParams { stacks })
 }
 
-fn read_stack(module: &LoraModule, rank: usize, pairs: &[(SourceTensor<'_>, SourceTensor<'_>)]) -> Result<LoraStack> {
-    let mut stack = LoraStack {
-        a: Tensor::zeros(&[module.num_layers, rank, module.in_features], DType::F32),
-        b: Tensor::zeros(&[module.num_layers, rank, module.out_features], DType::F32),
-    };
+fn read_stack(
+    backend: &dyn Backend,
+    module: &LoraModule,
+    rank: usize,
+    pairs: &[(SourceTensor<'_>, SourceTensor<'_>)],
+) -> Result<LoraStack> {
+    let mut stack = LoraStack::zeros(backend, module, rank)?;
     for (layer, (a, b)) in pairs.iter().enumerate() {
-        stack.a.row_mut(layer).copy_from_bytes(a.read(DType::F32)?.as_ref().as_bytes())?;
-        stack.b.row_mut(layer).copy_from_bytes(&transposed(b.read(DType::F32)?.as_ref()))?;
+        backend.upload(a.read(DType::F32)?.as_ref(), stack.a.row_mut(layer))?;
+        backend.upload(transposed(b.read(DType::F32)?.as_ref()).as_ref(), stack.b.row_mut(layer))?;
     }
     Ok(stack)
 }
 
-/// Bytes of the transpose of an f32 matrix. Moves bits, computes nothing.
-fn transposed(matrix: TensorRef<'_>) -> Vec<u8> {
-    let shape = matrix.shape();
-    let (rows, columns) = (shape.leading(), shape.row_len());
+/// The transpose of an f32 matrix. Moves bits, computes nothing.
+fn transposed(matrix: HostRef<'_>) -> HostTensor {
+    let (rows, columns) = (matrix.shape().leading(), matrix.shape().row_len());
     let source = matrix.as_bytes().as_chunks::<4>().0;
-    let mut bytes = vec![0; matrix.as_bytes().len()];
-    for (i, value) in bytes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+    let mut out = HostTensor::zeros(&[columns, rows], DType::F32);
+    for (i, value) in out.bytes_mut().as_chunks_mut::<4>().0.iter_mut().enumerate() {
         // Element `i` of the transpose `[columns, rows]`.
         *value = source[i % rows * columns + i / rows];
     }
-    bytes
+    out
 }
 
-/// A tensor to be written; B matrices are transposed only when their turn comes.
+/// What went wrong as tensors were read from a backend, for whoever could not be told at once.
+type Lost = RefCell<Option<strata_tensor::Error>>;
+
+/// A tensor to be written; it is read from its backend, and B matrices are transposed, only when their turn comes.
 enum OutTensor<'a> {
-    A { view: TensorRef<'a>, shape: [usize; 2] },
-    B { view: TensorRef<'a>, shape: [usize; 2] },
+    A { view: TensorRef<'a>, shape: [usize; 2], from: (&'a dyn Backend, &'a Lost) },
+    B { view: TensorRef<'a>, shape: [usize; 2], from: (&'a dyn Backend, &'a Lost) },
     Count(u64),
+}
+
+/// The elements of a view. Where the backend refuses, zeros, and the reason in `lost`: what is written is then of no use.
+fn download(view: TensorRef<'_>, (backend, lost): (&dyn Backend, &Lost)) -> HostTensor {
+    backend.to_host(view).unwrap_or_else(|error| {
+        lost.borrow_mut().get_or_insert(error);
+        HostTensor::zeros(view.shape().dims(), view.dtype())
+    })
 }
 
 impl View for OutTensor<'_> {
@@ -277,34 +305,45 @@ impl View for OutTensor<'_> {
 
     fn data(&self) -> Cow<'_, [u8]> {
         match self {
-            OutTensor::A { view, .. } => view.as_bytes().into(),
-            OutTensor::B { view, .. } => transposed(*view).into(),
+            OutTensor::A { view, from, .. } => download(*view, *from).as_ref().as_bytes().to_vec().into(),
+            OutTensor::B { view, from, .. } => transposed(download(*view, *from).as_ref()).as_ref().as_bytes().to_vec().into(),
             OutTensor::Count(count) => count.to_le_bytes().to_vec().into(),
         }
     }
 
     fn data_len(&self) -> usize {
         match self {
-            OutTensor::A { view, .. } | OutTensor::B { view, .. } => view.as_bytes().len(),
+            OutTensor::A { view, .. } | OutTensor::B { view, .. } => view.size_bytes(),
             OutTensor::Count(_) => 8,
         }
     }
 }
 
-/// The tensors of an adapter, or of anything of its shape such as a gradient, as [`write_adapter`] names and lays them out.
-pub fn adapter_tensors<'a>(
-    modules: &'a [LoraModule],
-    params: &'a LoraParams,
-) -> impl Iterator<Item = (String, impl View + 'a)> {
-    tensors("", modules, params)
+/// The tensors of an adapter, or of anything of its shape such as a gradient, as [`write_adapter`] names and lays them out: name, shape, and f32 in
+/// little-endian bytes.
+///
+/// # Errors
+/// If the backend does not have them.
+pub fn adapter_tensors(
+    backend: &dyn Backend,
+    modules: &[LoraModule],
+    params: &LoraParams,
+) -> Result<Vec<(String, Vec<usize>, Vec<u8>)>> {
+    let lost = Lost::default();
+    let all = tensors(backend, &lost, "", modules, params);
+    let all = all.map(|(name, tensor)| (name, tensor.shape().to_vec(), tensor.data().into_owned())).collect();
+    lost.take().map_or(Ok(all), |error| Err(error.into()))
 }
 
 /// All tensors of one quantity of an adapter, by their names in files.
 fn tensors<'a>(
+    backend: &'a dyn Backend,
+    lost: &'a Lost,
     prefix: &'a str,
     modules: &'a [LoraModule],
     params: &'a LoraParams,
 ) -> impl Iterator<Item = (String, OutTensor<'a>)> {
+    let from = (backend, lost);
     let stacks = modules.iter().zip(&params.stacks).filter_map(|(module, stack)| Some((module, stack.as_ref()?)));
     stacks.flat_map(move |(module, stack)| {
         (0..module.num_layers).flat_map(move |layer| {
@@ -312,18 +351,22 @@ fn tensors<'a>(
             let (a, b) = (stack.a.row(layer), stack.b.row(layer));
             let rank = a.shape().leading();
             [
-                (a_name(prefix, &path), OutTensor::A { view: a, shape: [rank, module.in_features] }),
-                (b_name(prefix, &path), OutTensor::B { view: b, shape: [module.out_features, rank] }),
+                (a_name(prefix, &path), OutTensor::A { view: a, shape: [rank, module.in_features], from }),
+                (b_name(prefix, &path), OutTensor::B { view: b, shape: [module.out_features, rank], from }),
             ]
         })
     })
 }
 
-fn write_tensors<'a>(path: &Path, tensors: impl Iterator<Item = (String, OutTensor<'a>)>) -> Result<()> {
+/// Writes tensors whose reading from a backend leaves its complaints in `lost`.
+fn write_tensors<'a>(path: &Path, tensors: impl Iterator<Item = (String, OutTensor<'a>)>, lost: &Lost) -> Result<()> {
     // Transformers and PEFT insist on this entry.
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    serialize_to_file(tensors, Some(metadata), path)
-        .map_err(|e| Error::Checkpoint { path: path.into(), message: format!("cannot be written: {e}") })
+    let written = serialize_to_file(tensors, Some(metadata), path);
+    if let Some(error) = lost.take() {
+        return Err(error.into());
+    }
+    written.map_err(|e| Error::Checkpoint { path: path.into(), message: format!("cannot be written: {e}") })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use safetensors::Dtype;
-use strata_tensor::{DType, Element, Error, Result, Tensor, TensorRef};
+use strata_tensor::{DType, Element, Error, HostRef, HostTensor, Result};
 
 /// Element types that weights may have in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,14 +60,14 @@ pub struct SourceTensor<'a> {
 /// Elements in the dtype that was asked for: in place where the file has them so, converted where it does not.
 pub enum Converted<'a> {
     /// In the file.
-    Borrowed(TensorRef<'a>),
+    Borrowed(HostRef<'a>),
     /// In memory of their own.
-    Owned(Tensor),
+    Owned(HostTensor),
 }
 
 impl Converted<'_> {
     /// The elements.
-    pub fn as_ref(&self) -> TensorRef<'_> {
+    pub fn as_ref(&self) -> HostRef<'_> {
         match self {
             Converted::Borrowed(tensor) => *tensor,
             Converted::Owned(tensor) => tensor.as_ref(),
@@ -100,25 +100,10 @@ impl<'a> SourceTensor<'a> {
         shape[0] = rows.len();
         read(&self.bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, self.dtype, dtype)
     }
-
-    /// A copy of the whole tensor in `dtype`.
-    ///
-    /// # Errors
-    /// If it has more axes than a tensor can have.
-    pub fn to_tensor(&self, dtype: DType) -> Result<Tensor> {
-        match self.read(dtype)? {
-            Converted::Owned(tensor) => Ok(tensor),
-            Converted::Borrowed(view) => {
-                let mut tensor = Tensor::zeros(self.shape, dtype);
-                tensor.as_mut().copy_from_bytes(view.as_bytes())?;
-                Ok(tensor)
-            }
-        }
-    }
 }
 
 /// The place and value of the first element that is infinite or not a number, if there is one.
-pub(crate) fn first_not_finite(tensor: TensorRef<'_>) -> Option<(usize, f32)> {
+pub(crate) fn first_not_finite(tensor: HostRef<'_>) -> Option<(usize, f32)> {
     /// Elements that are looked at together; within them a loop without a branch, at the speed of memory.
     const RUN: usize = 4096;
     let bytes = tensor.as_bytes();
@@ -147,11 +132,15 @@ fn read<'a>(bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> R
     }
     let same = matches!((from, to), (SourceDType::F32, DType::F32) | (SourceDType::BF16, DType::BF16));
     if same {
-        if let Ok(view) = TensorRef::from_bytes(bytes, shape, to) {
+        if let Ok(view) = HostRef::from_bytes(bytes, shape, to) {
             return Ok(Converted::Borrowed(view));
         }
-        let mut tensor = Tensor::zeros(shape, to);
-        tensor.as_mut().copy_from_bytes(bytes)?;
+        let mut tensor = HostTensor::zeros(shape, to);
+        if bytes.len() != tensor.bytes_mut().len() {
+            let expected = format!("{shape:?} of {to}");
+            return Err(Error::Shape { op: "read", expected, actual: format!("{} bytes", bytes.len()) });
+        }
+        tensor.bytes_mut().copy_from_slice(bytes);
         return Ok(Converted::Owned(tensor));
     }
     let values: Vec<f32> = match from {
@@ -159,7 +148,7 @@ fn read<'a>(bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> R
         SourceDType::BF16 => bytes.as_chunks().0.iter().map(|&b| Element::to_f32(bf16::from_le_bytes(b))).collect(),
         SourceDType::F16 => bytes.as_chunks().0.iter().map(|&b| f16::from_le_bytes(b).to_f32()).collect(),
     };
-    Ok(Converted::Owned(Tensor::from_f32(&values, shape, to)?))
+    Ok(Converted::Owned(HostTensor::from_f32(&values, shape, to)?))
 }
 
 #[cfg(test)]
@@ -172,7 +161,7 @@ mod tests {
 
     #[test]
     fn an_aligned_tensor_of_the_same_dtype_is_borrowed_and_an_unaligned_one_is_copied() {
-        let tensor = Tensor::from_f32(&[0.0, 1.0, 2.0, 3.0], &[4], DType::F32).unwrap();
+        let tensor = HostTensor::from_f32(&[0.0, 1.0, 2.0, 3.0], &[4], DType::F32).unwrap();
         let bytes = tensor.as_ref().as_bytes();
         let aligned = source(&bytes[4..], &[3], SourceDType::F32).read(DType::F32).unwrap();
         assert!(matches!(aligned, Converted::Borrowed(_)));
@@ -201,8 +190,8 @@ mod tests {
             (&f16_bytes, SourceDType::F16, values.to_vec()),
         ] {
             let tensor = source(bytes, &[2, 2], dtype);
-            assert_eq!(tensor.to_tensor(DType::F32).unwrap().to_f32_vec(), wide, "{dtype:?}");
-            assert_eq!(tensor.to_tensor(DType::BF16).unwrap().to_f32_vec(), rounded, "{dtype:?}");
+            assert_eq!(tensor.read(DType::F32).unwrap().as_ref().to_f32_vec(), wide, "{dtype:?}");
+            assert_eq!(tensor.read(DType::BF16).unwrap().as_ref().to_f32_vec(), rounded, "{dtype:?}");
             let row = tensor.read_rows(1..2, DType::F32).unwrap();
             assert_eq!(row.as_ref().shape().dims(), [1, 2]);
             assert_eq!(row.as_ref().to_f32_vec(), wide[2..], "{dtype:?}");
@@ -216,10 +205,10 @@ mod tests {
                 for place in [0, 1, 4095, 4096, 9998] {
                     let mut values = vec![-1.0e38f32; 9999];
                     values[3] = 0.0;
-                    let clean = Tensor::from_f32(&values, &[9999], dtype).unwrap();
+                    let clean = HostTensor::from_f32(&values, &[9999], dtype).unwrap();
                     assert!(first_not_finite(clean.as_ref()).is_none());
                     values[place] = bad;
-                    let tensor = Tensor::from_f32(&values, &[9999], dtype).unwrap();
+                    let tensor = HostTensor::from_f32(&values, &[9999], dtype).unwrap();
                     let (found, value) = first_not_finite(tensor.as_ref()).unwrap();
                     assert!(found == place && !value.is_finite(), "{dtype} {bad} at {place}: {value} at {found}");
                 }

@@ -1,6 +1,6 @@
 //! Passes over a small random model.
 
-use strata_tensor::{Arithmetic, CpuBackend, Isa};
+use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
 use super::*;
 
@@ -41,10 +41,10 @@ fn lora(rank: usize) -> LoraConfig {
 
 /// An adapter whose B is not zero, so that every gradient is felt.
 fn adapter(model: &Model, rank: usize) -> (LoraParams, Arc<Adapter>) {
-    let mut params = LoraParams::init(model.lora_modules(), &lora(rank), 3);
+    let mut params = LoraParams::init(model.backend(), model.lora_modules(), &lora(rank), 3).unwrap();
     for stack in params.stacks.iter_mut().flatten() {
         let values: Vec<f32> = (0..stack.b.shape().len()).map(|i| ((i * 37 % 101) as f32 - 50.0) / 500.0).collect();
-        stack.b.as_mut().copy_from_f32(&values).unwrap();
+        model.backend().upload(HostRef::from_f32(&values, &[values.len()]).unwrap(), stack.b.as_mut()).unwrap();
     }
     let packed = model.pack_adapter(lora(rank), &params).unwrap();
     (params, packed)
@@ -76,31 +76,35 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-fn gradient_bits(params: &LoraParams) -> Vec<u32> {
-    params.tensors().flat_map(|t| bits(&t.to_f32_vec())).collect()
+fn gradient_bits(model: &Model, params: &LoraParams) -> Vec<u32> {
+    params.tensors().flat_map(|t| bits(&model.backend().to_f32_vec(t.as_ref()).unwrap())).collect()
 }
 
 /// Log-probabilities and gradients of a training pass.
 fn train(model: &Model, adapter: &Adapter, rank: usize, lengths: &[usize], between: &mut Between<'_>) -> Result<[Vec<u32>; 2]> {
     let (batch, targets) = batch(adapter, lengths);
-    let mut gradients = LoraParams::zeros(model.lora_modules(), &lora(rank));
+    let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora(rank))?;
     let logprobs = model.forward_backward_with(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)], between)?;
-    Ok([bits(&logprobs), gradient_bits(&gradients)])
+    Ok([bits(&logprobs), gradient_bits(model, &gradients)])
 }
 
-/// The logits of one decode after a prefill.
+/// Asks for the log-probabilities of all tokens.
+fn whole_row() -> RowRequest {
+    RowRequest { ids: (0..301).collect(), ..RowRequest::default() }
+}
+
+/// All log-probabilities of the last token of a prefill, and of one decode after it.
 fn decode(model: &Model, adapter: &Adapter) -> Vec<u32> {
-    let mut cache = model.new_kv_cache(2);
+    let mut cache = model.new_kv_cache(2).unwrap();
     let mut batch = PackedBatch::new();
     batch.begin_group(Some(adapter));
     batch.push_cached(&tokens(70, 1), 0, vec![1, 0]);
-    let out = std::sync::Mutex::new(Vec::new());
-    model.step(&batch, &mut cache, &[69], &|_, row| *out.lock().unwrap() = bits(row.logits)).unwrap();
+    let mut replies = model.step(&batch, &mut cache, &[69], &[whole_row()]).unwrap();
     let mut batch = PackedBatch::new();
     batch.begin_group(Some(adapter));
     batch.push_cached(&[9], 70, vec![1, 0]);
-    model.step(&batch, &mut cache, &[0], &|_, row| out.lock().unwrap().extend(bits(row.logits))).unwrap();
-    out.into_inner().unwrap()
+    replies.extend(model.step(&batch, &mut cache, &[0], &[whole_row()]).unwrap());
+    replies.into_iter().flat_map(|reply| bits(&reply.unwrap().logprobs)).collect()
 }
 
 #[test]
@@ -296,17 +300,18 @@ fn unusual_sizes_compute_finite_numbers_on_every_instruction_set() {
         for isa in Arithmetic::available() {
             let model = Model::random(Arc::new(CpuBackend::with_isa(isa, 1)), config.clone(), 1, dtype).unwrap();
             model.probe().unwrap_or_else(|e| panic!("{isa} {dtype} {config:?}: {e}"));
-            let params = LoraParams::init(model.lora_modules(), &lora(3), 3);
+            let params = LoraParams::init(model.backend(), model.lora_modules(), &lora(3), 3).unwrap();
             let adapter = model.pack_adapter(lora(3), &params).unwrap();
             let mut batch = PackedBatch::new();
             batch.begin_group(Some(&adapter));
             let len = config.max_position_embeddings.min(67);
             batch.push_sequence(&tokens(len, 1).iter().map(|t| t % config.vocab_size as u32).collect::<Vec<_>>());
             let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=len).collect() };
-            let mut gradients = LoraParams::zeros(model.lora_modules(), &lora(3));
+            let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora(3)).unwrap();
             let logprobs = model.forward_backward(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)]).unwrap();
             assert!(logprobs.iter().all(|v| v.is_finite()), "{isa} {dtype} {config:?}");
-            assert!(gradients.tensors().all(|t| t.to_f32_vec().iter().all(|v| v.is_finite())), "{isa} {dtype} {config:?}");
+            let values = |t: &Tensor| model.backend().to_f32_vec(t.as_ref()).unwrap();
+            assert!(gradients.tensors().flat_map(values).all(|v| v.is_finite()), "{isa} {dtype} {config:?}");
         }
     }
 }
@@ -332,7 +337,7 @@ fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
     let before = resident_bytes();
     let mut most = 0;
     let mut weights = CheckpointWeights { checkpoint: &checkpoint };
-    let mut store = |_: usize, values: TensorRef<'_>| {
+    let mut store = |_: usize, values: HostRef<'_>| {
         assert_eq!(values.as_bytes().iter().step_by(4096).map(|&b| u32::from(b)).sum::<u32>(), 0);
         most = most.max(resident_bytes().saturating_sub(before));
         Ok(())

@@ -1,15 +1,21 @@
 //! The processor: the reference for every other device, and fast in its own right.
 //!
 //! Map: [`backend`](CpuBackend) splits ops over [`threads`]; [`matmul`] and [`attention`] are the hard kernels, [`rows`] the operations on
-//! rows of elements; [`isa`] chooses instructions at run time; [`scratch`] is what a task works in.
+//! rows of elements; [`isa`] chooses instructions at run time. [`memory`] is where tensors lie, [`packed`] and [`kv`] how weights and pages lie in it,
+//! [`views`] what makes slices of tensors, [`scratch`] what a task works in.
 
 mod attention;
 mod backend;
 mod isa;
+mod kv;
 mod matmul;
+mod memory;
+mod packed;
 mod rows;
 mod scratch;
 mod threads;
+mod views;
 
 pub use backend::CpuBackend;
 pub use isa::{Arithmetic, Isa, Numerics};
+pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};

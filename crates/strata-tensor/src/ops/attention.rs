@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use super::{check_f32, check_vector};
-use crate::backend::{AttentionGeometry, AttentionSpan, Qkv, Rotary};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, Rotary};
 use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, Result, Tensor, TensorRef};
 
@@ -65,19 +65,19 @@ impl<'a> Tape<'a> {
             }
         }
         let mut split = Qkv {
-            q: Tensor::scratch(&[tokens, g.heads, g.head_dim], dtype),
-            k: Tensor::scratch(&[tokens, g.kv_heads, g.head_dim], dtype),
-            v: Tensor::scratch(&[tokens, g.kv_heads, g.head_dim], dtype),
+            q: backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?,
+            k: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
+            v: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
         };
-        backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &mut split);
-        let mut out = Tensor::scratch(&[tokens, g.heads * g.head_dim], dtype);
-        let mut log_normalizers = Tensor::scratch(&[tokens, g.heads], DType::F32);
+        backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &mut split)?;
+        let mut out = backend.scratch(&[tokens, g.heads * g.head_dim], dtype)?;
+        let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
         let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
-            backend.write_kv(&split, &g, spans, pages);
-            backend.attention(&split.q, &g, spans, pages, &mut out, &mut log_normalizers);
+            backend.write_kv(&split, &g, spans, pages)?;
+            backend.attention(&split.q, &g, spans, pages, &mut out, &mut log_normalizers)
         };
         match kv {
-            KvAccess::Cache(pages) => attend(&input.spans, pages),
+            KvAccess::Cache(pages) => attend(&input.spans, pages)?,
             KvAccess::None => {
                 // Keys and values in the layout of a cache, with pages of this batch alone.
                 let count = |s: &AttentionSpan<'_>| s.tokens.len().div_ceil(KV_PAGE_TOKENS);
@@ -85,12 +85,12 @@ impl<'a> Tape<'a> {
                 let longest = input.spans.iter().map(count).max().unwrap_or(0);
                 let num_pages = longest.max(whole_batch_pages(tokens)).min(input.spans.iter().map(count).sum());
                 let ids: Vec<u32> = (0..num_pages as u32).collect();
-                let mut pages = KvPages::recycled(ids.len(), g.kv_heads, g.head_dim, dtype);
+                let mut pages = backend.scratch_kv_pages(ids.len(), g.kv_heads, g.head_dim, dtype)?;
                 let mut batch: Vec<AttentionSpan<'_>> = Vec::new();
                 let mut first_free = 0;
                 for span in input.spans.iter() {
                     if first_free + count(span) > num_pages {
-                        attend(&batch, &mut pages);
+                        attend(&batch, &mut pages)?;
                         batch.clear();
                         first_free = 0;
                     }
@@ -98,7 +98,7 @@ impl<'a> Tape<'a> {
                     first_free += of_span.len();
                     batch.push(AttentionSpan { tokens: span.tokens.clone(), past: 0, pages: of_span });
                 }
-                attend(&batch, &mut pages);
+                attend(&batch, &mut pages)?;
             }
         }
         let out = Rc::new(out);
@@ -107,13 +107,14 @@ impl<'a> Tape<'a> {
         }
         let (projection, node, saved, input) = (qkv.shared(), qkv.node(), out.clone(), input.clone());
         Ok(self.push(out, move |pass, dout| {
-            let like = |t: &Tensor| Tensor::scratch(t.shape().dims(), DType::F32);
-            let mut gradient = Qkv { q: like(&split.q), k: like(&split.k), v: like(&split.v) };
-            pass.backend.attention_backward(&in_f32(dout), &split, &saved, &log_normalizers, &g, &input.spans, &mut gradient);
-            let mut dqkv = Tensor::scratch(projection.shape().dims(), dtype);
-            pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &mut dqkv);
-            pass.accumulate(node, Rc::new(dqkv));
-            Ok(())
+            let like = |t: &Tensor| pass.backend.scratch(t.shape().dims(), DType::F32);
+            let mut gradient = Qkv { q: like(&split.q)?, k: like(&split.k)?, v: like(&split.v)? };
+            let dout = in_f32(pass.backend, dout)?;
+            pass.backend.attention_backward(&dout, &split, &saved, &log_normalizers, &g, &input.spans, &mut gradient)?;
+            drop(dout);
+            let mut dqkv = pass.backend.scratch(projection.shape().dims(), dtype)?;
+            pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &mut dqkv)?;
+            pass.accumulate(node, Rc::new(dqkv))
         }))
     }
 }
@@ -125,8 +126,8 @@ fn whole_batch_pages(tokens: usize) -> usize {
 }
 
 /// Bytes of keys and values in pages that a pass over `tokens` tokens takes at most, if it is not over a cache.
-pub fn attention_pages_bytes(tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
-    whole_batch_pages(tokens) * KvPages::page_bytes(g.kv_heads, g.head_dim, dtype)
+pub fn attention_pages_bytes(backend: &dyn Backend, tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
+    whole_batch_pages(tokens) * backend.kv_page_bytes(g.kv_heads, g.head_dim, dtype)
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.

@@ -1,7 +1,7 @@
 //! Token embedding. Frozen: nothing goes back.
 
 use crate::tape::{Tape, Var};
-use crate::{DType, Error, PackedRef, Result, Tensor, TensorRef};
+use crate::{DType, Error, PackedRef, Result, TensorRef};
 
 /// The table of a token embedding, `[vocab_size, hidden_size]`.
 #[derive(Clone, Copy)]
@@ -25,10 +25,10 @@ impl<'a> Tape<'a> {
         if let Some(&id) = ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::Index { op: "embedding", what: "vocabulary", index: id as usize, size: vocab });
         }
-        let mut out = Tensor::scratch(&[ids.len(), hidden], DType::F32);
+        let mut out = self.backend().scratch(&[ids.len(), hidden], DType::F32)?;
         match table {
-            EmbeddingTable::Rows(t) => self.backend().embedding(t, ids, &mut out),
-            EmbeddingTable::Tied(w) => self.backend().embedding_packed(w, ids, &mut out),
+            EmbeddingTable::Rows(t) => self.backend().embedding(t, ids, &mut out)?,
+            EmbeddingTable::Tied(w) => self.backend().embedding_packed(w, ids, &mut out)?,
         }
         Ok(self.constant(out))
     }

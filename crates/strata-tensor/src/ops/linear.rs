@@ -7,12 +7,9 @@
 use std::rc::Rc;
 
 use super::{check, check_vector};
-use crate::backend::{Backend, Block, Target};
-use crate::tape::{Backward, LoraGroup, LoraProjection, Tape, Var};
+use crate::backend::{Backend, LowProducts};
+use crate::tape::{Backward, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_dtype};
 use crate::{DType, Error, PackedRef, Result, Tensor, TensorRef};
-
-/// For each group and projection, in order, `scale · x·Aᵀ` in the compute dtype: `[tokens of the group, rank]`.
-pub(super) type LowProducts = Vec<Tensor>;
 
 impl<'a> Tape<'a> {
     /// `x: [tokens, in_features]` in the weight's dtype, through a frozen layer and the low-rank pairs of `lora`; f32 `[tokens, out_features]`.
@@ -28,23 +25,13 @@ impl<'a> Tape<'a> {
         }
         let (input, node) = (x.shared(), x.node());
         Ok(self.push(y, move |pass, dy| {
-            let dy = in_dtype(pass.backend, dy, w.dtype());
-            if let Some(dx) = backward(pass, &input, &dy, w, &lora, &low, node.is_some())? {
-                pass.accumulate(node, Rc::new(dx));
+            let dy = in_dtype(pass.backend, dy, w.dtype())?;
+            match backward(pass, &input, &dy, w, &lora, &low, node.is_some())? {
+                Some(dx) => pass.accumulate(node, Rc::new(dx)),
+                None => Ok(()),
             }
-            Ok(())
         }))
     }
-}
-
-/// Rounds to the dtype of a matmul's inputs, if it is not in it already.
-fn in_dtype(backend: &dyn Backend, tensor: Rc<Tensor>, dtype: DType) -> Rc<Tensor> {
-    if tensor.dtype() == dtype {
-        return tensor;
-    }
-    let mut converted = Tensor::scratch(tensor.shape().dims(), dtype);
-    backend.convert(&tensor, 1.0, &mut converted);
-    Rc::new(converted)
 }
 
 /// Refuses groups that are not runs of `tokens` tokens, and pairs that do not fit the weight.
@@ -91,26 +78,14 @@ pub(super) fn forward(
     check(OP, x, w.dtype(), w.in_features())?;
     let tokens = x.rows();
     check_groups(OP, lora, tokens, w)?;
-    let mut y = Tensor::scratch(&[tokens, w.out_features()], DType::F32);
-    backend.matmul(Block::whole(x), w, &mut y, Target::overwrite());
+    let mut y = backend.scratch(&[tokens, w.out_features()], DType::F32)?;
+    backend.matmul(x, w, &mut y)?;
     if let Some(bias) = bias {
         check_vector(OP, bias, w.out_features())?;
-        backend.add_bias(bias, &mut y);
+        backend.add_bias(bias, &mut y)?;
     }
-    let mut low_products = Vec::new();
-    for group in lora {
-        for p in &group.projections {
-            let shape = [group.tokens.len(), p.a.out_features()];
-            let mut product = Tensor::scratch(&shape, DType::F32);
-            backend.matmul(Block::rows(x, group.tokens.clone()), p.a, &mut product, Target::overwrite());
-            let mut low = Tensor::scratch(&shape, w.dtype());
-            backend.convert(&product, p.scale, &mut low);
-            let target = Target { first_row: group.tokens.start, first_column: p.first_column, accumulate: true };
-            backend.matmul(Block::whole(&low), p.b, &mut y, target);
-            low_products.push(low);
-        }
-    }
-    Ok((y, low_products))
+    let low = if lora.is_empty() { LowProducts::default() } else { backend.lora(x, lora, &mut y)? };
+    Ok((y, low))
 }
 
 /// The backward pass: adds the gradients of the pairs, and answers that of `x` if `wants_dx`.
@@ -120,40 +95,18 @@ pub(super) fn backward(
     dy: &Tensor,
     w: PackedRef<'_>,
     lora: &[LoraGroup<'_>],
-    low_products: &[Tensor],
+    low: &LowProducts,
     wants_dx: bool,
 ) -> Result<Option<Tensor>> {
     let backend = pass.backend;
-    let mut dx = wants_dx.then(|| Tensor::scratch(&[x.rows(), w.in_features()], DType::F32));
-    if let Some(dx) = &mut dx {
-        backend.matmul_transposed(Block::whole(dy), w, dx, Target::overwrite());
+    let mut dx = None;
+    if wants_dx {
+        let dx = dx.insert(backend.scratch(&[x.rows(), w.in_features()], DType::F32)?);
+        backend.matmul_transposed(dy, w, dx)?;
     }
-    let mut low_products = low_products.iter();
-    for group in lora {
-        let tokens = group.tokens.clone();
-        let sequences: Vec<_> = group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
-        for p in &group.projections {
-            let low = low_products.next().expect("one low product for each projection");
-            let gradient = pass.lora.at(p.site);
-            if gradient.is_none() && dx.is_none() {
-                continue;
-            }
-            let columns = p.first_column..p.first_column + p.b.out_features();
-            let dy = Block { tensor: dy, rows: tokens.clone(), columns };
-            let shape = [tokens.len(), p.a.out_features()];
-            let mut product = Tensor::scratch(&shape, DType::F32);
-            backend.matmul_transposed(dy.clone(), p.b, &mut product, Target::overwrite());
-            let mut dlow = Tensor::scratch(&shape, w.dtype());
-            backend.convert(&product, p.scale, &mut dlow);
-            if let Some((da, db)) = gradient {
-                backend.matmul_weight_gradient(Block::whole(low), dy, &sequences, db);
-                backend.matmul_weight_gradient(Block::whole(&dlow), Block::rows(x, tokens.clone()), &sequences, da);
-            }
-            if let Some(dx) = &mut dx {
-                let target = Target { first_row: tokens.start, first_column: 0, accumulate: true };
-                backend.matmul_transposed(Block::whole(&dlow), p.a, dx, target);
-            }
-        }
+    if !lora.is_empty() {
+        let sites: Vec<LoraSite> = lora.iter().flat_map(|g| &g.projections).map(|p| p.site).collect();
+        backend.lora_backward(dy, x, low, lora, &mut pass.lora.at(&sites), dx.as_mut())?;
     }
     Ok(dx)
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use super::{check, linear};
-use crate::backend::{Backend, TOKEN_GRANULE};
+use crate::backend::{Backend, LogprobTargets, RowReply, RowRequest, TOKEN_GRANULE};
 use crate::tape::{Backward, Between, LoraGradients, LoraGroup, go_on};
 use crate::{DType, Error, PackedRef, Result, Tensor};
 
@@ -18,15 +18,6 @@ const OP: &str = "target_logprobs";
 pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = TOKEN_GRANULE..512;
-
-/// Target tokens, any number for each row; one may occur twice in a row.
-#[derive(Clone, Copy)]
-pub struct LogprobTargets<'t> {
-    /// Token ids, row after row.
-    pub ids: &'t [u32],
-    /// `offsets[r]..offsets[r + 1]` are the targets of row `r`; `[rows + 1]`, from 0 to the number of targets.
-    pub offsets: &'t [usize],
-}
 
 /// A loss that is a sum of one term for each target.
 pub trait TargetLoss {
@@ -130,7 +121,10 @@ pub(super) fn in_chunks(
     }
     linear::check_groups(OP, lora, x.rows(), w)?;
     let mut logprobs = vec![0.0f32; targets.ids.len()];
-    let mut dx = loss.is_some().then(|| Tensor::scratch(&[x.rows(), w.in_features()], DType::F32));
+    let mut dx = match &loss {
+        Some(_) => Some(backend.scratch(&[x.rows(), w.in_features()], DType::F32)?),
+        None => None,
+    };
     for rows in chunks {
         let of_chunk = &mut logprobs[targets.offsets[rows.start]..targets.offsets[rows.end]];
         let loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)> = match &mut loss {
@@ -139,7 +133,7 @@ pub(super) fn in_chunks(
         };
         let chunk_dx = chunk(backend, x, (w, lora), rows.clone(), targets, of_chunk, loss)?;
         if let (Some(dx), Some(chunk_dx)) = (dx.as_mut(), chunk_dx) {
-            dx.rows_mut(rows).copy_from(&chunk_dx);
+            backend.copy(chunk_dx.as_ref(), dx.rows_mut(rows))?;
         }
         go_on(between)?;
     }
@@ -157,47 +151,47 @@ fn chunk(
     loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
 ) -> Result<Option<Tensor>> {
     let (w, lora) = unembedding;
-    let first = targets.offsets[rows.start];
-    let targets_of = |row: usize| targets.offsets[row]..targets.offsets[row + 1];
-    let chunk = x.as_ref().rows(rows.clone()).to_tensor();
+    let own = targets.offsets[rows.start]..targets.offsets[rows.end];
+    let offsets: Vec<usize> = targets.offsets[rows.start..=rows.end].iter().map(|offset| offset - own.start).collect();
+    let of_chunk = LogprobTargets { ids: &targets.ids[own.clone()], offsets: &offsets };
+    let chunk = backend.duplicate(x.as_ref().rows(rows.clone()))?;
     let groups = groups_in(lora, &rows);
     let (logits, low) = linear::forward(backend, &chunk, w, None, &groups)?;
-    let normalizers = backend.log_normalizers(&logits);
-    let logits_view = logits.as_ref();
-    for (r, row) in rows.clone().enumerate() {
-        let logits = logits_view.row(r);
-        for t in targets_of(row) {
-            logprobs[t - first] = logits.f32_at(targets.ids[t] as usize) - normalizers[r];
-        }
-    }
+    let mut log_normalizers = backend.scratch(&[rows.len()], DType::F32)?;
+    logprobs.copy_from_slice(&backend.target_logprobs(&logits, of_chunk, &mut log_normalizers)?);
     let Some((loss, gradients)) = loss else { return Ok(None) };
     let mut by_logprob = vec![0.0f32; logprobs.len()];
-    loss.gradient(first, logprobs, &mut by_logprob);
-    let terms: Vec<Vec<(u32, f32)>> =
-        rows.map(|row| targets_of(row).map(|t| (targets.ids[t], by_logprob[t - first])).collect()).collect();
-    let mut dlogits = Tensor::scratch(logits.shape().dims(), w.dtype());
-    backend.logits_gradient(&logits, &normalizers, &terms, &mut dlogits);
+    loss.gradient(own.start, logprobs, &mut by_logprob);
+    let mut dlogits = backend.scratch(logits.shape().dims(), w.dtype())?;
+    backend.logits_gradient(&logits, &log_normalizers, of_chunk, &by_logprob, &mut dlogits)?;
     drop(logits);
     let mut pass = Backward::new(backend, gradients);
     linear::backward(&mut pass, &chunk, &dlogits, w, &groups, &low, true)
 }
 
-/// Calls `visit(i, logits, log_normalizer)` with the prediction after each row `rows[i]` of `x`, from several threads. About `chunk_bytes` of
-/// logits are in memory at once.
+/// What `requests[i]` asks of the prediction after row `rows[i]` of `x`; `None` where logits are not finite numbers. About `chunk_bytes` of logits are
+/// in memory at once.
 ///
 /// # Errors
-/// If a row is not there, or shapes do not fit.
-pub fn visit_logits(
+/// If a row is not there, there are not as many requests as rows, an id is not in the vocabulary, or shapes do not fit.
+pub fn read_logits(
     backend: &dyn Backend,
     x: &Tensor,
     w: PackedRef<'_>,
     lora: &[LoraGroup<'_>],
     rows: &[usize],
+    requests: &[RowRequest],
     chunk_bytes: usize,
-    visit: &(dyn Fn(usize, &[f32], f32) + Sync),
-) -> Result<()> {
-    const OP: &str = "visit_logits";
+) -> Result<Vec<Option<RowReply>>> {
+    const OP: &str = "read_logits";
     check(OP, x, w.dtype(), w.in_features())?;
+    if rows.len() != requests.len() {
+        let (expected, actual) = (format!("requests of {} rows", rows.len()), requests.len().to_string());
+        return Err(Error::Shape { op: OP, expected, actual });
+    }
+    if let Some(&id) = requests.iter().flat_map(|r| &r.ids).find(|&&id| id as usize >= w.out_features()) {
+        return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: w.out_features() });
+    }
     if let Some(&row) = rows.iter().find(|&&r| r >= x.rows()) {
         return Err(Error::Index { op: OP, what: "rows", index: row, size: x.rows() });
     }
@@ -206,8 +200,10 @@ pub fn visit_logits(
         return Err(Error::Unsupported(format!("rows {rows:?} of a batch in an order that is not theirs")));
     }
     let max = logits_chunk_rows(w.out_features(), chunk_bytes);
-    for (chunk, first) in rows.chunks(max).zip((0..).step_by(max)) {
-        let gathered = Tensor::gather(x, chunk)?;
+    let mut replies = Vec::with_capacity(rows.len());
+    for (chunk, requests) in rows.chunks(max).zip(requests.chunks(max)) {
+        let mut gathered = backend.scratch(&[chunk.len(), x.shape().row_len()], x.dtype())?;
+        backend.gather(x.as_ref(), chunk, &mut gathered)?;
         let groups: Vec<LoraGroup<'_>> = lora
             .iter()
             .filter_map(|g| {
@@ -221,9 +217,9 @@ pub fn visit_logits(
             })
             .collect();
         let (logits, _) = linear::forward(backend, &gathered, w, None, &groups)?;
-        backend.visit_rows(&logits, &|i, row, normalizer| visit(first + i, row, normalizer));
+        replies.extend(backend.read_logits(&logits, requests)?);
     }
-    Ok(())
+    Ok(replies)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ mod tests;
 
 pub use attention::{AttentionInput, KvAccess, attention_pages_bytes};
 pub use embedding::EmbeddingTable;
-pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, TargetLoss, logits_chunk_rows, target_logprobs, visit_logits};
+pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
 
 use crate::{DType, Error, Result, Tensor, TensorRef};
 

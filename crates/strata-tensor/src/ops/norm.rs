@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use super::{check_f32, check_vector};
 use crate::tape::{Tape, Var, in_f32};
-use crate::{DType, Error, Result, Tensor, TensorRef};
+use crate::{DType, Error, Result, TensorRef};
 
 impl<'a> Tape<'a> {
     /// RMSNorm of every row of f32 `x: [tokens, n]` with frozen f32 `weight: [n]`, in the dtype of the matmul that reads it.
@@ -14,19 +14,18 @@ impl<'a> Tape<'a> {
     pub fn rms_norm(&mut self, x: &Var, weight: TensorRef<'a>, eps: f32, dtype: DType) -> Result<Var> {
         check_f32("rms_norm", x.value(), weight.shape().len())?;
         check_vector("rms_norm", weight, weight.shape().len())?;
-        let mut y = Tensor::scratch(x.value().shape().dims(), dtype);
-        self.backend().rms_norm(x.value(), weight, eps, &mut y);
+        let mut y = self.backend().scratch(x.value().shape().dims(), dtype)?;
+        self.backend().rms_norm(x.value(), weight, eps, &mut y)?;
         let y = Rc::new(y);
         if !self.records(&[x], false) {
             return Ok(self.shared_constant(y));
         }
         let (input, node) = (x.shared(), x.node());
         Ok(self.push(y, move |pass, dy| {
-            let dy = in_f32(dy);
+            let dy = in_f32(pass.backend, dy)?;
             pass.accumulate_with(node, input.shape().dims(), |backend, dx| {
-                backend.rms_norm_backward(&dy, &input, weight, eps, dx);
-            });
-            Ok(())
+                backend.rms_norm_backward(&dy, &input, weight, eps, dx)
+            })
         }))
     }
 
@@ -43,16 +42,15 @@ impl<'a> Tape<'a> {
         }
         let records = self.records(&[x, &y], false);
         let (x_node, y_node) = (x.node(), y.node());
-        let mut sum = y.into_tensor();
-        self.backend().add(x.value(), &mut sum);
+        let mut sum = y.into_tensor(self.backend())?;
+        self.backend().add(x.value(), &mut sum)?;
         let sum = Rc::new(sum);
         if !records {
             return Ok(self.shared_constant(sum));
         }
         Ok(self.push(sum, move |pass, gradient| {
-            pass.accumulate(x_node, gradient.clone());
-            pass.accumulate(y_node, gradient);
-            Ok(())
+            pass.accumulate(x_node, gradient.clone())?;
+            pass.accumulate(y_node, gradient)
         }))
     }
 }

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use super::check_f32;
 use crate::tape::{Tape, Var, in_f32};
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Error, Result};
 
 impl<'a> Tape<'a> {
     /// `silu(gate) * up` of f32 `gate_up: [tokens, 2 * n]`, gate first, as `[tokens, n]` in the dtype of the matmul that reads it.
@@ -17,18 +17,19 @@ impl<'a> Tape<'a> {
         if !width.is_multiple_of(2) {
             return Err(Error::Shape { op: "swiglu", expected: "an even width".into(), actual: width.to_string() });
         }
-        let mut y = Tensor::scratch(&[gate_up.value().rows(), width / 2], dtype);
-        self.backend().swiglu(gate_up.value(), &mut y);
+        let mut y = self.backend().scratch(&[gate_up.value().rows(), width / 2], dtype)?;
+        self.backend().swiglu(gate_up.value(), &mut y)?;
         let y = Rc::new(y);
         if !self.records(&[gate_up], false) {
             return Ok(self.shared_constant(y));
         }
         let (input, node) = (gate_up.shared(), gate_up.node());
         Ok(self.push(y, move |pass, dy| {
-            let mut dgate_up = Tensor::scratch(input.shape().dims(), dtype);
-            pass.backend.swiglu_backward(&in_f32(dy), &input, &mut dgate_up);
-            pass.accumulate(node, Rc::new(dgate_up));
-            Ok(())
+            let mut dgate_up = pass.backend.scratch(input.shape().dims(), dtype)?;
+            let dy = in_f32(pass.backend, dy)?;
+            pass.backend.swiglu_backward(&dy, &input, &mut dgate_up)?;
+            drop(dy);
+            pass.accumulate(node, Rc::new(dgate_up))
         }))
     }
 }

@@ -10,7 +10,7 @@ use indicatif::HumanBytes;
 use safetensors::tensor::{Dtype, View, serialize_to_file};
 use strata_model::checkpoint::{Existing, write_atomically};
 use strata_model::{Error, ModelConfig, ModelSource, parameter_shapes, random_parameter};
-use strata_tensor::{DType, Tensor};
+use strata_tensor::{DType, HostTensor};
 
 /// Settings of `strata init-model`.
 #[derive(Debug, clap::Args)]
@@ -109,7 +109,7 @@ impl View for RandomTensor {
         for first in (0..len).step_by(SLICE_ELEMENTS) {
             let mut values = vec![0.0; SLICE_ELEMENTS.min(len - first)];
             random_parameter(&self.name, &self.shape, self.range, self.key, first, &mut values);
-            let rounded = Tensor::from_f32(&values, &[values.len()], self.dtype).expect("the shape is that of the values");
+            let rounded = HostTensor::from_f32(&values, &[values.len()], self.dtype).expect("the shape is that of the values");
             bytes.extend_from_slice(rounded.as_ref().as_bytes());
         }
         bytes.into()

@@ -5,14 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use safetensors::tensor::{Dtype, TensorView, View};
+use safetensors::tensor::{Dtype, TensorView};
 use strata_model::checkpoint::{adapter_tensors, read_adapter};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams};
 use strata_model::{Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
-use strata_tensor::{CpuBackend, DType};
+use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
 use crate::base_model::Numerics;
 
@@ -55,7 +55,7 @@ pub fn run(args: Args) -> Result<()> {
     let sequences = read_tokens(&args.tokens, &model)?;
     let adapter = match &args.adapter {
         Some(dir) => {
-            let adapter = read_adapter(dir, model.lora_modules())?;
+            let adapter = read_adapter(model.backend(), dir, model.lora_modules())?;
             Some((adapter.config, model.pack_adapter(adapter.config, &adapter.params)?))
         }
         None => None,
@@ -125,9 +125,10 @@ fn trace_forward(model: &Model, adapter: Option<&Adapter>, sequences: &[Vec<u32>
         };
         let width = tensor.shape().row_len();
         for (n, span) in batch.spans.iter().enumerate() {
-            let rows = tensor.as_ref().rows(span.tokens.clone()).to_f32_vec();
+            let rows = model.backend().to_f32_vec(tensor.as_ref().rows(span.tokens.clone()))?;
             values.push_f32(format!("s.{n}.{name}"), vec![span.tokens.len(), width], &rows);
         }
+        Ok(())
     })?;
     Ok(())
 }
@@ -149,11 +150,11 @@ fn trace_gradients(
     targets: &Targets,
     values: &mut Values,
 ) -> Result<Vec<f32>> {
-    let mut gradient = LoraParams::zeros(model.lora_modules(), &config);
+    let mut gradient = LoraParams::zeros(model.backend(), model.lora_modules(), &config)?;
     let batch = batch_of(Some(adapter), sequences);
     let logprobs = model.forward_backward(&batch, targets, &CrossEntropySum, &mut [Some(&mut gradient)])?;
-    for (name, tensor) in adapter_tensors(model.lora_modules(), &gradient) {
-        values.arrays.insert(name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().into_owned()));
+    for (name, shape, bytes) in adapter_tensors(model.backend(), model.lora_modules(), &gradient)? {
+        values.arrays.insert(name, (Dtype::F32, shape, bytes));
     }
     Ok(logprobs)
 }
@@ -170,7 +171,7 @@ fn trace_greedy(
     values: &mut Values,
 ) -> Result<()> {
     let pages_of = |tokens: &Vec<u32>| (tokens.len() + num_tokens).div_ceil(PAGE_TOKENS);
-    let mut cache = model.new_kv_cache(sequences.iter().map(pages_of).sum());
+    let mut cache = model.new_kv_cache(sequences.iter().map(pages_of).sum())?;
     let mut next_page = 0;
     let mut pages = Vec::with_capacity(sequences.len());
     for tokens in sequences {
@@ -179,6 +180,8 @@ fn trace_greedy(
         pages.push(own);
     }
 
+    let most_probable = Draw { temperature: 0.0, top_k: None, top_p: 1.0, uniforms: vec![0.0] };
+    let greedy = RowRequest { draw: Some(most_probable), ..RowRequest::default() };
     let mut continuations: Vec<Vec<Choice>> = vec![Vec::with_capacity(num_tokens); sequences.len()];
     for step in 0..num_tokens {
         let mut batch = PackedBatch::new();
@@ -190,20 +193,9 @@ fn trace_greedy(
             }
         }
         let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();
-        let choices: Vec<Mutex<Option<Choice>>> = rows.iter().map(|_| Mutex::new(None)).collect();
-        model.step(&batch, &mut cache, &rows, &|i, row| {
-            let mut best = 0;
-            for (token, &logit) in row.logits.iter().enumerate() {
-                if logit > row.logits[best] {
-                    best = token;
-                }
-            }
-            *choices[i].lock().expect("no visitor panics while it holds the lock") =
-                Some((best as u32, row.logprob(best as u32)));
-        })?;
-        for (continuation, choice) in continuations.iter_mut().zip(choices) {
-            let choice = choice.into_inner().expect("no visitor panics while it holds the lock");
-            continuation.push(choice.context("the model left out a row that was asked for")?);
+        let replies = model.step(&batch, &mut cache, &rows, &vec![greedy.clone(); rows.len()])?;
+        for (continuation, reply) in continuations.iter_mut().zip(replies) {
+            continuation.extend(reply.context("logits are not finite numbers")?.drawn);
         }
     }
     for (n, continuation) in continuations.iter().enumerate() {

@@ -1,12 +1,16 @@
 use std::fs;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
+use strata_tensor::{CpuBackend, Memory, Tensor};
 
 use super::*;
 
 const RANK: usize = 3;
+
+static BACKEND: LazyLock<CpuBackend> = LazyLock::new(|| CpuBackend::new(Some(1)).unwrap());
 
 /// Modules in the shape of a two-layer model.
 fn modules() -> Vec<LoraModule> {
@@ -24,32 +28,42 @@ fn all_parts() -> LoraConfig {
     LoraConfig { rank: RANK, alpha: 32.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE }
 }
 
+fn fill(tensor: &mut Tensor, bytes: &[u8]) {
+    let mut host = HostTensor::zeros(tensor.shape().dims(), tensor.dtype());
+    host.bytes_mut().copy_from_slice(bytes);
+    BACKEND.upload(host.as_ref(), tensor.as_mut()).unwrap();
+}
+
+fn bytes_of(tensor: &Tensor) -> Vec<u8> {
+    BACKEND.to_host(tensor.as_ref()).unwrap().as_ref().as_bytes().to_vec()
+}
+
 /// Parameters in which every number differs, some of them such as arithmetic would not preserve.
 fn distinct_params(config: &LoraConfig) -> LoraParams {
-    let mut params = LoraParams::zeros(&modules(), config);
+    let mut params = LoraParams::zeros(&*BACKEND, &modules(), config).unwrap();
     let mut next = 0x3f80_0000u32;
     for tensor in params.tensors_mut() {
         let bytes: Vec<u8> = (0..tensor.size_bytes() / 4).flat_map(|i| (next + i as u32 * 77).to_le_bytes()).collect();
-        tensor.as_mut().copy_from_bytes(&bytes).unwrap();
+        fill(tensor, &bytes);
         next += 1_000_003;
     }
     let first = params.tensors_mut().next().unwrap();
     let odd = [f32::MIN, -0.0, f32::from_bits(1), f32::MAX];
-    let rest = first.as_ref().as_bytes()[16..].to_vec();
+    let rest = bytes_of(first)[16..].to_vec();
     let bytes: Vec<u8> = odd.iter().flat_map(|v| v.to_bits().to_le_bytes()).chain(rest).collect();
-    first.as_mut().copy_from_bytes(&bytes).unwrap();
+    fill(first, &bytes);
     params
 }
 
 fn bits(params: &LoraParams) -> Vec<Option<[Vec<u8>; 2]>> {
-    let stack_bits = |s: &LoraStack| [s.a.as_ref().as_bytes().to_vec(), s.b.as_ref().as_bytes().to_vec()];
+    let stack_bits = |s: &LoraStack| [bytes_of(&s.a), bytes_of(&s.b)];
     params.stacks.iter().map(|s| s.as_ref().map(stack_bits)).collect()
 }
 
 fn written(config: &LoraConfig) -> (tempfile::TempDir, LoraParams) {
     let dir = tempfile::tempdir().unwrap();
     let params = distinct_params(config);
-    write_adapter(dir.path(), &modules(), config, &params, "org/base").unwrap();
+    write_adapter(&*BACKEND, dir.path(), &modules(), config, &params, "org/base").unwrap();
     (dir, params)
 }
 
@@ -72,7 +86,7 @@ fn change_tensors(dir: &Path, change: impl Fn(&str) -> Option<String>) {
 }
 
 fn read_error(dir: &Path) -> String {
-    read_adapter(dir, &modules()).unwrap_err().to_string()
+    read_adapter(&*BACKEND, dir, &modules()).unwrap_err().to_string()
 }
 
 #[test]
@@ -80,7 +94,7 @@ fn an_adapter_reads_back_to_the_bit() {
     for (attention, mlp, unembed) in [(true, true, true), (true, false, false), (false, true, false), (false, false, true)] {
         let config = LoraConfig { attention, mlp, unembed, ..all_parts() };
         let (dir, params) = written(&config);
-        let read = read_adapter(dir.path(), &modules()).unwrap();
+        let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
         assert_eq!(read.config, config);
         assert_eq!(read.base_model.as_deref(), Some("org/base"));
         assert_eq!(bits(&read.params), bits(&params));
@@ -92,7 +106,7 @@ fn an_adapter_of_some_modules_reads_back_as_such() {
     let mut config = LoraConfig { mlp: false, unembed: false, alpha: 0.3, ..all_parts() };
     config.left_out.insert(1);
     let (dir, params) = written(&config);
-    let read = read_adapter(dir.path(), &modules()).unwrap();
+    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
     assert_eq!(read.config, config);
     assert!(read.params.stacks[1].is_none());
     assert_eq!(bits(&read.params), bits(&params));
@@ -109,7 +123,8 @@ fn names_and_shapes_are_those_of_peft_and_the_tinker_tools() {
     assert_eq!(shape("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"), [4, RANK]);
     assert_eq!(shape("base_model.model.model.unembed_tokens.lora_B.weight"), [10, RANK]);
     let b = file.tensor("base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight").unwrap();
-    let ours = params.stacks[0].as_ref().unwrap().b.row(1).to_f32_vec();
+    let ours = params.stacks[0].as_ref().unwrap().b.row(1);
+    let ours = BACKEND.to_f32_vec(ours).unwrap();
     let (output, place_in_rank) = (5, 2);
     let theirs = b.data().as_chunks::<4>().0[output * RANK + place_in_rank];
     assert_eq!(f32::from_le_bytes(theirs), ours[place_in_rank * 6 + output]);
@@ -122,7 +137,7 @@ fn names_and_shapes_are_those_of_peft_and_the_tinker_tools() {
 fn pefts_own_name_of_the_unembedding_is_read() {
     let (dir, params) = written(&all_parts());
     change_tensors(dir.path(), |name| Some(name.replace("model.unembed_tokens", "lm_head")));
-    assert_eq!(bits(&read_adapter(dir.path(), &modules()).unwrap().params), bits(&params));
+    assert_eq!(bits(&read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().params), bits(&params));
     change_tensors(dir.path(), |name| Some(name.replace("lm_head.lora_A", "model.unembed_tokens.lora_A")));
     assert!(read_error(dir.path()).contains("unembed_tokens.lora_B.weight"));
 }
@@ -198,7 +213,7 @@ fn what_target_modules_names_and_what_there_is_must_agree() {
         let (dir, _) = written(&all_parts());
         change_config(dir.path(), changes);
         change_tensors(dir.path(), |name| keep(name).then(|| name.into()));
-        read_adapter(dir.path(), &modules()).map(|_| ()).map_err(|e| e.to_string())
+        read_adapter(&*BACKEND, dir.path(), &modules()).map(|_| ()).map_err(|e| e.to_string())
     };
     let all = |_: &str| true;
     let without_q = |name: &str| !name.contains("q_proj");
@@ -237,10 +252,11 @@ fn an_adapter_with_values_that_are_not_finite_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let mut params = distinct_params(&all_parts());
         let stack = params.stacks[2].as_mut().unwrap();
-        let mut values = stack.b.to_f32_vec();
+        let mut values = BACKEND.to_f32_vec(stack.b.as_ref()).unwrap();
         values[13] = bad;
-        stack.b.as_mut().copy_from_f32(&values).unwrap();
-        write_adapter(dir.path(), &modules(), &all_parts(), &params, "org/base").unwrap();
+        let bad_values = HostRef::from_f32(&values, &[values.len()]).unwrap();
+        BACKEND.upload(bad_values, stack.b.as_mut()).unwrap();
+        write_adapter(&*BACKEND, dir.path(), &modules(), &all_parts(), &params, "org/base").unwrap();
         let error = read_error(dir.path());
         assert!(error.contains("layers.1.mlp.down_proj.lora_B.weight is") && error.contains("not a finite"), "{error}");
     }
@@ -251,7 +267,7 @@ fn an_adapter_of_another_base_model_is_refused() {
     let (dir, _) = written(&all_parts());
     let check = |trained_on: Value, served: &str| {
         change_config(dir.path(), json!({"base_model_name_or_path": trained_on}));
-        read_adapter(dir.path(), &modules()).unwrap().check_base_model(served).map_err(|e| e.to_string())
+        read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().check_base_model(served).map_err(|e| e.to_string())
     };
     for (trained_on, served) in [
         (json!("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B"),
@@ -276,7 +292,7 @@ fn an_adapter_of_another_base_model_is_refused() {
 fn rank_stabilised_adapters_keep_their_scale() {
     let (dir, _) = written(&all_parts());
     change_config(dir.path(), json!({"use_rslora": true, "lora_alpha": 16}));
-    let scale = read_adapter(dir.path(), &modules()).unwrap().config.scale();
+    let scale = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().config.scale();
     assert!((scale - 16.0 / 3f32.sqrt()).abs() < 1e-6, "{scale}");
 }
 
@@ -301,7 +317,7 @@ fn adapters_that_peft_wrote_are_read() {
         ("mlp_r16", 16, (false, true, false)),
         ("unembed_r5", 5, (true, true, true)),
     ] {
-        let config = read_adapter(&fixtures.join(name), &modules).unwrap().config;
+        let config = read_adapter(&*BACKEND, &fixtures.join(name), &modules).unwrap().config;
         assert_eq!((config.rank, (config.attention, config.mlp, config.unembed)), (rank, parts), "{name}");
         assert_eq!(config.left_out, ModuleSet::NONE);
     }
@@ -311,12 +327,12 @@ fn adapters_that_peft_wrote_are_read() {
 fn optimizer_state_reads_back_to_the_bit() {
     let dir = tempfile::tempdir().unwrap();
     let config = LoraConfig { mlp: false, ..all_parts() };
-    let (m, v) = (distinct_params(&config), LoraParams::init(&modules(), &config, 7));
-    write_optimizer(dir.path(), &modules(), &m, &v, u64::MAX).unwrap();
-    let state = read_optimizer(dir.path(), &modules(), &config).unwrap();
+    let (m, v) = (distinct_params(&config), LoraParams::init(&*BACKEND, &modules(), &config, 7).unwrap());
+    write_optimizer(&*BACKEND, dir.path(), &modules(), [&m, &v], u64::MAX).unwrap();
+    let state = read_optimizer(&*BACKEND, dir.path(), &modules(), &config).unwrap();
     assert_eq!(state.step, u64::MAX);
     assert_eq!(bits(&state.m), bits(&m));
     assert_eq!(bits(&state.v), bits(&v));
-    let other = read_optimizer(dir.path(), &modules(), &LoraConfig { mlp: true, ..config }).unwrap_err().to_string();
+    let other = read_optimizer(&*BACKEND, dir.path(), &modules(), &LoraConfig { mlp: true, ..config }).unwrap_err().to_string();
     assert!(other.contains("missing tensors: m.base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"), "{other}");
 }

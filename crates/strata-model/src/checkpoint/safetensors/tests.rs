@@ -44,7 +44,7 @@ fn a_single_file_is_opened_by_name() {
     assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["a", "b"]);
     let b = checkpoint.tensor("b").unwrap().unwrap();
     assert_eq!((b.shape, b.dtype), (&[3, 2][..], SourceDType::F32));
-    assert_eq!(b.to_tensor(DType::F32).unwrap().to_f32_vec(), [1.0; 6]);
+    assert_eq!(b.read(DType::F32).unwrap().as_ref().to_f32_vec(), [1.0; 6]);
     assert!(checkpoint.tensor("c").unwrap().is_none());
 }
 
@@ -57,7 +57,7 @@ fn shards_are_one_checkpoint() {
     ]);
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["a", "b", "c"]);
-    assert_eq!(checkpoint.tensor("c").unwrap().unwrap().to_tensor(DType::F32).unwrap().to_f32_vec(), [1.0]);
+    assert_eq!(checkpoint.tensor("c").unwrap().unwrap().read(DType::F32).unwrap().as_ref().to_f32_vec(), [1.0]);
 }
 
 #[test]

@@ -13,16 +13,16 @@
 use std::ops::Range;
 
 use super::{Left, PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, product, row_len, write_key};
-use crate::Element;
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
+use crate::cpu::kv::key_len;
 use crate::cpu::matmul::TileKernel;
+use crate::cpu::memory::Buffer;
+use crate::cpu::packed::LANES;
 use crate::cpu::rows::softmax;
 use crate::cpu::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
-use crate::kv::key_len;
-use crate::memory::Buffer;
-use crate::packed::LANES;
+use crate::{Element, Result};
 
 /// Pages of the side of a block of queries by keys. Part of the order of every sum.
 const BLOCK_PAGES: usize = 4;
@@ -170,13 +170,16 @@ pub(crate) fn round_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads
 }
 
 /// Gradients of whole sequences (no cached past) by their queries, keys and values.
+///
+/// # Errors
+/// If there is no memory to work in.
 pub(crate) fn backward<T: Element + Plain>(
     pool: &Pool,
     arithmetic: Arithmetic,
     g: &AttentionGeometry,
     spans: &[AttentionSpan<'_>],
     io: AttentionGradient<'_, T>,
-) {
+) -> Result<()> {
     let AttentionGradient { q, k, v, out, log_normalizers, dout, dq, dk, dv } = io;
     let backward = Pass {
         isa: arithmetic.isa,
@@ -193,7 +196,7 @@ pub(crate) fn backward<T: Element + Plain>(
     for (span, kv_head) in spans.iter().flat_map(|span| (0..g.kv_heads).map(move |head| (span, head))) {
         let unit = Unit { tokens: &span.tokens, kv_head, first_page: num_pages };
         if num_pages > 0 && num_pages + unit.num_pages() > round_pages {
-            backward.round(pool, &round, num_pages);
+            backward.round(pool, &round, num_pages)?;
             round.clear();
             num_pages = 0;
         }
@@ -201,7 +204,7 @@ pub(crate) fn backward<T: Element + Plain>(
         num_pages += unit.num_pages();
         round.push(unit);
     }
-    backward.round(pool, &round, num_pages);
+    backward.round(pool, &round, num_pages)
 }
 
 struct Inputs<'a, T> {
@@ -225,8 +228,8 @@ struct Pass<'a, T> {
 
 impl<T: Element + Plain> Pass<'_, T> {
     /// Goes back through some units, with `num_pages` pages in all.
-    fn round(&self, pool: &Pool, units: &[Unit<'_>], num_pages: usize) {
-        let mut buffer = Buffer::recycled(num_pages * page_bytes::<T>(self.g));
+    fn round(&self, pool: &Pool, units: &[Unit<'_>], num_pages: usize) -> Result<()> {
+        let mut buffer = Buffer::recycled(num_pages * page_bytes::<T>(self.g))?;
         let pages = Pages { bytes: SharedMut::new(&mut buffer[..]), g: *self.g, dtype: std::marker::PhantomData };
         let places: Vec<(&Unit<'_>, usize)> =
             units.iter().flat_map(|unit| (0..unit.num_pages()).map(move |page| (unit, page))).collect();
@@ -251,6 +254,7 @@ impl<T: Element + Plain> Pass<'_, T> {
             // SAFETY: each task has a page of its own.
             unsafe { self.write(unit, page, &pages) };
         });
+        Ok(())
     }
 
     /// Lays out a page of keys and the queries of its positions.

@@ -17,15 +17,15 @@ pub(crate) use backward::{AttentionGradient, backward};
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
+use super::kv::{KvPages, key_len, value_len};
 use super::matmul::{Tile, TileKernel, pack_step};
+use super::memory::Buffer;
+use super::packed::{LANES, PANEL};
 use super::rows::softmax;
 use super::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::{AttentionGeometry, AttentionSpan};
-use crate::kv::{KvPages, key_len, value_len};
-use crate::memory::Buffer;
-use crate::packed::{LANES, PANEL};
-use crate::{Element, KV_PAGE_TOKENS as PAGE};
+use crate::{Element, KV_PAGE_TOKENS as PAGE, Result};
 
 /// Rows of a tile of queries, at most: with two query heads to a key head, 32 positions.
 const TILE_ROWS: usize = 64;
@@ -264,6 +264,9 @@ struct Forward<'a, T> {
 ///
 /// Keys are taken in splits of [`SPLIT_KEYS`], counted from the first of the sequence, and what is found in them is joined in order. Where there are not enough
 /// tiles of queries for all threads, they take splits of the same tile; else a tile goes through its splits by itself. The bits are the same.
+///
+/// # Errors
+/// If there is no memory to work in.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<T: Element + Plain>(
     pool: &Pool,
@@ -274,7 +277,7 @@ pub(crate) fn forward<T: Element + Plain>(
     pages: &KvPages,
     out: &mut [T],
     log_normalizers: &mut [f32],
-) {
+) -> Result<()> {
     let group = g.heads / g.kv_heads;
     let tile_positions = (TILE_ROWS / group).max(1);
     let mut tiles = Vec::new();
@@ -309,19 +312,19 @@ pub(crate) fn forward<T: Element + Plain>(
                 forward.write(tile, &total);
             });
         });
-    } else {
-        forward.in_splits(pool, &tiles, enough.div_ceil(tiles.len()));
+        return Ok(());
     }
+    forward.in_splits(pool, &tiles, enough.div_ceil(tiles.len()))
 }
 
 impl<T: Element + Plain> Forward<'_, T> {
     /// All tiles, `at_a_time` splits of each at a time.
-    fn in_splits(&self, pool: &Pool, tiles: &[QueryTile<'_>], at_a_time: usize) {
+    fn in_splits(&self, pool: &Pool, tiles: &[QueryTile<'_>], at_a_time: usize) -> Result<()> {
         let (d, group) = (self.g.head_dim, self.g.heads / self.g.kv_heads);
         let rows_max = tiles.iter().map(|tile| tile.rows(group)).max().unwrap_or(0);
         let size = Found::bytes(rows_max, d);
         // Of each tile what it has found so far, and then in each of the next splits.
-        let mut found = Buffer::recycled(tiles.len() * (1 + at_a_time) * size);
+        let mut found = Buffer::recycled(tiles.len() * (1 + at_a_time) * size)?;
         let found = SharedMut::new(&mut found[..]);
         let of = |tile: usize, i: usize| {
             let at = (tile * (1 + at_a_time) + i) * size;
@@ -356,6 +359,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                 }
             });
         }
+        Ok(())
     }
 
     /// Bytes of scratch of [`Forward::split`].

@@ -40,7 +40,7 @@ fn packed(lengths: &[usize]) -> Vec<Range<usize>> {
 /// A cache in which every page is full of NaN.
 fn poisoned_pages(g: &AttentionGeometry, num_pages: usize, dtype: DType) -> KvPages {
     let mut pages = KvPages::new(num_pages, g.kv_heads, g.head_dim, dtype);
-    pages.buffer.fill(0xff);
+    pages.storage.get_mut::<super::KvPages>().unwrap().buffer.fill(0xff);
     pages
 }
 
@@ -48,8 +48,8 @@ fn poisoned_pages(g: &AttentionGeometry, num_pages: usize, dtype: DType) -> KvPa
 fn attend(b: &CpuBackend, g: &AttentionGeometry, qkv: &Qkv, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> [Tensor; 2] {
     let mut out = poison(qkv.q.shape().dims(), qkv.q.dtype());
     let mut log_normalizers = poison(&[qkv.q.rows(), g.heads], DType::F32);
-    b.write_kv(qkv, g, spans, pages);
-    b.attention(&qkv.q, g, spans, pages, &mut out, &mut log_normalizers);
+    b.write_kv(qkv, g, spans, pages).unwrap();
+    b.attention(&qkv.q, g, spans, pages, &mut out, &mut log_normalizers).unwrap();
     [out, log_normalizers]
 }
 
@@ -78,7 +78,7 @@ fn go_back(b: &CpuBackend, g: &AttentionGeometry, qkv: &Qkv, dout: &Tensor, sequ
     let like = |t: &Tensor| poison(t.shape().dims(), DType::F32);
     let mut gradient = Qkv { q: like(&qkv.q), k: like(&qkv.k), v: like(&qkv.v) };
     let spans: Vec<_> = sequences.iter().map(|s| AttentionSpan { tokens: s.clone(), past: 0, pages: &[] }).collect();
-    b.attention_backward(dout, qkv, &out, &log_normalizers, g, &spans, &mut gradient);
+    b.attention_backward(dout, qkv, &out, &log_normalizers, g, &spans, &mut gradient).unwrap();
     [gradient.q, gradient.k, gradient.v]
 }
 

@@ -10,7 +10,7 @@ use std::arch::asm;
 use std::cell::Cell;
 
 use super::granules::{GranuleTile, TILE_ROWS};
-use crate::packed::LANES;
+use crate::cpu::packed::LANES;
 
 /// Vectors of columns that one tile of rows is multiplied with at a time, at most.
 const WIDE: usize = 4;

@@ -11,7 +11,7 @@ use crate::Element;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::cpu::isa::Fused;
 use crate::cpu::isa::{Fma, Unfused};
-use crate::packed::LANES;
+use crate::cpu::packed::LANES;
 
 /// A right-side or left-side step as the numbers in it.
 trait Steps: Element {

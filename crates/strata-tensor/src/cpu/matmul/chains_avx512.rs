@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 
 use super::kernel::{Tile, VECTORS_MAX};
-use crate::packed::LANES;
+use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
 pub(super) const ROWS_MAX: [usize; VECTORS_MAX] = [12, 12, 8, 6];

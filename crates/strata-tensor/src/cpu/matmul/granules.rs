@@ -16,7 +16,7 @@
 //! kernel of every machine that has none of its own for this order (`granules_avx512`, `amx`).
 
 use crate::cpu::isa::{Fma, Isa, multiversion};
-use crate::packed::LANES;
+use crate::cpu::packed::LANES;
 
 /// Steps of a granule.
 pub(crate) const STEPS: usize = 16;
@@ -211,24 +211,11 @@ mod tests {
         (0..n).map(|i| number(key, 2 * i) as u32 | (number(key, 2 * i + 1) as u32) << 16).collect()
     }
 
-    /// The first two steps of a product: of the even inputs the sum is flushed although it would round up to the least normal number, of the odd ones, a tie, it is not.
-    fn edge() -> ([u32; 2], [u32; 2]) {
-        let power = |e: i32| half::bf16::from_f32(2f32.powi(e)).to_bits() as u32;
-        let minus = 0x8000;
-        let left = [power(-60) | power(-60) << 16, power(-100) | power(-100) << 16];
-        let right = [power(-66) | power(-66) << 16, power(-50) | minus | (power(-51) | minus) << 16];
-        (left, right)
-    }
-
     /// The product of a tile in plain rows, by the kernel of `isa` and by the reference.
     fn both(isa: Isa, rows: usize, granules: usize, vectors: usize, number: fn(u64, usize) -> u16) -> [Vec<f32>; 2] {
         let (steps, columns) = (granules * STEPS, vectors * LANES);
         let key = (rows * 1000 + granules * 10 + vectors) as u64;
-        let (mut a, mut b) = (words(2 * key, rows * steps, number), words(2 * key + 1, steps * columns, number));
-        let (a_edge, b_edge) = edge();
-        // In a few places, a sum at the edge of the normal range.
-        a[..2].copy_from_slice(&a_edge);
-        (0..2).for_each(|s| b[s * columns] = b_edge[s]);
+        let (a, b) = (words(2 * key, rows * steps, number), words(2 * key + 1, steps * columns, number));
         let c: Vec<f32> = (0..rows * columns).map(|i| pair(words(3 * key, i + 1, number)[i]).0).collect();
         let mut expected = c.clone();
         for (i, c) in expected.iter_mut().enumerate() {
@@ -278,18 +265,41 @@ mod tests {
         }
     }
 
+    /// Where a sum would round up to the least normal number, but is flushed because it is below. Of AMX it is not known what it does there; sums of
+    /// random numbers do not come upon it.
     #[test]
-    fn the_edge_that_kernels_are_shown_is_one() {
-        let (left, right) = edge();
-        let (mut a, mut b) = ([0; STEPS], [0; STEPS]);
-        a[..2].copy_from_slice(&left);
-        b[..2].copy_from_slice(&right);
-        // The even chain is flushed to zero, the odd one stays at the least normal number.
-        assert_eq!(reference(&a, &b, 0.0), f32::MIN_POSITIVE);
-        let even_only = |words: [u32; STEPS]| words.map(|w| w & 0xffff);
-        assert_eq!(reference(&even_only(a), &even_only(b), 0.0), 0.0);
-        let fused = pair(a[1]).0.mul_add(pair(b[1]).0, f32::MIN_POSITIVE);
+    fn vector_kernels_flush_what_only_looks_normal_for_want_of_bits() {
+        let power = |e: i32| half::bf16::from_f32(2f32.powi(e)).to_bits() as u32;
+        let minus = 0x8000;
+        let (mut a, mut b) = ([0; STEPS], [0; STEPS * LANES]);
+        (a[0], a[1]) = (power(-60) | power(-60) << 16, power(-100) | power(-100) << 16);
+        // Of the even inputs the sum is three quarters of the way to the number below, of the odd ones it is a tie.
+        (b[0], b[LANES]) = (power(-66) | power(-66) << 16, power(-50) | minus | (power(-51) | minus) << 16);
+        let fused = pair(a[1]).0.mul_add(pair(b[LANES]).0, f32::MIN_POSITIVE);
         assert_eq!(fused, f32::MIN_POSITIVE, "rounded to the bits that are left there, it looks normal");
+        for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Amx) {
+            for (mask, expected) in [(0x0000_ffff, 0.0), (0xffff_0000, f32::MIN_POSITIVE)] {
+                let a = a.map(|word| word & mask);
+                let mut c = [0.0f32; LANES];
+                let (a_row, a_granule, b_step) = (ROW_BYTES, ROW_BYTES, LANES * 4);
+                let (a, b_first) = (a.as_ptr().cast(), b.as_ptr().cast());
+                let tile = GranuleTile {
+                    granules: 1,
+                    a,
+                    a_row,
+                    a_granule,
+                    a_tile: 0,
+                    b: b_first,
+                    b_step,
+                    c: c.as_mut_ptr(),
+                    c_row: LANES,
+                    vectors: 1,
+                };
+                // SAFETY: one row, one granule and one vector, and the machine has the instructions.
+                unsafe { kernel(isa)(1, &tile) };
+                assert_eq!(c[0], expected, "{isa}");
+            }
+        }
     }
 
     #[test]

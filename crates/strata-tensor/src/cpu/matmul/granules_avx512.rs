@@ -6,7 +6,7 @@
 use std::arch::asm;
 
 use super::granules::{GranuleTile, TILE_ROWS};
-use crate::packed::LANES;
+use crate::cpu::packed::LANES;
 
 /// MXCSR that flushes results to zero and reads inputs as zero, rounds to nearest even, and raises nothing.
 const FLUSH: u32 = 0x1f80 | 1 << 15 | 1 << 6;

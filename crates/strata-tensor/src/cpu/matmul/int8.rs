@@ -15,7 +15,7 @@ use half::bf16;
 
 use crate::Element;
 use crate::cpu::isa::{Fma, Isa, multiversion};
-use crate::packed::{LANES, PANEL};
+use crate::cpu::packed::{LANES, PANEL};
 
 /// Inputs of a block.
 pub(crate) const BLOCK_INPUTS: usize = PANEL;

@@ -10,7 +10,7 @@ use super::chains_avx512 as avx512;
 use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
 use crate::DType;
 use crate::cpu::isa::{Arithmetic, Isa, Numerics};
-use crate::packed::{LANES, PANEL};
+use crate::cpu::packed::{LANES, PANEL};
 
 /// Columns of a full tile, in vectors of [`LANES`].
 pub(crate) const VECTORS_MAX: usize = 4;

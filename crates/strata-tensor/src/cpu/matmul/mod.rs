@@ -26,13 +26,14 @@ use granules::{GranuleFn, GranuleTile};
 use kernel::Chains;
 pub(crate) use kernel::{Tile, TileKernel};
 
+use super::backend::Target;
 use super::isa::{Arithmetic, Fma, Isa, multiversion, prefetch};
+use super::memory::Buffer;
+use super::packed::{LANES, PANEL, PackedRef};
 use super::scratch::{taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
-use crate::backend::{TOKEN_GRANULE, Target};
-use crate::memory::Buffer;
-use crate::packed::{LANES, PANEL, PackedRef};
-use crate::{DType, Element};
+use crate::backend::TOKEN_GRANULE;
+use crate::{DType, Element, Result};
 
 /// Whether the system lets this process use tiles.
 #[cfg(target_arch = "x86_64")]
@@ -176,7 +177,10 @@ impl<'a> Matmul<'a> {
     }
 
     /// `y = x·Wᵀ`.
-    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: Out) {
+    ///
+    /// # Errors
+    /// Of this and the other products: if there is no memory to work in.
+    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: Out) -> Result<()> {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
         assert!(y.rows == x.rows && y.columns == w.out_features);
         let num_steps = steps(w.in_features, self.dtype);
@@ -185,11 +189,11 @@ impl<'a> Matmul<'a> {
             let stride = panel_columns(panel, w.out_features).next_multiple_of(LANES) * 4;
             let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
             RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
-        });
+        })
     }
 
     /// `dx = dy·W`.
-    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out) {
+    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out) -> Result<()> {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
         let mut padded = Vec::new();
@@ -197,14 +201,20 @@ impl<'a> Matmul<'a> {
             let columns = panel_columns(panel, w.in_features);
             transpose::block(self.isa, w, panel * PANEL..panel * PANEL + columns, steps, scratch);
             RightBlock::written(scratch, columns.next_multiple_of(LANES))
-        });
+        })
     }
 
     /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]`, one sequence of tokens after another.
     ///
     /// Each sequence begins a granule of tokens of its own and fills its last with zeros: the sum over several sequences has the same bits as
     /// adding them one call at a time, in whatever order a kernel adds within a granule.
-    pub(crate) fn backward_weight<T: Element>(&self, low: Rows<'_>, x: Rows<'_>, sequences: &[Range<usize>], dw: Out) {
+    pub(crate) fn backward_weight<T: Element>(
+        &self,
+        low: Rows<'_>,
+        x: Rows<'_>,
+        sequences: &[Range<usize>],
+        dw: Out,
+    ) -> Result<()> {
         let (rank, width) = (low.width, x.width);
         assert!(low.rows == x.rows && dw.rows == rank && dw.columns == width && dw.accumulate && T::DTYPE == self.dtype);
         let per_step = 4 / self.dtype.size_bytes();
@@ -240,13 +250,16 @@ impl<'a> Matmul<'a> {
                 }
             }
             RightBlock::written(scratch, padded)
-        });
+        })
     }
 
     /// `out` = or += `left·right`, for rows of whole steps.
-    fn product(&self, left: Rows<'_>, out: Out, right: impl Right) {
+    fn product(&self, left: Rows<'_>, out: Out, right: impl Right) -> Result<()> {
         match self.kernel {
-            TileKernel::Chains(chains) => self.product_of_chains(&chains, left, &out, &right),
+            TileKernel::Chains(chains) => {
+                self.product_of_chains(&chains, left, &out, &right);
+                Ok(())
+            }
             TileKernel::Granules(run) => self.product_of_granules(run, left, &out, &right),
         }
     }
@@ -283,7 +296,7 @@ impl<'a> Matmul<'a> {
     }
 
     /// Left sides in tiles, a part of the rows and of the reduction at a time.
-    fn product_of_granules(&self, run: GranuleFn, left: Rows<'_>, out: &Out, right: &impl Right) {
+    fn product_of_granules(&self, run: GranuleFn, left: Rows<'_>, out: &Out, right: &impl Right) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
         for first_row in (0..left.rows).step_by(TILED_ROWS_MAX) {
             let rows = first_row..(first_row + TILED_ROWS_MAX).min(left.rows);
@@ -291,7 +304,7 @@ impl<'a> Matmul<'a> {
             let steps_max = (TILED_BYTES_MAX / step_bytes / BLOCK_STEPS).max(1) * BLOCK_STEPS;
             for first_step in (0..num_steps).step_by(steps_max) {
                 let steps = first_step..(first_step + steps_max).min(num_steps);
-                let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps);
+                let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps)?;
                 let accumulate = out.accumulate || first_step > 0;
                 self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
                     // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
@@ -299,6 +312,7 @@ impl<'a> Matmul<'a> {
                 });
             }
         }
+        Ok(())
     }
 
     /// Runs `body(panel, rows)` over all panels of `columns`, and runs of whole `tile_rows` rows if there are too few panels to share.
@@ -333,10 +347,10 @@ struct TiledLeft {
 impl TiledLeft {
     const TILE_BYTES: usize = granules::TILE_ROWS * granules::ROW_BYTES;
 
-    fn of(pool: &Pool, left: &Rows<'_>, rows: Range<usize>, steps: Range<usize>) -> Self {
+    fn of(pool: &Pool, left: &Rows<'_>, rows: Range<usize>, steps: Range<usize>) -> Result<Self> {
         let num_tiles = rows.len().div_ceil(granules::TILE_ROWS);
         let stride = tiles_bytes(steps.len());
-        let mut buffer = Buffer::recycled(num_tiles * stride);
+        let mut buffer = Buffer::recycled(num_tiles * stride)?;
         let bytes = SharedMut::new(&mut buffer[..num_tiles * stride]);
         let tile = |tile: usize| {
             // SAFETY: each task has a tile of its own.
@@ -362,7 +376,7 @@ impl TiledLeft {
         } else {
             pool.run(num_tiles, &tile)
         }
-        TiledLeft { buffer, rows, steps }
+        Ok(TiledLeft { buffer, rows, steps })
     }
 
     /// Bytes from one tile of rows to the next.
@@ -500,7 +514,7 @@ fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>,
 }
 
 /// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
-pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut crate::packed::PackedMut<'_>) {
+pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut super::packed::PackedMut<'_>) {
     let k = w.in_features;
     let num_steps = steps(k, w.dtype);
     let (n, out_features) = (rows.len() / k, w.out_features);
@@ -531,7 +545,7 @@ pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize
 }
 
 /// Writes `columns: [in_features, out_features]` as packed weights.
-pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut crate::packed::PackedMut<'_>) {
+pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut super::packed::PackedMut<'_>) {
     let (k, n) = (w.in_features, w.out_features);
     let num_steps = steps(k, w.dtype);
     let per_step = 4 / w.dtype.size_bytes();
@@ -578,7 +592,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::packed::PackedStack;
+    use crate::cpu::packed::PackedStack;
     use crate::random;
 
     fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
@@ -586,7 +600,7 @@ mod tests {
     }
 
     fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
-        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE);
+        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE).unwrap();
         pack_rows(pool, w, 0, &mut stack.layer_mut(0));
         stack
     }
@@ -628,14 +642,14 @@ mod tests {
                     let get = |v: &[T], i: usize| v[i].to_f32() as f64;
 
                     let mut y = vec![1.0; m * n];
-                    matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, true));
+                    matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, true)).unwrap();
                     let expected: Vec<f64> = (0..m * n)
                         .map(|i| 1.0 + (0..k).map(|j| get(&x, i / n * k + j) * get(&w, i % n * k + j)).sum::<f64>())
                         .collect();
                     close(&y, &expected, &what);
 
                     let mut dx = vec![0.5; m * k];
-                    matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true));
+                    matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true)).unwrap();
                     let expected: Vec<f64> = (0..m * k)
                         .map(|i| 0.5 + (0..n).map(|j| get(&dy, i / k * n + j) * get(&w, j * k + i % k)).sum::<f64>())
                         .collect();
@@ -643,7 +657,7 @@ mod tests {
 
                     let mut dw = vec![0.25; n * k];
                     let cut = m / 2;
-                    matmul.backward_weight::<T>(all(&dy, n), all(&x, k), &[0..cut, cut..m], into(&mut dw, k, true));
+                    matmul.backward_weight::<T>(all(&dy, n), all(&x, k), &[0..cut, cut..m], into(&mut dw, k, true)).unwrap();
                     let expected: Vec<f64> = (0..n * k)
                         .map(|i| 0.25 + (0..m).map(|t| get(&dy, t * n + i / k) * get(&x, t * k + i % k)).sum::<f64>())
                         .collect();
@@ -672,9 +686,9 @@ mod tests {
         let block: Vec<bf16> = (1..3).flat_map(|r| x[r * 9 + 3..r * 9 + 9].to_vec()).collect();
         let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
         let (mut expected, mut y) = (vec![0.0; 2 * 10], vec![7.0; 5 * 13]);
-        matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false));
+        matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false)).unwrap();
         let target = Target { first_row: 2, first_column: 3, accumulate: false };
-        matmul.forward(Rows::new(&x, 9, 1..3, 3..9), stack.layer(0), Out::new(&mut y, 13, &target, 2, 10));
+        matmul.forward(Rows::new(&x, 9, 1..3, 3..9), stack.layer(0), Out::new(&mut y, 13, &target, 2, 10)).unwrap();
         for (i, &value) in y.iter().enumerate() {
             let (r, c) = (i / 13, i % 13);
             let inside = (2..4).contains(&r) && c >= 3;
@@ -692,13 +706,13 @@ mod tests {
             let stack = packed(&many, &w, k, n);
             let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
             let matmul = Matmul::new(&many, arithmetic, DType::BF16);
-            matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false));
-            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false));
+            matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
+            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
             let matmul = Matmul::new(&one, arithmetic, DType::BF16);
             for r in 0..m {
                 let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
-                matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false));
-                matmul.backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false));
+                matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false)).unwrap();
+                matmul.backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false)).unwrap();
                 assert_eq!(alone, y[r * n..][..n], "{arithmetic} row {r}");
                 assert_eq!(dx_alone, dx[r * k..][..k], "{arithmetic} row {r}");
             }
@@ -714,10 +728,12 @@ mod tests {
             let matmul = Matmul::new(&pool, arithmetic, DType::BF16);
             let (mut whole, mut parts) = (vec![0.0; rank * width], vec![0.0; rank * width]);
             let sequences = [0..5, 5..6, 6..41];
-            matmul.backward_weight::<bf16>(all(&low, rank), all(&x, width), &sequences, into(&mut whole, width, true));
+            matmul.backward_weight::<bf16>(all(&low, rank), all(&x, width), &sequences, into(&mut whole, width, true)).unwrap();
             for s in sequences {
                 let (low, x) = (Rows::new(&low, rank, s.clone(), 0..rank), Rows::new(&x, width, s, 0..width));
-                matmul.backward_weight::<bf16>(low, x, std::slice::from_ref(&(0..low.rows)), into(&mut parts, width, true));
+                matmul
+                    .backward_weight::<bf16>(low, x, std::slice::from_ref(&(0..low.rows)), into(&mut parts, width, true))
+                    .unwrap();
             }
             assert_eq!(whole, parts, "{arithmetic}");
         }
@@ -730,7 +746,7 @@ mod tests {
             let w: Vec<bf16> = values(4, n * k);
             let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
             let by_rows = packed(&pool, &w, k, n);
-            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16);
+            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16).unwrap();
             pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0));
             assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
             let mut row = vec![0.0; k];

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::DType;
 use crate::cpu::isa::Isa;
-use crate::packed::{LANES, PANEL, PackedRef};
+use crate::cpu::packed::{LANES, PANEL, PackedRef};
 
 /// Writes inputs `inputs` (at most a panel, beginning at a multiple of [`PANEL`]) of the output steps `out_steps` to `block`: one row of
 /// `inputs.len()` words, padded to whole vectors, for each step. Words of the padding are unspecified.

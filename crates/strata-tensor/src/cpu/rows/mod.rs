@@ -11,6 +11,7 @@
 
 pub(crate) mod adamw;
 pub(crate) mod convert;
+pub(crate) mod draw;
 pub(crate) mod exp;
 mod lanes;
 pub(crate) mod norm;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::toy::{Adapter, Gradients, Keep, Quadratic, Sequence, Toy, VOCAB, sites};
-use crate::ops::LogprobTargets;
+use crate::backend::LogprobTargets;
 use crate::random::philox;
 use crate::tape::LoraSite;
 use crate::testing::normal;

@@ -11,10 +11,10 @@ use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use super::*;
-use crate::backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend};
+use crate::backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
 use crate::tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
 use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
-use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, PackedStack, TensorMut};
+use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Memory, PackedStack};
 use toy::{Gradients, Quadratic};
 
 fn backend() -> CpuBackend {
@@ -25,8 +25,8 @@ fn backend() -> CpuBackend {
 struct Nowhere;
 
 impl LoraGradients for Nowhere {
-    fn at(&mut self, _: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)> {
-        None
+    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+        sites.iter().map(|_| None).collect()
     }
 }
 
@@ -93,11 +93,8 @@ fn a_gradient_that_was_rounded_for_a_matmul_also_reaches_ops_and_sums_in_f32() {
         let op = |tape: &mut Tape<'_>, h: &Var| {
             // As addition wants it: the value in f32, its gradient passed on as it comes.
             let y = tape.swiglu(h, dtype)?;
-            let (node, wide) = (y.node(), in_f32(y.shared()));
-            Ok::<_, Error>(tape.push(wide, move |pass, dy| {
-                pass.accumulate(node, dy);
-                Ok(())
-            }))
+            let (node, wide) = (y.node(), in_f32(&b, y.shared())?);
+            Ok::<_, Error>(tape.push(wide, move |pass, dy| pass.accumulate(node, dy)))
         };
         let twice = |tape: &mut Tape<'_>, h: &Var| {
             let y = op(tape, h)?;
@@ -243,7 +240,7 @@ fn attention_input<'a>(
     spans: &[AttentionSpan<'a>],
 ) -> AttentionInput<'a> {
     let positions: Vec<u32> = spans.iter().flat_map(|s| (0..s.tokens.len()).map(|i| (s.past + i) as u32)).collect();
-    let rotary = Rc::new(b.rotary(&positions, g.head_dim, 100.0));
+    let rotary = Rc::new(b.rotary(&positions, g.head_dim, 100.0).unwrap());
     AttentionInput { geometry: g, norms: Some([norms[0].as_ref(), norms[1].as_ref()]), rotary, spans: spans.into() }
 }
 
@@ -273,7 +270,7 @@ fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
         let input = attention_input(&b, g, &norms, &[whole(0..first), whole(first..first + second)]);
         let recorded = || go_back(&b, &qkv, &mut Nowhere, |tape, x| tape.attention(x, &input, KvAccess::None, dtype));
         let (out, dx) = recorded();
-        poison_recycled(&[3 * KvPages::page_bytes(2, 64, dtype) / dtype.size_bytes()], dtype);
+        poison_recycled(&[3 * b.kv_page_bytes(2, 64, dtype) / dtype.size_bytes()], dtype);
         for heads in [4, 2] {
             poison_recycled(&[first + second, heads, 64], DType::F32);
             poison_recycled(&[first + second, heads, 64], DType::BF16);
@@ -386,8 +383,8 @@ fn what_does_not_fit_is_an_error() {
         let width = (heads + 2 * kv_heads) * head_dim;
         assert!(attention(f32s(&[8, width]), &[whole(0..8)], &change, None));
     }
-    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], 6, 100.0)), None));
-    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], 8, 100.0)), None));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], 6, 100.0).unwrap()), None));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], 8, 100.0).unwrap()), None));
     let wide = f32s(&[8]);
     let wide: &'static Tensor = Box::leak(Box::new(wide));
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.norms = Some([wide.as_ref(), wide.as_ref()]), None));
@@ -408,9 +405,12 @@ fn what_does_not_fit_is_an_error() {
     assert!(unembed(f32s(&[8, 7]), &[3, 10], &offsets[1..], &groups[..2]) && unembed(x(), &[3], &offsets, &groups));
     assert!(unembed(x(), &[3, 10], &offsets[..9], &groups) && unembed(x(), &[3, 10], &[0, 3, 1, 1, 1, 1, 1, 1, 1, 2], &groups));
     assert!(unembed(f32s(&[3, 7]), &[], &[0; 4], &groups));
-    let visit =
-        |rows: &[usize]| visit_logits(&b, &x(), layer.w.layer(0), &groups, rows, LOGITS_CHUNK_BYTES, &|_, _, _| ()).is_err();
-    assert!(visit(&[2, 1]) && visit(&[9]) && !visit(&[0, 8]) && !visit(&[]));
+    let read = |rows: &[usize], requests: usize, id: u32| {
+        let requests = vec![RowRequest { ids: vec![id], ..RowRequest::default() }; requests];
+        read_logits(&b, &x(), layer.w.layer(0), &groups, rows, &requests, LOGITS_CHUNK_BYTES).is_err()
+    };
+    assert!(read(&[2, 1], 2, 0) && read(&[9], 1, 0) && !read(&[0, 8], 2, 10) && !read(&[], 0, 0));
+    assert!(read(&[0, 8], 1, 0) && read(&[0, 8], 2, 11));
 
     let step =
         AdamwStep { learning_rate: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, gradient_scale: 1.0, step: 1 };

@@ -3,12 +3,12 @@
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
 use crate::tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
 use crate::testing::{normal, packed};
-use crate::{CpuBackend, DType, KvPages, PackedStack, TensorMut};
+use crate::{CpuBackend, DType, HostRef, KvPages, Memory, PackedStack};
 
 pub(super) const VOCAB: usize = 37;
 const LAYERS: usize = 2;
@@ -55,8 +55,14 @@ impl Gradients {
 }
 
 impl LoraGradients for Gradients {
-    fn at(&mut self, site: LoraSite) -> Option<(TensorMut<'_>, TensorMut<'_>)> {
-        self.0.iter_mut().find(|(s, ..)| *s == site).map(|(_, a, b)| (a.as_mut(), b.as_mut()))
+    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+        let mut all: Vec<_> = sites.iter().map(|_| None).collect();
+        for (site, a, b) in &mut self.0 {
+            if let Some(i) = sites.iter().position(|s| s == site) {
+                all[i] = Some(LoraGradient { a: a.as_mut(), b: b.as_mut() });
+            }
+        }
+        all
     }
 }
 
@@ -140,8 +146,7 @@ impl Toy {
             let b = CpuBackend::with_isa(crate::Isa::Portable, 1);
             for layer in 0..LAYERS {
                 let rows = round(normal(inputs * outputs, (100 + i * LAYERS + layer) as u64), 0.5);
-                b.pack_rows(&mut stack, layer, 0, Tensor::from_f32(&rows, &[outputs, inputs], DType::F32).unwrap().as_ref())
-                    .unwrap();
+                b.upload_rows(&mut stack, layer, 0, HostRef::from_f32(&rows, &[outputs, inputs]).unwrap()).unwrap();
             }
             stack
         };
@@ -241,7 +246,7 @@ impl Toy {
         AttentionInput {
             geometry: GEOMETRY,
             norms: Some([self.norms[1].as_ref(), self.norms[2].as_ref()]),
-            rotary: Rc::new(b.rotary(&positions, GEOMETRY.head_dim, 100.0)),
+            rotary: Rc::new(b.rotary(&positions, GEOMETRY.head_dim, 100.0).unwrap()),
             spans: spans.into(),
         }
     }
@@ -304,22 +309,11 @@ impl Toy {
             }
             let h = tape.rms_norm(&x, self.norms[4].as_ref(), GEOMETRY.eps, self.dtype).unwrap();
             let rows: Vec<usize> = (0..chunk.len()).collect();
-            let out = std::sync::Mutex::new(vec![0.0; chunk.len() * VOCAB]);
-            let visit = |i: usize, logits: &[f32], normalizer: f32| {
-                let mut out = out.lock().unwrap();
-                out[i * VOCAB..][..VOCAB].iter_mut().zip(logits).for_each(|(o, l)| *o = l - normalizer);
-            };
-            visit_logits(
-                b,
-                h.value(),
-                self.linears[UNEMBED].layer(0),
-                &self.groups(&batch, UNEMBED, 0),
-                &rows,
-                LOGITS_CHUNK_BYTES,
-                &visit,
-            )
-            .unwrap();
-            logprobs.extend(out.into_inner().unwrap());
+            let all = RowRequest { ids: (0..VOCAB as u32).collect(), ..RowRequest::default() };
+            let (w, groups) = (self.linears[UNEMBED].layer(0), self.groups(&batch, UNEMBED, 0));
+            let requests = vec![all; rows.len()];
+            let replies = read_logits(b, h.value(), w, &groups, &rows, &requests, LOGITS_CHUNK_BYTES).unwrap();
+            logprobs.extend(replies.into_iter().flat_map(|reply| reply.unwrap().logprobs));
         }
         logprobs
     }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use strata_tensor::{Backend, Block, DType, PackedStack, Target, Tensor, random};
+use strata_tensor::{Backend, DType, HostTensor, random};
 
 /// Side of the square matmul that stands for the peak: its operands stay in the cache that the cores share.
 const MATMUL_SIDE: usize = 2048;
@@ -35,11 +35,13 @@ fn matmul_flops(backend: &dyn Backend, dtype: DType) -> anyhow::Result<f64> {
     const N: usize = MATMUL_SIDE;
     let mut values = vec![0.0; N * N];
     random::fill_uniform([0, 0], 0, 1.0, &mut values);
-    let x = Tensor::from_f32(&values, &[N, N], dtype)?;
-    let mut w = PackedStack::zeros(1, N, N, dtype);
-    backend.pack_rows(&mut w, 0, 0, x.as_ref())?;
-    let mut y = Tensor::zeros(&[N, N], DType::F32);
-    let seconds = best(|| backend.matmul(Block::whole(&x), w.layer(0), &mut y, Target::overwrite()));
+    let x = backend.from_f32(&values, &[N, N], dtype)?;
+    let mut w = backend.packed(1, N, N, dtype)?;
+    backend.upload_rows(&mut w, 0, 0, HostTensor::from_f32(&values, &[N, N], dtype)?.as_ref())?;
+    let mut y = backend.zeros(&[N, N], DType::F32)?;
+    let mut done = Ok(());
+    let seconds = best(|| done = backend.matmul(&x, w.layer(0), &mut y));
+    done?;
     Ok(2.0 * (N * N * N) as f64 / seconds)
 }
 

@@ -1,17 +1,25 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
+//!
+//! [`memory`] has what belongs to memory, [`lora`] the low-rank products, [`logits`] what is asked of logits.
+
+mod logits;
+mod lora;
+mod memory;
 
 use std::ops::Range;
 
-use half::bf16;
-
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
-use super::matmul::{self, Matmul, Out, Rows, TileKernel};
+use super::matmul::{self, Matmul, TileKernel};
 use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
-use super::rows::{adamw, convert, norm, softmax, swiglu};
+use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
-use crate::{DType, Element, Error, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
+use crate::memory::Memory;
+use crate::tape::LoraGroup;
+use crate::{DType, Element, Error, KvPages, PackedRef, Result, Tensor, TensorRef};
+use lora::Block;
+use memory::{pages, pages_mut, weights};
 
 /// Elements of a row op that are worth a task of their own: some microseconds of streaming.
 const TASK_ELEMENTS: usize = 16 << 10;
@@ -27,11 +35,31 @@ macro_rules! with_element {
                 $body
             }
             DType::BF16 => {
-                type $t = bf16;
+                type $t = half::bf16;
                 $body
             }
         }
     };
+}
+
+pub(crate) use with_element;
+
+/// Where in an output matrix a product goes, and whether it adds to what is there.
+#[derive(Clone)]
+pub(crate) struct Target {
+    /// First row.
+    pub(crate) first_row: usize,
+    /// First column.
+    pub(crate) first_column: usize,
+    /// Whether to add instead of overwrite.
+    pub(crate) accumulate: bool,
+}
+
+impl Target {
+    /// The whole output, overwritten.
+    pub(crate) fn overwrite() -> Self {
+        Target { first_row: 0, first_column: 0, accumulate: false }
+    }
 }
 
 /// The processor: an instruction set and a pool of threads.
@@ -69,24 +97,21 @@ impl CpuBackend {
         Matmul::new(&self.pool, self.arithmetic, dtype)
     }
 
+    /// `y = x * scale`, rounded.
+    fn scale_into<T: Element>(&self, x: &[f32], scale: f32, y: &mut [T]) {
+        let y = SharedMut::new(y);
+        self.over_rows(x.len(), 1, |range| {
+            // SAFETY: tasks have ranges of their own.
+            let y = unsafe { rows_mut(&y, &range, 1) };
+            convert::scale(self.isa, &x[range], scale, y);
+        });
+    }
+
     /// Splits `rows` rows of `row_len` elements into runs, one task each.
     fn over_rows(&self, rows: usize, row_len: usize, body: impl Fn(Range<usize>) + Sync) {
         let run = (TASK_ELEMENTS / row_len.max(1)).max(1);
         self.pool.run(rows.div_ceil(run), &|task| body(task * run..((task + 1) * run).min(rows)));
     }
-}
-
-/// The rows of a block, in its dtype.
-fn rows_of<'a>(block: &Block<'a>) -> Rows<'a> {
-    with_element!(block.tensor.dtype(), T => {
-        let columns = block.tensor.shape().row_len();
-        Rows::new(block.tensor.slice::<T>(), columns, block.rows.clone(), block.columns.clone())
-    })
-}
-
-fn out_of(tensor: &mut Tensor, target: &Target, rows: usize, columns: usize) -> Out {
-    let width = tensor.shape().row_len();
-    Out::new(tensor.slice_mut::<f32>(), width, target, rows, columns)
 }
 
 /// Rows `rows` of an output that tasks share.
@@ -97,20 +122,6 @@ fn out_of(tensor: &mut Tensor, target: &Target, rows: usize, columns: usize) -> 
 unsafe fn rows_mut<'a, T>(shared: &'a SharedMut<T>, rows: &Range<usize>, row_len: usize) -> &'a mut [T] {
     // SAFETY: the caller's promise.
     unsafe { shared.part(rows.start * row_len..rows.end * row_len) }
-}
-
-fn check_pack(op: &'static str, stack: &PackedStack, layer: usize, source: TensorRef<'_>, expected: [usize; 2]) -> Result<()> {
-    if layer >= stack.num_layers() {
-        return Err(Error::Index { op, what: "layers", index: layer, size: stack.num_layers() });
-    }
-    let dtype = stack.layer(layer).dtype();
-    if source.dtype() != dtype && source.dtype() != DType::F32 {
-        return Err(Error::DType { op, expected: dtype, actual: source.dtype() });
-    }
-    if source.shape().dims() != expected {
-        return Err(Error::Shape { op, expected: format!("{expected:?}"), actual: source.shape().to_string() });
-    }
-    Ok(())
 }
 
 impl Backend for CpuBackend {
@@ -137,64 +148,37 @@ impl Backend for CpuBackend {
         )))
     }
 
-    fn pack_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: TensorRef<'_>) -> Result<()> {
-        let w = stack.layer(layer.min(stack.num_layers().saturating_sub(1)));
-        let (dtype, out_features, n) = (w.dtype(), w.out_features(), rows.shape().leading());
-        check_pack("pack_rows", stack, layer, rows, [n, w.in_features()])?;
-        if first_output + n > out_features {
-            return Err(Error::Index { op: "pack_rows", what: "outputs", index: first_output + n, size: out_features });
-        }
-        with_element!(dtype, T => {
-            let mut w = stack.layer_mut(layer);
-            if rows.dtype() == dtype {
-                matmul::pack_rows(&self.pool, rows.slice::<T>(), first_output, &mut w);
-            } else {
-                let converted: Vec<T> = rows.slice::<f32>().iter().map(|&v| T::from_f32(v)).collect();
-                matmul::pack_rows(&self.pool, &converted, first_output, &mut w);
-            }
-        });
-        Ok(())
+    fn matmul(&self, x: &Tensor, w: PackedRef<'_>, y: &mut Tensor) -> Result<()> {
+        let (x, w) = (Block::whole(x), weights(w)?);
+        self.forward(&x, w, y, &Target::overwrite())
     }
 
-    fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()> {
-        let w = stack.layer(layer.min(stack.num_layers().saturating_sub(1)));
-        let dtype = w.dtype();
-        check_pack("pack_columns", stack, layer, columns, [w.in_features(), w.out_features()])?;
-        with_element!(dtype, T => {
-            let mut w = stack.layer_mut(layer);
-            if columns.dtype() == dtype {
-                matmul::pack_columns(&self.pool, self.isa, columns.slice::<T>(), &mut w);
-            } else {
-                let converted: Vec<T> = columns.slice::<f32>().iter().map(|&v| T::from_f32(v)).collect();
-                matmul::pack_columns(&self.pool, self.isa, &converted, &mut w);
-            }
-        });
-        Ok(())
+    fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()> {
+        let (dy, w) = (Block::whole(dy), weights(w)?);
+        self.backward_input(&dy, w, dx, &Target::overwrite())
     }
 
-    fn matmul(&self, x: Block<'_>, w: PackedRef<'_>, y: &mut Tensor, target: Target) {
-        let out = out_of(y, &target, x.rows.len(), w.out_features());
-        self.matmul_for(w.dtype()).forward(rows_of(&x), w, out);
+    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts> {
+        self.lora_forward(x, groups, y)
     }
 
-    fn matmul_transposed(&self, dy: Block<'_>, w: PackedRef<'_>, dx: &mut Tensor, target: Target) {
-        let out = out_of(dx, &target, dy.rows.len(), w.in_features());
-        self.matmul_for(w.dtype()).backward_input(rows_of(&dy), w, out);
+    fn lora_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        low: &LowProducts,
+        groups: &[LoraGroup<'_>],
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dx: Option<&mut Tensor>,
+    ) -> Result<()> {
+        self.lora_gradients(dy, x, low, groups, gradients, dx)
     }
 
-    fn matmul_weight_gradient(&self, low: Block<'_>, x: Block<'_>, sequences: &[Range<usize>], dw: TensorMut<'_>) {
-        let (rank, width) = (low.columns.len(), x.columns.len());
-        let target = Target { accumulate: true, ..Target::overwrite() };
-        let dw = Out::new(dw.into_slice::<f32>(), width, &target, rank, width);
-        let dtype = low.tensor.dtype();
-        with_element!(dtype, T => self.matmul_for(dtype).backward_weight::<T>(rows_of(&low), rows_of(&x), sequences, dw));
-    }
-
-    fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) {
+    fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
         let n = table.shape().row_len();
-        let out = SharedMut::new(out.slice_mut::<f32>());
+        let out = SharedMut::new(out.slice_mut::<f32>()?);
         with_element!(table.dtype(), T => {
-            let table = table.slice::<T>();
+            let table = table.slice::<T>()?;
             self.over_rows(ids.len(), n, |rows| {
                 for row in rows {
                     // SAFETY: tasks have rows of their own.
@@ -203,52 +187,57 @@ impl Backend for CpuBackend {
                 }
             });
         });
+        Ok(())
     }
 
-    fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) {
-        let n = table.in_features();
-        let out = SharedMut::new(out.slice_mut::<f32>());
+    fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
+        let table = weights(table)?;
+        let n = table.in_features;
+        let out = SharedMut::new(out.slice_mut::<f32>()?);
         self.over_rows(ids.len(), n, |rows| {
             for row in rows {
                 // SAFETY: tasks have rows of their own.
                 let out = unsafe { rows_mut(&out, &(row..row + 1), n) };
-                with_element!(table.dtype(), T => matmul::unpack_row::<T>(table, ids[row] as usize, out));
+                with_element!(table.dtype, T => matmul::unpack_row::<T>(table, ids[row] as usize, out));
             }
         });
+        Ok(())
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) {
+    fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
         let n = x.shape().row_len();
-        let (rows, x, weight) = (x.rows(), x.slice::<f32>(), weight.slice::<f32>());
+        let (rows, x, weight) = (x.rows(), x.slice::<f32>()?, weight.slice::<f32>()?);
         with_element!(y.dtype(), T => {
-            let y = SharedMut::new(y.slice_mut::<T>());
+            let y = SharedMut::new(y.slice_mut::<T>()?);
             self.over_rows(rows, n, |rows| {
                 // SAFETY: tasks have rows of their own.
                 let y = unsafe { rows_mut(&y, &rows, n) };
                 norm::rms_norm(self.isa, &x[rows.start * n..rows.end * n], weight, eps, y);
             });
         });
+        Ok(())
     }
 
-    fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) {
+    fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) -> Result<()> {
         let n = x.shape().row_len();
-        let (num_rows, dy, x, weight) = (x.rows(), dy.slice::<f32>(), x.slice::<f32>(), weight.slice::<f32>());
-        let dx = SharedMut::new(dx.slice_mut::<f32>());
+        let (num_rows, dy, x, weight) = (x.rows(), dy.slice::<f32>()?, x.slice::<f32>()?, weight.slice::<f32>()?);
+        let dx = SharedMut::new(dx.slice_mut::<f32>()?);
         self.over_rows(num_rows, n, |rows| {
             // SAFETY: tasks have rows of their own.
             let dx = unsafe { rows_mut(&dx, &rows, n) };
             let range = rows.start * n..rows.end * n;
             norm::rms_norm_backward(self.isa, &dy[range.clone()], &x[range], weight, eps, dx);
         });
+        Ok(())
     }
 
-    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Rotary {
+    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Result<Rotary> {
         let half = head_dim / 2;
         let table = RopeTable::new(head_dim, theta as f32);
         let shape = [positions.len(), half];
-        let (mut cos, mut sin) = (Tensor::scratch(&shape, DType::F32), Tensor::scratch(&shape, DType::F32));
+        let (mut cos, mut sin) = (self.scratch(&shape, DType::F32)?, self.scratch(&shape, DType::F32)?);
         {
-            let (cos, sin) = (SharedMut::new(cos.slice_mut::<f32>()), SharedMut::new(sin.slice_mut::<f32>()));
+            let (cos, sin) = (SharedMut::new(cos.slice_mut::<f32>()?), SharedMut::new(sin.slice_mut::<f32>()?));
             // A cosine costs about as much as a hundred streamed elements.
             self.over_rows(positions.len(), 100 * half, |rows| {
                 // SAFETY: tasks have rows of their own.
@@ -256,7 +245,7 @@ impl Backend for CpuBackend {
                 table.angles(&positions[rows], cos, sin);
             });
         }
-        Rotary { cos, sin }
+        Ok(Rotary { cos, sin })
     }
 
     fn norm_rotate(
@@ -266,16 +255,16 @@ impl Backend for CpuBackend {
         rotary: &Rotary,
         g: &AttentionGeometry,
         out: &mut Qkv,
-    ) {
+    ) -> Result<()> {
         let (n, d, half) = (g.qkv_width(), g.head_dim, g.head_dim / 2);
-        let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>());
-        let (cos, sin) = (rotary.cos.slice::<f32>(), rotary.sin.slice::<f32>());
-        let norms = norms.map(|n| n.map(|w| w.slice::<f32>()));
+        let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
+        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
+        let norms = norm_slices(norms)?;
         with_element!(out.q.dtype(), T => {
             let (q, k, v) = (
-                SharedMut::new(out.q.slice_mut::<T>()),
-                SharedMut::new(out.k.slice_mut::<T>()),
-                SharedMut::new(out.v.slice_mut::<T>()),
+                SharedMut::new(out.q.slice_mut::<T>()?),
+                SharedMut::new(out.k.slice_mut::<T>()?),
+                SharedMut::new(out.v.slice_mut::<T>()?),
             );
             self.over_rows(num_rows, n, |rows| {
                 let angles = rows.start * half..rows.end * half;
@@ -287,6 +276,7 @@ impl Backend for CpuBackend {
                 super::rows::rope::qkv_norm_rope(self.isa, &params, &qkv[rows.start * n..rows.end * n], q, k, v);
             });
         });
+        Ok(())
     }
 
     fn norm_rotate_backward(
@@ -297,14 +287,14 @@ impl Backend for CpuBackend {
         rotary: &Rotary,
         g: &AttentionGeometry,
         dqkv: &mut Tensor,
-    ) {
+    ) -> Result<()> {
         let (n, d, half) = (g.qkv_width(), g.head_dim, g.head_dim / 2);
-        let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>());
-        let (cos, sin) = (rotary.cos.slice::<f32>(), rotary.sin.slice::<f32>());
-        let norms = norms.map(|n| n.map(|w| w.slice::<f32>()));
-        let (dq, dk, dv) = (gradient.q.slice::<f32>(), gradient.k.slice::<f32>(), gradient.v.slice::<f32>());
+        let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
+        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
+        let norms = norm_slices(norms)?;
+        let (dq, dk, dv) = (gradient.q.slice::<f32>()?, gradient.k.slice::<f32>()?, gradient.v.slice::<f32>()?);
         with_element!(dqkv.dtype(), T => {
-            let dqkv = SharedMut::new(dqkv.slice_mut::<T>());
+            let dqkv = SharedMut::new(dqkv.slice_mut::<T>()?);
             self.over_rows(num_rows, n, |rows| {
                 let angles = rows.start * half..rows.end * half;
                 let params = params(g, norms, &cos[angles.clone()], &sin[angles]);
@@ -315,12 +305,14 @@ impl Backend for CpuBackend {
                 super::rows::rope::qkv_norm_rope_backward(self.isa, &params, dq, dk, dv, &qkv[part(n)], dqkv);
             });
         });
+        Ok(())
     }
 
-    fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) {
+    fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()> {
         with_element!(qkv.k.dtype(), T => {
-            attention::write_pages::<T>(&self.pool, g, qkv.k.slice(), qkv.v.slice(), spans, pages);
+            attention::write_pages::<T>(&self.pool, g, qkv.k.slice()?, qkv.v.slice()?, spans, pages_mut(pages)?);
         });
+        Ok(())
     }
 
     fn attention(
@@ -331,11 +323,12 @@ impl Backend for CpuBackend {
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
-    ) {
+    ) -> Result<()> {
         with_element!(q.dtype(), T => {
-            let log_normalizers = log_normalizers.slice_mut();
-            attention::forward::<T>(&self.pool, self.arithmetic, g, q.slice(), spans, pages, out.slice_mut(), log_normalizers);
+            let (pages, log_normalizers) = (self::pages(pages)?, log_normalizers.slice_mut()?);
+            attention::forward::<T>(&self.pool, self.arithmetic, g, q.slice()?, spans, pages, out.slice_mut()?, log_normalizers)?;
         });
+        Ok(())
     }
 
     fn attention_backward(
@@ -347,41 +340,43 @@ impl Backend for CpuBackend {
         g: &AttentionGeometry,
         spans: &[AttentionSpan<'_>],
         gradient: &mut Qkv,
-    ) {
+    ) -> Result<()> {
         with_element!(out.dtype(), T => {
             let io = AttentionGradient::<T> {
-                q: qkv.q.slice(),
-                k: qkv.k.slice(),
-                v: qkv.v.slice(),
-                out: out.slice(),
-                log_normalizers: log_normalizers.slice(),
-                dout: dout.slice(),
-                dq: gradient.q.slice_mut(),
-                dk: gradient.k.slice_mut(),
-                dv: gradient.v.slice_mut(),
+                q: qkv.q.slice()?,
+                k: qkv.k.slice()?,
+                v: qkv.v.slice()?,
+                out: out.slice()?,
+                log_normalizers: log_normalizers.slice()?,
+                dout: dout.slice()?,
+                dq: gradient.q.slice_mut()?,
+                dk: gradient.k.slice_mut()?,
+                dv: gradient.v.slice_mut()?,
             };
-            attention::backward(&self.pool, self.arithmetic, g, spans, io);
+            attention::backward(&self.pool, self.arithmetic, g, spans, io)?;
         });
+        Ok(())
     }
 
-    fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) {
+    fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) -> Result<()> {
         let n = y.shape().row_len();
-        let (num_rows, gate_up) = (gate_up.rows(), gate_up.slice::<f32>());
+        let (num_rows, gate_up) = (gate_up.rows(), gate_up.slice::<f32>()?);
         with_element!(y.dtype(), T => {
-            let y = SharedMut::new(y.slice_mut::<T>());
+            let y = SharedMut::new(y.slice_mut::<T>()?);
             self.over_rows(num_rows, 2 * n, |rows| {
                 // SAFETY: tasks have rows of their own.
                 let y = unsafe { rows_mut(&y, &rows, n) };
                 swiglu::swiglu(self.isa, &gate_up[rows.start * 2 * n..rows.end * 2 * n], n, y);
             });
         });
+        Ok(())
     }
 
-    fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) {
+    fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) -> Result<()> {
         let n = dy.shape().row_len();
-        let (num_rows, dy, gate_up) = (dy.rows(), dy.slice::<f32>(), gate_up.slice::<f32>());
+        let (num_rows, dy, gate_up) = (dy.rows(), dy.slice::<f32>()?, gate_up.slice::<f32>()?);
         with_element!(dgate_up.dtype(), T => {
-            let dgate_up = SharedMut::new(dgate_up.slice_mut::<T>());
+            let dgate_up = SharedMut::new(dgate_up.slice_mut::<T>()?);
             self.over_rows(num_rows, 2 * n, |rows| {
                 // SAFETY: tasks have rows of their own.
                 let dgate_up = unsafe { rows_mut(&dgate_up, &rows, 2 * n) };
@@ -389,85 +384,58 @@ impl Backend for CpuBackend {
                 swiglu::swiglu_backward(self.isa, dy, &gate_up[rows.start * 2 * n..rows.end * 2 * n], n, dgate_up);
             });
         });
+        Ok(())
     }
 
-    fn convert(&self, x: &Tensor, scale: f32, y: &mut Tensor) {
-        let x = x.slice::<f32>();
-        with_element!(y.dtype(), T => {
-            let y = SharedMut::new(y.slice_mut::<T>());
+    fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+        if y.dtype() != DType::F32 {
+            return with_element!(y.dtype(), T => { self.scale_into::<T>(x.slice()?, 1.0, y.slice_mut()?); Ok(()) });
+        }
+        let y = SharedMut::new(y.slice_mut::<f32>()?);
+        with_element!(x.dtype(), T => {
+            let x = x.slice::<T>()?;
             self.over_rows(x.len(), 1, |range| {
                 // SAFETY: tasks have ranges of their own.
                 let y = unsafe { rows_mut(&y, &range, 1) };
-                convert::scale(self.isa, &x[range], scale, y);
+                convert::to_f32(self.isa, &x[range], y);
             });
         });
+        Ok(())
     }
 
-    fn add(&self, x: &Tensor, y: &mut Tensor) {
-        let x = x.slice::<f32>();
-        let y = SharedMut::new(y.slice_mut::<f32>());
+    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+        let x = x.slice::<f32>()?;
+        let y = SharedMut::new(y.slice_mut::<f32>()?);
         self.over_rows(x.len(), 1, |range| {
             // SAFETY: tasks have ranges of their own.
             let y = unsafe { rows_mut(&y, &range, 1) };
             convert::add(self.isa, &x[range], y);
         });
+        Ok(())
     }
 
-    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) {
-        convert::add_bias(self.isa, bias.slice::<f32>(), y.slice_mut::<f32>());
+    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) -> Result<()> {
+        convert::add_bias(self.isa, bias.slice::<f32>()?, y.slice_mut::<f32>()?);
+        Ok(())
     }
 
-    fn log_normalizers(&self, logits: &Tensor) -> Vec<f32> {
-        let n = logits.shape().row_len();
-        let mut normalizers = vec![0.0; logits.rows()];
-        let (logits, out) = (logits.slice::<f32>(), SharedMut::new(&mut normalizers));
-        self.over_rows(logits.len() / n, n, |rows| {
-            // SAFETY: tasks have rows of their own.
-            let out = unsafe { rows_mut(&out, &rows, 1) };
-            for (row, out) in rows.zip(out) {
-                *out = softmax::log_sum_exp(self.isa, &logits[row * n..][..n]);
-            }
-        });
-        normalizers
+    fn target_logprobs(&self, logits: &Tensor, targets: LogprobTargets<'_>, log_normalizers: &mut Tensor) -> Result<Vec<f32>> {
+        self.logprobs_of(logits, targets, log_normalizers)
     }
 
-    fn logits_gradient(&self, logits: &Tensor, log_normalizers: &[f32], terms: &[Vec<(u32, f32)>], dlogits: &mut Tensor) {
-        let n = logits.shape().row_len();
-        let (num_rows, logits) = (logits.rows(), logits.slice::<f32>());
-        with_element!(dlogits.dtype(), T => {
-            let dlogits = SharedMut::new(dlogits.slice_mut::<T>());
-            self.over_rows(num_rows, n, |rows| {
-                for row in rows {
-                    // SAFETY: tasks have rows of their own.
-                    let out = unsafe { rows_mut(&dlogits, &(row..row + 1), n) };
-                    let (logits, normalizer) = (&logits[row * n..][..n], log_normalizers[row]);
-                    let total: f32 = terms[row].iter().map(|t| t.1).sum();
-                    if total == 0.0 {
-                        out.fill(T::from_f32(0.0));
-                    } else {
-                        softmax::softmax_gradient(self.isa, logits, normalizer, -total, out);
-                    }
-                    for (i, &(id, _)) in terms[row].iter().enumerate() {
-                        // An id that occurs twice is written twice, each time with all its terms.
-                        let own: f32 = terms[row].iter().filter(|t| t.0 == id).map(|t| t.1).sum();
-                        let first = terms[row].iter().position(|t| t.0 == id) == Some(i);
-                        if first {
-                            let id = id as usize;
-                            out[id] = T::from_f32(own - total * (logits[id] - normalizer).exp());
-                        }
-                    }
-                }
-            });
-        });
+    fn logits_gradient(
+        &self,
+        logits: &Tensor,
+        log_normalizers: &Tensor,
+        targets: LogprobTargets<'_>,
+        gradient: &[f32],
+        dlogits: &mut Tensor,
+    ) -> Result<()> {
+        self.gradient_of_logits(logits, log_normalizers, targets, gradient, dlogits)
     }
 
-    fn visit_rows(&self, logits: &Tensor, visit: &(dyn Fn(usize, &[f32], f32) + Sync)) {
-        let n = logits.shape().row_len();
-        let logits = logits.slice::<f32>();
-        self.pool.run(logits.len() / n, &|row| {
-            let row_logits = &logits[row * n..][..n];
-            visit(row, row_logits, softmax::log_sum_exp(self.isa, row_logits));
-        });
+    fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
+        self.replies(logits, requests)
     }
 
     fn adamw(
@@ -489,10 +457,10 @@ impl Backend for CpuBackend {
         }
         let factors = adamw::AdamwFactors::new(step);
         let (weights, gradient, m, v) = (
-            SharedMut::new(weights.slice_mut::<f32>()),
-            SharedMut::new(gradient.slice_mut::<f32>()),
-            SharedMut::new(m.slice_mut::<f32>()),
-            SharedMut::new(v.slice_mut::<f32>()),
+            SharedMut::new(weights.slice_mut::<f32>()?),
+            SharedMut::new(gradient.slice_mut::<f32>()?),
+            SharedMut::new(m.slice_mut::<f32>()?),
+            SharedMut::new(v.slice_mut::<f32>()?),
         );
         self.over_rows(shape.len(), 1, |r| {
             // SAFETY: tasks have ranges of their own.
@@ -507,7 +475,7 @@ impl Backend for CpuBackend {
         if tensor.dtype() != DType::F32 {
             return Err(Error::DType { op: "sum_squares", expected: DType::F32, actual: tensor.dtype() });
         }
-        let values = tensor.slice::<f32>();
+        let values = tensor.slice::<f32>()?;
         let mut pieces = vec![0.0f64; values.len().div_ceil(SUM_PIECE)];
         let sums = SharedMut::new(&mut pieces);
         self.over_rows(values.len().div_ceil(SUM_PIECE), SUM_PIECE, |rows| {
@@ -532,4 +500,9 @@ fn params<'a>(g: &AttentionGeometry, norms: Option<[&'a [f32]; 2]>, cos: &'a [f3
         cos,
         sin,
     }
+}
+
+/// The weights of the norms of queries and keys.
+fn norm_slices(norms: Option<[TensorRef<'_>; 2]>) -> Result<Option<[&[f32]; 2]>> {
+    norms.map(|[q, k]| Ok([q.slice()?, k.slice()?])).transpose()
 }

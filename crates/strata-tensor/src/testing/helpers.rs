@@ -1,6 +1,54 @@
-//! What the tests of ops and kernels share.
+//! What the tests of ops and kernels share. Their tensors are the processor's.
 
-use crate::{Backend, CpuBackend, DType, Isa, PackedStack, Tensor, random};
+use std::sync::LazyLock;
+
+use crate::{CpuBackend, DType, HostRef, Isa, KvPages, Memory, PackedStack, Tensor, TensorMut, TensorRef, random};
+
+static CPU: LazyLock<CpuBackend> = LazyLock::new(|| CpuBackend::with_isa(Isa::detect(), 1));
+
+impl Tensor {
+    pub(crate) fn zeros(shape: &[usize], dtype: DType) -> Self {
+        CPU.zeros(shape, dtype).unwrap()
+    }
+
+    pub(crate) fn from_f32(values: &[f32], shape: &[usize], dtype: DType) -> crate::Result<Self> {
+        CPU.from_f32(values, shape, dtype)
+    }
+
+    pub(crate) fn to_f32_vec(&self) -> Vec<f32> {
+        self.as_ref().to_f32_vec()
+    }
+}
+
+impl Clone for Tensor {
+    fn clone(&self) -> Self {
+        CPU.duplicate(self.as_ref()).unwrap()
+    }
+}
+
+impl TensorRef<'_> {
+    pub(crate) fn to_f32_vec(&self) -> Vec<f32> {
+        CPU.to_f32_vec(*self).unwrap()
+    }
+}
+
+impl TensorMut<'_> {
+    pub(crate) fn copy_from_f32(&mut self, values: &[f32]) -> crate::Result<()> {
+        CPU.upload(HostRef::from_f32(values, &[values.len()])?, self.reborrow())
+    }
+}
+
+impl PackedStack {
+    pub(crate) fn zeros(num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Self {
+        CPU.packed(num_layers, in_features, out_features, dtype).unwrap()
+    }
+}
+
+impl KvPages {
+    pub(crate) fn new(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
+        CPU.kv_pages(num_pages, num_kv_heads, head_dim, dtype).unwrap()
+    }
+}
 
 /// Standard normal values.
 pub(crate) fn normal(n: usize, key: u64) -> Vec<f32> {
@@ -19,7 +67,7 @@ pub(crate) fn poison(shape: &[usize], dtype: DType) -> Tensor {
 
 /// Rows of a tensor, as a tensor.
 pub(crate) fn rows(tensor: &Tensor, rows: std::ops::Range<usize>) -> Tensor {
-    tensor.as_ref().rows(rows).to_tensor()
+    CPU.duplicate(tensor.as_ref().rows(rows)).unwrap()
 }
 
 /// The bits of every element, widened.
@@ -30,8 +78,7 @@ pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
 /// One layer of packed weights `[out_features, in_features]`.
 pub(crate) fn packed(weights: &[f32], in_features: usize, out_features: usize, dtype: DType) -> PackedStack {
     let mut stack = PackedStack::zeros(1, in_features, out_features, dtype);
-    let rows = Tensor::from_f32(weights, &[out_features, in_features], DType::F32).unwrap();
-    CpuBackend::with_isa(Isa::detect(), 1).pack_rows(&mut stack, 0, 0, rows.as_ref()).unwrap();
+    CPU.upload_rows(&mut stack, 0, 0, HostRef::from_f32(weights, &[out_features, in_features]).unwrap()).unwrap();
     stack
 }
 

@@ -1,0 +1,236 @@
+//! Memory of the processor: tensors are buffers, weights and pages the layouts that kernels stream.
+
+use half::bf16;
+
+use super::{CpuBackend, with_element};
+use crate::cpu::memory::Buffer;
+use crate::cpu::{kv, matmul, packed};
+use crate::memory::{Memory, sized};
+use crate::storage::Storage;
+use crate::{DType, Element, Error, HostRef, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
+
+/// The packed weights of a layer, as they lie.
+pub(super) fn weights(w: PackedRef<'_>) -> Result<packed::PackedRef<'_>> {
+    let stack: &packed::PackedStack = w.stack.storage.get().ok_or(Error::ForeignMemory)?;
+    Ok(stack.layer(w.layer))
+}
+
+/// Pages, as they lie.
+pub(super) fn pages(pages: &KvPages) -> Result<&kv::KvPages> {
+    pages.storage.get().ok_or(Error::ForeignMemory)
+}
+
+/// Pages to be written.
+pub(super) fn pages_mut(pages: &mut KvPages) -> Result<&mut kv::KvPages> {
+    pages.storage.get_mut().ok_or(Error::ForeignMemory)
+}
+
+/// Refuses elements that do not fit a layer of packed weights; answers the layer.
+fn layer_mut<'s>(
+    op: &'static str,
+    stack: &'s mut PackedStack,
+    layer: usize,
+    (actual, shape): (DType, &[usize]),
+    expected: [usize; 2],
+) -> Result<packed::PackedMut<'s>> {
+    if layer >= stack.num_layers {
+        return Err(Error::Index { op, what: "layers", index: layer, size: stack.num_layers });
+    }
+    if actual != stack.dtype && actual != DType::F32 {
+        return Err(Error::DType { op, expected: stack.dtype, actual });
+    }
+    if shape != expected {
+        return Err(Error::Shape { op, expected: format!("{expected:?}"), actual: format!("{shape:?}") });
+    }
+    let stack: &mut packed::PackedStack = stack.storage.get_mut().ok_or(Error::ForeignMemory)?;
+    Ok(stack.layer_mut(layer))
+}
+
+/// Refuses a source of other size than its target.
+fn check_len(op: &'static str, source: usize, target: TensorRef<'_>) -> Result<()> {
+    if source != target.shape().len() {
+        return Err(Error::Shape { op, expected: target.shape().to_string(), actual: format!("{source} elements") });
+    }
+    Ok(())
+}
+
+fn rounded<T: Element>(values: &[f32]) -> Vec<T> {
+    values.iter().map(|&v| T::from_f32(v)).collect()
+}
+
+impl CpuBackend {
+    fn new_pages(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType, memory: kv::KvPages) -> KvPages {
+        KvPages { num_pages, num_kv_heads, head_dim, dtype, storage: Storage::new(memory) }
+    }
+}
+
+impl Memory for CpuBackend {
+    fn zeros(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let (shape, bytes) = sized(shape, dtype)?;
+        Ok(Tensor::new(shape, dtype, Storage::new(Buffer::zeroed(bytes)?)))
+    }
+
+    fn scratch(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let (shape, bytes) = sized(shape, dtype)?;
+        Ok(Tensor::new(shape, dtype, Storage::new(Buffer::recycled(bytes)?)))
+    }
+
+    fn upload(&self, source: HostRef<'_>, to: TensorMut<'_>) -> Result<()> {
+        check_len("upload", source.shape().len(), to.as_ref())?;
+        match (source.dtype(), to.dtype()) {
+            (from, dtype) if from == dtype => to.into_bytes()?.copy_from_slice(source.as_bytes()),
+            (DType::F32, _) => {
+                let out = to.into_slice::<bf16>()?;
+                out.iter_mut().zip(source.slice::<f32>()).for_each(|(out, &v)| *out = Element::from_f32(v));
+            }
+            (actual, expected) => return Err(Error::DType { op: "upload", expected, actual }),
+        }
+        Ok(())
+    }
+
+    fn download(&self, source: TensorRef<'_>, out: &mut [u8]) -> Result<()> {
+        if out.len() != source.size_bytes() {
+            let expected = format!("{} bytes", source.size_bytes());
+            return Err(Error::Shape { op: "download", expected, actual: format!("{} bytes", out.len()) });
+        }
+        out.copy_from_slice(source.bytes()?);
+        Ok(())
+    }
+
+    fn copy(&self, source: TensorRef<'_>, to: TensorMut<'_>) -> Result<()> {
+        check_len("copy", source.shape().len(), to.as_ref())?;
+        if source.dtype() != to.dtype() {
+            return Err(Error::DType { op: "copy", expected: to.dtype(), actual: source.dtype() });
+        }
+        to.into_bytes()?.copy_from_slice(source.bytes()?);
+        Ok(())
+    }
+
+    fn gather(&self, source: TensorRef<'_>, rows: &[usize], out: &mut Tensor) -> Result<()> {
+        check_len("gather", rows.len() * source.shape().row_len(), out.as_ref())?;
+        for (i, &row) in rows.iter().enumerate() {
+            if row >= source.shape().leading() {
+                return Err(Error::Index { op: "gather", what: "rows", index: row, size: source.shape().leading() });
+            }
+            self.copy(source.row(row), out.row_mut(i))?;
+        }
+        Ok(())
+    }
+
+    fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()> {
+        tensor.into_bytes()?.fill(0);
+        Ok(())
+    }
+
+    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<PackedStack> {
+        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, dtype);
+        let storage = Storage::new(packed::PackedStack::zeros(num_layers, in_features, out_features, dtype)?);
+        Ok(PackedStack { num_layers, in_features, out_features, dtype, size_bytes, storage })
+    }
+
+    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize {
+        packed::PackedStack::bytes(num_layers, in_features, out_features, dtype)
+    }
+
+    fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()> {
+        const OP: &str = "upload_rows";
+        let (dtype, shape, out_features) = (rows.dtype(), rows.shape(), stack.out_features);
+        let (end, expected) = (first_output.saturating_add(shape.leading()), [shape.leading(), stack.in_features]);
+        let mut w = layer_mut(OP, stack, layer, (dtype, shape.dims()), expected)?;
+        if end > out_features {
+            return Err(Error::Index { op: OP, what: "outputs", index: end, size: out_features });
+        }
+        with_element!(w.dtype, T => match dtype == w.dtype {
+            true => matmul::pack_rows(&self.pool, rows.slice::<T>(), first_output, &mut w),
+            false => matmul::pack_rows(&self.pool, &rounded::<T>(rows.slice()), first_output, &mut w),
+        });
+        Ok(())
+    }
+
+    fn pack_rows(&self, stack: &mut PackedStack, layer: usize, rows: TensorRef<'_>) -> Result<()> {
+        let expected = [stack.out_features, stack.in_features];
+        let mut w = layer_mut("pack_rows", stack, layer, (rows.dtype(), rows.shape().dims()), expected)?;
+        with_element!(w.dtype, T => match rows.dtype() == w.dtype {
+            true => matmul::pack_rows(&self.pool, rows.slice::<T>()?, 0, &mut w),
+            false => matmul::pack_rows(&self.pool, &rounded::<T>(rows.slice()?), 0, &mut w),
+        });
+        Ok(())
+    }
+
+    fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()> {
+        let expected = [stack.in_features, stack.out_features];
+        let mut w = layer_mut("pack_columns", stack, layer, (columns.dtype(), columns.shape().dims()), expected)?;
+        with_element!(w.dtype, T => match columns.dtype() == w.dtype {
+            true => matmul::pack_columns(&self.pool, self.isa, columns.slice::<T>()?, &mut w),
+            false => matmul::pack_columns(&self.pool, self.isa, &rounded::<T>(columns.slice()?), &mut w),
+        });
+        Ok(())
+    }
+
+    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
+        let memory = kv::KvPages::zeroed(num_pages, self.kv_page_bytes(num_kv_heads, head_dim, dtype))?;
+        Ok(Self::new_pages(num_pages, num_kv_heads, head_dim, dtype, memory))
+    }
+
+    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
+        let memory = kv::KvPages::recycled(num_pages, self.kv_page_bytes(num_kv_heads, head_dim, dtype))?;
+        Ok(Self::new_pages(num_pages, num_kv_heads, head_dim, dtype, memory))
+    }
+
+    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
+        kv::KvPages::page_bytes(num_kv_heads, head_dim, dtype)
+    }
+
+    fn copy_page(&self, pages: &mut KvPages, from: u32, to: u32) -> Result<()> {
+        pages_mut(pages)?.copy_page(from, to)
+    }
+
+    fn release_pages(&self, pages: &mut KvPages, free: &[u32]) -> Result<()> {
+        pages_mut(pages)?.release_pages(free)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+
+    #[test]
+    fn a_row_view_writes_through() {
+        let b = CpuBackend::with_isa(Isa::Portable, 1);
+        let mut t = b.zeros(&[3, 2], DType::BF16).unwrap();
+        b.upload(HostRef::from_f32(&[1.5, -2.0], &[2]).unwrap(), t.row_mut(1)).unwrap();
+        assert_eq!(b.to_f32_vec(t.as_ref()).unwrap(), [0.0, 0.0, 1.5, -2.0, 0.0, 0.0]);
+        assert_eq!(b.to_f32_vec(t.row(1)).unwrap(), [1.5, -2.0]);
+        b.fill_zero(t.row_mut(1).into_rows(1..2)).unwrap();
+        let mut picked = b.scratch(&[2, 2], DType::BF16).unwrap();
+        b.gather(t.as_ref(), &[1, 0], &mut picked).unwrap();
+        assert_eq!(b.to_f32_vec(picked.as_ref()).unwrap(), [1.5, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn what_does_not_fit_or_is_not_to_be_had_is_refused() {
+        let b = CpuBackend::with_isa(Isa::Portable, 1);
+        let (mut f32s, mut bf16s) = (b.zeros(&[2], DType::F32).unwrap(), b.zeros(&[2], DType::BF16).unwrap());
+        let narrow = b.to_host(bf16s.as_ref()).unwrap();
+        assert!(b.from_f32(&[1.0], &[2], DType::F32).is_err());
+        assert!(b.upload(narrow.as_ref(), f32s.as_mut()).is_err() && b.upload(narrow.as_ref(), bf16s.as_mut()).is_ok());
+        assert!(b.copy(f32s.as_ref(), bf16s.as_mut()).is_err() && b.download(f32s.as_ref(), &mut [0; 7]).is_err());
+        assert!(b.gather(f32s.as_ref(), &[2], &mut b.scratch(&[1], DType::F32).unwrap()).is_err());
+        for shape in [[1 << 40, 1 << 21], [usize::MAX, 2]] {
+            assert!(matches!(b.scratch(&shape, DType::F32), Err(Error::OutOfMemory { .. })));
+        }
+        assert!(matches!(b.packed(1, 1 << 40, 1 << 21, DType::F32), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(b.kv_pages(1 << 60, 1, 4, DType::F32), Err(Error::OutOfMemory { .. })));
+        let mut pages = b.kv_pages(2, 1, 4, DType::F32).unwrap();
+        assert!(b.copy_page(&mut pages, 0, 2).is_err() && b.release_pages(&mut pages, &[2]).is_err());
+    }
+
+    #[test]
+    fn memory_of_another_device_is_refused() {
+        let b = CpuBackend::with_isa(Isa::Portable, 1);
+        let mut foreign = Tensor::new(crate::Shape::new(&[2]), DType::F32, Storage::new([0.0f32; 2]));
+        assert!(matches!(b.to_f32_vec(foreign.as_ref()), Err(Error::ForeignMemory)));
+        assert!(matches!(b.fill_zero(foreign.as_mut()), Err(Error::ForeignMemory)));
+    }
+}

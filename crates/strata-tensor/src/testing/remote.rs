@@ -1,0 +1,525 @@
+//! A device that is elsewhere: what a tensor holds of it is a name, and the numbers are in a table that only this backend has.
+//!
+//! Each op fetches what it reads, has the processor compute it, and sends back what it wrote, so that results have the processor's bits. Whoever reads
+//! memory past the backend finds no numbers there; whoever reads scratch memory before it was written finds NaN.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::backend::*;
+use crate::storage::Storage;
+use crate::tape::{LoraGroup, LoraProjection};
+use crate::{
+    CpuBackend, DType, Error, HostRef, HostTensor, KvPages, Memory, PackedRef, PackedStack, Result, Tensor, TensorMut,
+    TensorRef,
+};
+
+/// The backend.
+pub struct RemoteBackend {
+    cpu: CpuBackend,
+    far: Arc<Far>,
+}
+
+/// The memory of a remote backend.
+#[derive(Default)]
+struct Far {
+    held: Mutex<Table>,
+    next_id: AtomicU64,
+    allocations: AtomicUsize,
+    /// Allocations until one is refused; 0: none is.
+    refuse_in: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Table(HashMap<u64, Held>);
+
+enum Held {
+    /// `[elements]`.
+    Tensor(Tensor),
+    Packed(PackedStack),
+    Pages(KvPages),
+}
+
+/// What a tensor, stack or cache of this backend has for memory.
+struct Handle {
+    id: u64,
+    far: Arc<Far>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.far.table().0.remove(&self.id);
+    }
+}
+
+impl Far {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.held.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Table {
+    fn tensor(&mut self, handle: &Handle) -> Result<&mut Tensor> {
+        match self.0.get_mut(&handle.id) {
+            Some(Held::Tensor(tensor)) => Ok(tensor),
+            _ => Err(Error::ForeignMemory),
+        }
+    }
+
+    fn packed(&self, w: PackedRef<'_>) -> Result<PackedRef<'_>> {
+        let handle: &Handle = w.stack.storage.get().ok_or(Error::ForeignMemory)?;
+        match self.0.get(&handle.id) {
+            Some(Held::Packed(stack)) => Ok(stack.layer(w.layer)),
+            _ => Err(Error::ForeignMemory),
+        }
+    }
+
+    fn packed_mut(&mut self, stack: &PackedStack) -> Result<&mut PackedStack> {
+        let handle: &Handle = stack.storage.get().ok_or(Error::ForeignMemory)?;
+        match self.0.get_mut(&handle.id) {
+            Some(Held::Packed(stack)) => Ok(stack),
+            _ => Err(Error::ForeignMemory),
+        }
+    }
+
+    fn pages(&mut self, pages: &KvPages) -> Result<&mut KvPages> {
+        let handle: &Handle = pages.storage.get().ok_or(Error::ForeignMemory)?;
+        match self.0.get_mut(&handle.id) {
+            Some(Held::Pages(pages)) => Ok(pages),
+            _ => Err(Error::ForeignMemory),
+        }
+    }
+
+    /// Groups whose pairs are here.
+    fn groups<'t>(&'t self, groups: &[LoraGroup<'_>]) -> Result<Vec<LoraGroup<'t>>> {
+        let projection = |p: &LoraProjection<'_>| {
+            let (a, b) = (self.packed(p.a)?, self.packed(p.b)?);
+            Ok(LoraProjection { a, b, scale: p.scale, first_column: p.first_column, site: p.site })
+        };
+        let group = |g: &LoraGroup<'_>| {
+            let projections = g.projections.iter().map(projection).collect::<Result<_>>()?;
+            Ok(LoraGroup { tokens: g.tokens.clone(), sequences: g.sequences.clone(), projections })
+        };
+        groups.iter().map(group).collect()
+    }
+}
+
+impl RemoteBackend {
+    /// A device as fast as `cpu`.
+    pub fn new(cpu: CpuBackend) -> Self {
+        RemoteBackend { cpu, far: Arc::default() }
+    }
+
+    /// Allocations so far.
+    pub fn allocations(&self) -> usize {
+        self.far.allocations.load(Ordering::Relaxed)
+    }
+
+    /// Tensors, stacks and caches that there are.
+    pub fn held(&self) -> usize {
+        self.far.table().0.len()
+    }
+
+    /// Refuses the `nth` allocation from now, counted from 1, for lack of memory, and none after it.
+    pub fn refuse_allocation(&self, nth: usize) {
+        self.far.refuse_in.store(nth, Ordering::Relaxed);
+    }
+
+    fn keep(&self, bytes: usize, held: impl FnOnce() -> Result<Held>) -> Result<Storage> {
+        self.far.allocations.fetch_add(1, Ordering::Relaxed);
+        let left = self.far.refuse_in.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        if left == Ok(1) {
+            return Err(Error::OutOfMemory { bytes });
+        }
+        let id = self.far.next_id.fetch_add(1, Ordering::Relaxed);
+        self.far.table().0.insert(id, held()?);
+        Ok(Storage::new(Handle { id, far: self.far.clone() }))
+    }
+
+    /// A tensor of this device with these elements.
+    fn keep_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
+        let flat = || {
+            let mut flat = self.cpu.scratch(&[tensor.shape().len()], tensor.dtype())?;
+            self.cpu.copy(tensor.as_ref(), flat.as_mut())?;
+            Ok(Held::Tensor(flat))
+        };
+        Ok(Tensor::new(tensor.shape(), tensor.dtype(), self.keep(tensor.size_bytes(), flat)?))
+    }
+
+    /// The elements of a view, on the processor.
+    fn fetch(&self, view: TensorRef<'_>) -> Result<Tensor> {
+        let handle: &Handle = view.storage().get().ok_or(Error::ForeignMemory)?;
+        let mut here = self.cpu.scratch(view.shape().dims(), view.dtype())?;
+        let mut table = self.far.table();
+        self.cpu.copy(table.tensor(handle)?.as_ref().rows(view.elements()), here.as_mut())?;
+        Ok(here)
+    }
+
+    /// Overwrites a view with what the processor has made of it.
+    fn send(&self, here: &Tensor, view: TensorMut<'_>) -> Result<()> {
+        let elements = view.elements();
+        let handle: &Handle = view.into_storage().get().ok_or(Error::ForeignMemory)?;
+        let mut table = self.far.table();
+        self.cpu.copy(here.as_ref(), table.tensor(handle)?.rows_mut(elements))
+    }
+
+    /// Lets the processor change a tensor.
+    fn change(&self, view: &mut Tensor, op: impl FnOnce(&mut Tensor) -> Result<()>) -> Result<()> {
+        let mut here = self.fetch(view.as_ref())?;
+        op(&mut here)?;
+        self.send(&here, view.as_mut())
+    }
+
+    fn fetch_qkv(&self, qkv: &Qkv) -> Result<Qkv> {
+        Ok(Qkv { q: self.fetch(qkv.q.as_ref())?, k: self.fetch(qkv.k.as_ref())?, v: self.fetch(qkv.v.as_ref())? })
+    }
+
+    fn send_qkv(&self, here: &Qkv, qkv: &mut Qkv) -> Result<()> {
+        self.send(&here.q, qkv.q.as_mut())?;
+        self.send(&here.k, qkv.k.as_mut())?;
+        self.send(&here.v, qkv.v.as_mut())
+    }
+
+    fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
+        Ok(Rotary { cos: self.fetch(rotary.cos.as_ref())?, sin: self.fetch(rotary.sin.as_ref())? })
+    }
+
+    fn fetch_norms(&self, norms: Option<[TensorRef<'_>; 2]>) -> Result<Option<[Tensor; 2]>> {
+        norms.map(|[q, k]| Ok([self.fetch(q)?, self.fetch(k)?])).transpose()
+    }
+
+    fn new_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
+        let bytes = num_pages.saturating_mul(self.kv_page_bytes(num_kv_heads, head_dim, dtype));
+        let pages = || self.cpu.kv_pages(num_pages, num_kv_heads, head_dim, dtype).map(Held::Pages);
+        Ok(KvPages { num_pages, num_kv_heads, head_dim, dtype, storage: self.keep(bytes, pages)? })
+    }
+}
+
+/// The norms of queries and keys, borrowed.
+fn views(norms: &Option<[Tensor; 2]>) -> Option<[TensorRef<'_>; 2]> {
+    norms.as_ref().map(|[q, k]| [q.as_ref(), k.as_ref()])
+}
+
+impl Memory for RemoteBackend {
+    fn zeros(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        self.keep_tensor(&self.cpu.zeros(shape, dtype)?)
+    }
+
+    fn scratch(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let mut poison = HostTensor::zeros(shape, dtype);
+        poison.bytes_mut().fill(0xff);
+        let mut here = self.cpu.scratch(shape, dtype)?;
+        self.cpu.upload(poison.as_ref(), here.as_mut())?;
+        self.keep_tensor(&here)
+    }
+
+    fn upload(&self, source: HostRef<'_>, to: TensorMut<'_>) -> Result<()> {
+        let mut here = self.fetch(to.as_ref())?;
+        self.cpu.upload(source, here.as_mut())?;
+        self.send(&here, to)
+    }
+
+    fn download(&self, source: TensorRef<'_>, out: &mut [u8]) -> Result<()> {
+        self.cpu.download(self.fetch(source)?.as_ref(), out)
+    }
+
+    fn copy(&self, source: TensorRef<'_>, to: TensorMut<'_>) -> Result<()> {
+        let (source, mut here) = (self.fetch(source)?, self.fetch(to.as_ref())?);
+        self.cpu.copy(source.as_ref(), here.as_mut())?;
+        self.send(&here, to)
+    }
+
+    fn gather(&self, source: TensorRef<'_>, rows: &[usize], out: &mut Tensor) -> Result<()> {
+        let source = self.fetch(source)?;
+        self.change(out, |out| self.cpu.gather(source.as_ref(), rows, out))
+    }
+
+    fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()> {
+        let zeros = self.cpu.zeros(tensor.shape().dims(), tensor.dtype())?;
+        self.send(&zeros, tensor)
+    }
+
+    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<PackedStack> {
+        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, dtype);
+        let stack = || self.cpu.packed(num_layers, in_features, out_features, dtype).map(Held::Packed);
+        Ok(PackedStack { num_layers, in_features, out_features, dtype, size_bytes, storage: self.keep(size_bytes, stack)? })
+    }
+
+    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize {
+        self.cpu.packed_bytes(num_layers, in_features, out_features, dtype)
+    }
+
+    fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()> {
+        self.cpu.upload_rows(self.far.table().packed_mut(stack)?, layer, first_output, rows)
+    }
+
+    fn pack_rows(&self, stack: &mut PackedStack, layer: usize, rows: TensorRef<'_>) -> Result<()> {
+        let rows = self.fetch(rows)?;
+        self.cpu.pack_rows(self.far.table().packed_mut(stack)?, layer, rows.as_ref())
+    }
+
+    fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()> {
+        let columns = self.fetch(columns)?;
+        self.cpu.pack_columns(self.far.table().packed_mut(stack)?, layer, columns.as_ref())
+    }
+
+    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
+        self.new_pages(num_pages, num_kv_heads, head_dim, dtype)
+    }
+
+    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
+        self.new_pages(num_pages, num_kv_heads, head_dim, dtype)
+    }
+
+    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
+        self.cpu.kv_page_bytes(num_kv_heads, head_dim, dtype)
+    }
+
+    fn copy_page(&self, pages: &mut KvPages, from: u32, to: u32) -> Result<()> {
+        self.cpu.copy_page(self.far.table().pages(pages)?, from, to)
+    }
+
+    fn release_pages(&self, pages: &mut KvPages, free: &[u32]) -> Result<()> {
+        self.cpu.release_pages(self.far.table().pages(pages)?, free)
+    }
+}
+
+impl Backend for RemoteBackend {
+    fn description(&self) -> String {
+        format!("remote {}", self.cpu.description())
+    }
+
+    fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize {
+        self.cpu.matmul_scratch_bytes(rows, width, dtype)
+    }
+
+    fn attention_scratch_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize {
+        self.cpu.attention_scratch_bytes(g, dtype)
+    }
+
+    fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {
+        self.cpu.check_attention(g)
+    }
+
+    fn matmul(&self, x: &Tensor, w: PackedRef<'_>, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.matmul(&x, self.far.table().packed(w)?, y))
+    }
+
+    fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()> {
+        let dy = self.fetch(dy.as_ref())?;
+        self.change(dx, |dx| self.cpu.matmul_transposed(&dy, self.far.table().packed(w)?, dx))
+    }
+
+    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts> {
+        let x = self.fetch(x.as_ref())?;
+        let mut low = LowProducts::default();
+        self.change(y, |y| {
+            let table = self.far.table();
+            low = self.cpu.lora(&x, &table.groups(groups)?, y)?;
+            Ok(())
+        })?;
+        Ok(LowProducts(low.0.iter().map(|product| self.keep_tensor(product)).collect::<Result<_>>()?))
+    }
+
+    fn lora_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        low: &LowProducts,
+        groups: &[LoraGroup<'_>],
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dx: Option<&mut Tensor>,
+    ) -> Result<()> {
+        let (dy, x) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?);
+        let low = LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?);
+        let fetch = |g: &Option<LoraGradient<'_>>| {
+            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
+            pair.transpose()
+        };
+        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
+        {
+            fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
+                LoraGradient { a: a.as_mut(), b: b.as_mut() }
+            }
+            let mut views: Vec<_> = here.iter_mut().map(|pair| pair.as_mut().map(view)).collect();
+            let table = self.far.table();
+            self.cpu.lora_backward(&dy, &x, &low, &table.groups(groups)?, &mut views, dx_here.as_mut())?;
+        }
+        for (here, gradient) in here.iter().zip(gradients) {
+            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
+                self.send(a, gradient.a.reborrow())?;
+                self.send(b, gradient.b.reborrow())?;
+            }
+        }
+        match (dx_here, dx) {
+            (Some(here), Some(dx)) => self.send(&here, dx.as_mut()),
+            _ => Ok(()),
+        }
+    }
+
+    fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
+        let table = self.fetch(table)?;
+        self.change(out, |out| self.cpu.embedding(table.as_ref(), ids, out))
+    }
+
+    fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
+        self.change(out, |out| self.cpu.embedding_packed(self.far.table().packed(table)?, ids, out))
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x, weight) = (self.fetch(x.as_ref())?, self.fetch(weight)?);
+        self.change(y, |y| self.cpu.rms_norm(&x, weight.as_ref(), eps, y))
+    }
+
+    fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) -> Result<()> {
+        let (dy, x, weight) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(weight)?);
+        self.change(dx, |dx| self.cpu.rms_norm_backward(&dy, &x, weight.as_ref(), eps, dx))
+    }
+
+    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Result<Rotary> {
+        let Rotary { cos, sin } = self.cpu.rotary(positions, head_dim, theta)?;
+        Ok(Rotary { cos: self.keep_tensor(&cos)?, sin: self.keep_tensor(&sin)? })
+    }
+
+    fn norm_rotate(
+        &self,
+        qkv: &Tensor,
+        norms: Option<[TensorRef<'_>; 2]>,
+        rotary: &Rotary,
+        g: &AttentionGeometry,
+        out: &mut Qkv,
+    ) -> Result<()> {
+        let (qkv, norms, rotary) = (self.fetch(qkv.as_ref())?, self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
+        let mut here = self.fetch_qkv(out)?;
+        self.cpu.norm_rotate(&qkv, views(&norms), &rotary, g, &mut here)?;
+        self.send_qkv(&here, out)
+    }
+
+    fn norm_rotate_backward(
+        &self,
+        gradient: &Qkv,
+        qkv: &Tensor,
+        norms: Option<[TensorRef<'_>; 2]>,
+        rotary: &Rotary,
+        g: &AttentionGeometry,
+        dqkv: &mut Tensor,
+    ) -> Result<()> {
+        let (qkv, norms, rotary) = (self.fetch(qkv.as_ref())?, self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
+        let gradient = self.fetch_qkv(gradient)?;
+        self.change(dqkv, |dqkv| self.cpu.norm_rotate_backward(&gradient, &qkv, views(&norms), &rotary, g, dqkv))
+    }
+
+    fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()> {
+        let qkv = self.fetch_qkv(qkv)?;
+        self.cpu.write_kv(&qkv, g, spans, self.far.table().pages(pages)?)
+    }
+
+    fn attention(
+        &self,
+        q: &Tensor,
+        g: &AttentionGeometry,
+        spans: &[AttentionSpan<'_>],
+        pages: &KvPages,
+        out: &mut Tensor,
+        log_normalizers: &mut Tensor,
+    ) -> Result<()> {
+        let q = self.fetch(q.as_ref())?;
+        let mut out_here = self.fetch(out.as_ref())?;
+        let mut log_normalizers_here = self.fetch(log_normalizers.as_ref())?;
+        self.cpu.attention(&q, g, spans, self.far.table().pages(pages)?, &mut out_here, &mut log_normalizers_here)?;
+        self.send(&out_here, out.as_mut())?;
+        self.send(&log_normalizers_here, log_normalizers.as_mut())
+    }
+
+    fn attention_backward(
+        &self,
+        dout: &Tensor,
+        qkv: &Qkv,
+        out: &Tensor,
+        log_normalizers: &Tensor,
+        g: &AttentionGeometry,
+        spans: &[AttentionSpan<'_>],
+        gradient: &mut Qkv,
+    ) -> Result<()> {
+        let (dout, qkv, out) = (self.fetch(dout.as_ref())?, self.fetch_qkv(qkv)?, self.fetch(out.as_ref())?);
+        let (log_normalizers, mut here) = (self.fetch(log_normalizers.as_ref())?, self.fetch_qkv(gradient)?);
+        self.cpu.attention_backward(&dout, &qkv, &out, &log_normalizers, g, spans, &mut here)?;
+        self.send_qkv(&here, gradient)
+    }
+
+    fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) -> Result<()> {
+        let gate_up = self.fetch(gate_up.as_ref())?;
+        self.change(y, |y| self.cpu.swiglu(&gate_up, y))
+    }
+
+    fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) -> Result<()> {
+        let (dy, gate_up) = (self.fetch(dy.as_ref())?, self.fetch(gate_up.as_ref())?);
+        self.change(dgate_up, |dgate_up| self.cpu.swiglu_backward(&dy, &gate_up, dgate_up))
+    }
+
+    fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.convert(&x, y))
+    }
+
+    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.add(&x, y))
+    }
+
+    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) -> Result<()> {
+        let bias = self.fetch(bias)?;
+        self.change(y, |y| self.cpu.add_bias(bias.as_ref(), y))
+    }
+
+    fn target_logprobs(&self, logits: &Tensor, targets: LogprobTargets<'_>, log_normalizers: &mut Tensor) -> Result<Vec<f32>> {
+        let logits = self.fetch(logits.as_ref())?;
+        let mut logprobs = Vec::new();
+        self.change(log_normalizers, |log_normalizers| {
+            logprobs = self.cpu.target_logprobs(&logits, targets, log_normalizers)?;
+            Ok(())
+        })?;
+        Ok(logprobs)
+    }
+
+    fn logits_gradient(
+        &self,
+        logits: &Tensor,
+        log_normalizers: &Tensor,
+        targets: LogprobTargets<'_>,
+        gradient: &[f32],
+        dlogits: &mut Tensor,
+    ) -> Result<()> {
+        let (logits, log_normalizers) = (self.fetch(logits.as_ref())?, self.fetch(log_normalizers.as_ref())?);
+        self.change(dlogits, |dlogits| self.cpu.logits_gradient(&logits, &log_normalizers, targets, gradient, dlogits))
+    }
+
+    fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
+        self.cpu.read_logits(&self.fetch(logits.as_ref())?, requests)
+    }
+
+    fn adamw(
+        &self,
+        step: &AdamwStep,
+        weights: &mut Tensor,
+        gradient: &mut Tensor,
+        m: &mut Tensor,
+        v: &mut Tensor,
+    ) -> Result<()> {
+        let mut here =
+            [self.fetch(weights.as_ref())?, self.fetch(gradient.as_ref())?, self.fetch(m.as_ref())?, self.fetch(v.as_ref())?];
+        let [weights_here, gradient_here, m_here, v_here] = &mut here;
+        self.cpu.adamw(step, weights_here, gradient_here, m_here, v_here)?;
+        for (here, there) in here.iter().zip([weights, gradient, m, v]) {
+            self.send(here, there.as_mut())?;
+        }
+        Ok(())
+    }
+
+    fn sum_squares(&self, tensor: &Tensor) -> Result<f64> {
+        self.cpu.sum_squares(&self.fetch(tensor.as_ref())?)
+    }
+}

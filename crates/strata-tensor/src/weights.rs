@@ -1,0 +1,84 @@
+//! Weights of linear layers, in whatever layout the backend's matrix products stream.
+//!
+//! What a product reads has a compute dtype and a shape; how it is stored, in which order and how many bytes, is the backend's business.
+
+use std::fmt;
+
+use crate::DType;
+use crate::storage::Storage;
+
+/// A stack of packed weights `[num_layers]` of shape `[out_features, in_features]` each. [`Memory::packed`](crate::Memory::packed) allocates it.
+pub struct PackedStack {
+    pub(crate) num_layers: usize,
+    pub(crate) in_features: usize,
+    pub(crate) out_features: usize,
+    pub(crate) dtype: DType,
+    pub(crate) size_bytes: usize,
+    pub(crate) storage: Storage,
+}
+
+impl PackedStack {
+    /// Number of layers.
+    pub fn num_layers(&self) -> usize {
+        self.num_layers
+    }
+
+    /// Input features.
+    pub fn in_features(&self) -> usize {
+        self.in_features
+    }
+
+    /// Output features.
+    pub fn out_features(&self) -> usize {
+        self.out_features
+    }
+
+    /// Dtype in which products are computed.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Bytes of memory held: [`Memory::packed_bytes`](crate::Memory::packed_bytes).
+    pub fn size_bytes(&self) -> usize {
+        self.size_bytes
+    }
+
+    /// The weights of one layer.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn layer(&self, layer: usize) -> PackedRef<'_> {
+        assert!(layer < self.num_layers, "layer {layer} of {self:?}");
+        PackedRef { stack: self, layer }
+    }
+}
+
+impl fmt::Debug for PackedStack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PackedStack({} layers of {} → {} {})", self.num_layers, self.in_features, self.out_features, self.dtype)
+    }
+}
+
+/// A packed weight `[out_features, in_features]`, borrowed.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedRef<'a> {
+    pub(crate) stack: &'a PackedStack,
+    pub(crate) layer: usize,
+}
+
+impl PackedRef<'_> {
+    /// Input features.
+    pub fn in_features(&self) -> usize {
+        self.stack.in_features
+    }
+
+    /// Output features.
+    pub fn out_features(&self) -> usize {
+        self.stack.out_features
+    }
+
+    /// Dtype in which products are computed.
+    pub fn dtype(&self) -> DType {
+        self.stack.dtype
+    }
+}
