@@ -245,8 +245,8 @@ impl Adapter {
                 pairs.push(None);
                 continue;
             };
-            let mut a = backend.packed(module.num_layers, module.in_features, config.rank, dtype)?;
-            let mut b = backend.packed(module.num_layers, config.rank, module.out_features, dtype)?;
+            let mut a = backend.packed(module.num_layers, module.in_features, config.rank, dtype.into())?;
+            let mut b = backend.packed(module.num_layers, config.rank, module.out_features, dtype.into())?;
             for layer in 0..module.num_layers {
                 backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
                 backend.pack_columns(&mut b, layer, stack.b.row(layer))?;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use strata_tensor::{
     Backend, Between, DType, HostRef, HostTensor, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradient, LoraGradients,
-    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, logits_chunk_rows, random, read_logits, target_logprobs,
+    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, random,
+    read_logits, target_logprobs,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -60,6 +61,19 @@ impl Model {
     /// If the configuration asks for something that is not supported, or tensors are missing, misshapen or left over: all are named. If a
     /// weight is infinite or not a number, or what two tokens make of the weights is.
     pub fn load(backend: Arc<dyn Backend>, source: &ModelSource, dtype: Option<DType>) -> Result<Self> {
+        Self::load_stored(backend, source, dtype, WeightStorage::Dense)
+    }
+
+    /// As [`Model::load`], with the weights of linear layers, the unembedding among them, stored like this.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load_stored(
+        backend: Arc<dyn Backend>,
+        source: &ModelSource,
+        dtype: Option<DType>,
+        storage: WeightStorage,
+    ) -> Result<Self> {
         let config = source.config()?;
         let checkpoint = source.checkpoint()?;
         let own = || {
@@ -69,7 +83,9 @@ impl Model {
         let dtype = dtype.or_else(own).or(config.dtype).unwrap_or(DType::F32);
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
-        let architecture = architectures::build(&*backend, &config, dtype, &mut CheckpointWeights { checkpoint: &checkpoint })?;
+        let format = WeightFormat { compute: dtype, storage };
+        let architecture =
+            architectures::build(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
         let model = Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
         model.probe().map_err(|message| checkpoint.error(message))?;
         Ok(model)
@@ -79,9 +95,11 @@ impl Model {
     ///
     /// # Errors
     /// If the architecture is not known.
-    pub fn random(backend: Arc<dyn Backend>, config: ModelConfig, seed: u64, dtype: DType) -> Result<Self> {
+    pub fn random(backend: Arc<dyn Backend>, config: ModelConfig, seed: u64, format: impl Into<WeightFormat>) -> Result<Self> {
+        let format = format.into();
+        let dtype = format.compute;
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
-        let architecture = architectures::build(&*backend, &config, dtype, &mut weights)?;
+        let architecture = architectures::build(&*backend, &config, format, &mut weights)?;
         Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
     }
 

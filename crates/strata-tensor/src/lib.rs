@@ -50,4 +50,4 @@ pub use ops::{
 };
 pub use tape::{Between, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
-pub use weights::{PackedRef, PackedStack};
+pub use weights::{PackedRef, PackedStack, WeightFormat, WeightStorage};

@@ -1,7 +1,7 @@
 //! The memory of a device, and the only ways in and out of it.
 
 use crate::host::{HostRef, f32_bytes_mut};
-use crate::{DType, Error, HostTensor, KvPages, PackedStack, Result, Shape, Tensor, TensorMut, TensorRef};
+use crate::{DType, Error, HostTensor, KvPages, PackedStack, Result, Shape, Tensor, TensorMut, TensorRef, WeightFormat};
 
 /// What every device does with memory. Tensors, packed weights and pages are allocated here and belong to the backend that allocated them; only
 /// [`Memory::upload`] and [`Memory::download`] pass elements between it and the host.
@@ -41,11 +41,11 @@ pub trait Memory {
     /// Sets every element to zero.
     fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()>;
 
-    /// A stack of zero weights for products in `dtype`. The memory is not touched until it is written.
-    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<PackedStack>;
+    /// A stack of zero weights. The memory is not touched until it is written.
+    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<PackedStack>;
 
     /// Bytes that such a stack takes, padding included.
-    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize;
+    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> usize;
 
     /// Writes `rows: [n, in_features]` of the host as outputs `first_output..first_output + n` of a layer of packed weights; rounds f32 where weights are
     /// narrower.
@@ -63,7 +63,7 @@ pub trait Memory {
     /// Writes `columns: [in_features, out_features]` (the transposed weight) as a layer of packed weights.
     ///
     /// # Errors
-    /// As [`Memory::pack_rows`].
+    /// As [`Memory::pack_rows`], and if the weights are not stored in their own dtype: columns are for small matrices that change.
     fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()>;
 
     /// Room for `num_pages` pages of keys and values of one layer. Memory is touched only as pages are used.

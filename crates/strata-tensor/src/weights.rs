@@ -7,6 +7,32 @@ use std::fmt;
 use crate::DType;
 use crate::storage::Storage;
 
+/// How weights are kept in memory. What is computed with has another dtype: stored weights are unpacked block by block in cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WeightStorage {
+    /// In the dtype that is computed in.
+    #[default]
+    Dense,
+    /// In signed bytes, with a bf16 scale for every 64 inputs of an output. Products are those of the dense weights `q·scale`, rounded to the
+    /// compute dtype, to the bit.
+    Int8,
+}
+
+/// The dtype that a product computes in, and how its weights are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightFormat {
+    /// Dtype of the weights as they are multiplied, and of what they are multiplied with.
+    pub compute: DType,
+    /// How they are kept.
+    pub storage: WeightStorage,
+}
+
+impl From<DType> for WeightFormat {
+    fn from(compute: DType) -> Self {
+        WeightFormat { compute, storage: WeightStorage::Dense }
+    }
+}
+
 /// A stack of packed weights `[num_layers]` of shape `[out_features, in_features]` each. [`Memory::packed`](crate::Memory::packed) allocates it.
 pub struct PackedStack {
     pub(crate) num_layers: usize,

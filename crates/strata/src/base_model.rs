@@ -9,7 +9,7 @@ use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, parameter_shapes};
 use strata_server::{DataDir, ModelInfo};
-use strata_tensor::CpuBackend;
+use strata_tensor::{CpuBackend, WeightStorage};
 
 use crate::download::DownloadBars;
 use crate::machine;
@@ -28,6 +28,26 @@ pub struct Resources {
     /// without changing a bit.
     #[arg(long, env = "STRATA_NUMERICS", value_enum, default_value_t = Numerics::Fast)]
     pub numerics: Numerics,
+    /// Store the base weights in fewer bits than they are computed with: int8 halves their memory and the time of a decode step.
+    #[arg(long, env = "STRATA_QUANTIZE", value_enum)]
+    pub quantize: Option<Quantize>,
+}
+
+/// What base weights are stored in; see [`WeightStorage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Quantize {
+    /// Signed bytes with a scale for every 64 of them.
+    Int8,
+}
+
+impl Quantize {
+    /// How weights are stored, if they are to be quantized like this or not at all.
+    pub fn storage(quantize: Option<Quantize>) -> WeightStorage {
+        match quantize {
+            None => WeightStorage::Dense,
+            Some(Quantize::Int8) => WeightStorage::Int8,
+        }
+    }
 }
 
 /// The order of products; see `docs/numerics.md`.
@@ -79,8 +99,9 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     }
     let backend = machine::with_low_priority(|| CpuBackend::with_numerics(resources.threads, resources.numerics.into()))?;
     let name = source.served_name();
-    check_weights_fit(&source.config()?, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
-    let model = Model::load(Arc::new(backend), &source, None).with_context(|| format!("loading {name}"))?;
+    let storage = Quantize::storage(resources.quantize);
+    check_weights_fit(&source.config()?, storage, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
+    let model = Model::load_stored(Arc::new(backend), &source, None, storage).with_context(|| format!("loading {name}"))?;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = model.config().model_type.clone();
     let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
@@ -107,10 +128,14 @@ fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::R
 }
 
 /// Refuses a model whose weights alone take more than all memory, before any of it is loaded.
-fn check_weights_fit(config: &ModelConfig, memory_bytes: u64) -> anyhow::Result<()> {
+fn check_weights_fit(config: &ModelConfig, storage: WeightStorage, memory_bytes: u64) -> anyhow::Result<()> {
     let elements =
         parameter_shapes(config)?.iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum::<u64>();
-    let weight_bytes = elements.saturating_mul(config.dtype.map_or(2, |dtype| dtype.size_bytes() as u64));
+    let element_bytes = match storage {
+        WeightStorage::Dense => config.dtype.map_or(2, |dtype| dtype.size_bytes() as u64),
+        WeightStorage::Int8 => 1,
+    };
+    let weight_bytes = elements.saturating_mul(element_bytes);
     if weight_bytes > memory_bytes {
         anyhow::bail!("its weights take {weight_bytes} bytes, and --memory grants {memory_bytes}");
     }
@@ -169,8 +194,9 @@ mod tests {
     #[test]
     fn weights_that_exceed_all_memory_are_refused_before_they_are_loaded() {
         let config = ModelConfig::named_shape("qwen3-0.6b").unwrap();
-        assert!(check_weights_fit(&config, 2 << 30).is_ok());
-        let error = check_weights_fit(&config, 1 << 30).unwrap_err().to_string();
+        assert!(check_weights_fit(&config, WeightStorage::Dense, 2 << 30).is_ok());
+        assert!(check_weights_fit(&config, WeightStorage::Int8, 1 << 30).is_ok());
+        let error = check_weights_fit(&config, WeightStorage::Dense, 1 << 30).unwrap_err().to_string();
         assert!(error.contains("--memory grants 1073741824"), "{error}");
     }
 

@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use strata_tensor::{
     AttentionSpan, Backend, Between, DType, HostRef, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, Var,
+    WeightFormat,
 };
 
 use crate::lora::LoraModule;
@@ -116,12 +117,12 @@ pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
 pub(crate) fn build(
     backend: &dyn Backend,
     config: &ModelConfig,
-    dtype: DType,
+    format: WeightFormat,
     weights: &mut dyn WeightSource,
 ) -> Result<Box<dyn Architecture>> {
     check(backend, config)?;
     match config.model_type.as_str() {
-        "qwen3" => Ok(Box::new(qwen3::Qwen3::build(backend, config, dtype, weights)?)),
+        "qwen3" => Ok(Box::new(qwen3::Qwen3::build(backend, config, format, weights)?)),
         other => Err(unknown(other)),
     }
 }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use strata_tensor::{
     AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, PackedRef,
-    PackedStack, Tape, Tensor, Var, attention_pages_bytes, go_on,
+    PackedStack, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -147,7 +147,13 @@ fn lora_modules(c: &ModelConfig) -> Vec<LoraModule> {
 
 impl Qwen3 {
     /// Fills a model from `weights`.
-    pub(super) fn build(backend: &dyn Backend, c: &ModelConfig, dtype: DType, weights: &mut dyn WeightSource) -> Result<Self> {
+    pub(super) fn build(
+        backend: &dyn Backend,
+        c: &ModelConfig,
+        format: WeightFormat,
+        weights: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let dtype = format.compute;
         let (n, hidden, mlp, d) = (c.num_layers, c.hidden_size, c.intermediate_size, c.head_dim);
         let geometry = geometry(c);
         let qkv = geometry.qkv_width();
@@ -160,18 +166,18 @@ impl Qwen3 {
             embed_tokens: (!c.tie_word_embeddings).then(embedding).transpose()?,
             layers: Layers {
                 input_layernorm: vectors(hidden)?,
-                qkv_proj: backend.packed(n, hidden, qkv, dtype)?,
+                qkv_proj: backend.packed(n, hidden, qkv, format)?,
                 qkv_bias: c.attention_bias.then(|| vectors(qkv)).transpose()?,
                 q_norm: vectors(d)?,
                 k_norm: vectors(d)?,
-                o_proj: backend.packed(n, c.num_heads * d, hidden, dtype)?,
+                o_proj: backend.packed(n, c.num_heads * d, hidden, format)?,
                 o_bias: c.attention_bias.then(|| vectors(hidden)).transpose()?,
                 post_attention_layernorm: vectors(hidden)?,
-                gate_up_proj: backend.packed(n, hidden, 2 * mlp, dtype)?,
-                down_proj: backend.packed(n, mlp, hidden, dtype)?,
+                gate_up_proj: backend.packed(n, hidden, 2 * mlp, format)?,
+                down_proj: backend.packed(n, mlp, hidden, format)?,
             },
             norm: backend.zeros(&[1, hidden], DType::F32)?,
-            lm_head: backend.packed(1, hidden, c.vocab_size, dtype)?,
+            lm_head: backend.packed(1, hidden, c.vocab_size, format)?,
             lora_modules: lora_modules(c),
         };
         for p in parameters(c) {

@@ -4,9 +4,11 @@
 //! one output lie together, as the pairwise dot-product instructions want them; in f32 it is `[in][PANEL]`. The last panel is only as wide as
 //! it must be (a multiple of [`LANES`]). Inputs are padded to even with zeros. The forward pass streams panels
 //! front to back, for one row as for a thousand; the backward pass transposes blocks of them in cache. There is no second copy.
+//! Weights that are stored in bytes have panels of their own kind, see `matmul::int8`.
 
+use super::matmul::int8;
 use super::memory::Buffer;
-use crate::{DType, Result};
+use crate::{DType, Result, WeightFormat, WeightStorage};
 
 /// Outputs in a full panel.
 pub(crate) const PANEL: usize = 64;
@@ -17,42 +19,52 @@ pub(crate) const LANES: usize = 16;
 pub(crate) struct PackedStack {
     in_features: usize,
     out_features: usize,
-    dtype: DType,
+    format: WeightFormat,
     buffer: Buffer,
 }
 
 impl PackedStack {
     /// A stack of zero weights. The memory is not touched until it is packed into.
-    pub(crate) fn zeros(num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<Self> {
-        let buffer = Buffer::zeroed(Self::bytes(num_layers, in_features, out_features, dtype))?;
-        Ok(PackedStack { in_features, out_features, dtype, buffer })
+    pub(crate) fn zeros(num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<Self> {
+        let buffer = Buffer::zeroed(Self::bytes(num_layers, in_features, out_features, format))?;
+        Ok(PackedStack { in_features, out_features, format, buffer })
     }
 
     /// Bytes that a stack takes, padding included.
-    pub(crate) fn bytes(num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize {
-        layer_len(in_features, out_features).saturating_mul(num_layers).saturating_mul(dtype.size_bytes())
+    pub(crate) fn bytes(num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> usize {
+        layer_bytes(in_features, out_features, format).saturating_mul(num_layers)
     }
 
     /// The weights of one layer.
     pub(crate) fn layer(&self, layer: usize) -> PackedRef<'_> {
-        let size = layer_len(self.in_features, self.out_features) * self.dtype.size_bytes();
+        let size = layer_bytes(self.in_features, self.out_features, self.format);
         PackedRef {
             in_features: self.in_features,
             out_features: self.out_features,
-            dtype: self.dtype,
+            dtype: self.format.compute,
+            storage: self.format.storage,
             bytes: &self.buffer[layer * size..(layer + 1) * size],
         }
     }
 
     /// The weights of one layer, to be written.
     pub(crate) fn layer_mut(&mut self, layer: usize) -> PackedMut<'_> {
-        let size = layer_len(self.in_features, self.out_features) * self.dtype.size_bytes();
+        let size = layer_bytes(self.in_features, self.out_features, self.format);
         PackedMut {
             in_features: self.in_features,
             out_features: self.out_features,
-            dtype: self.dtype,
+            dtype: self.format.compute,
+            storage: self.format.storage,
             bytes: &mut self.buffer[layer * size..(layer + 1) * size],
         }
+    }
+}
+
+/// Bytes of one packed matrix, padding included.
+fn layer_bytes(in_features: usize, out_features: usize, format: WeightFormat) -> usize {
+    match format.storage {
+        WeightStorage::Dense => layer_len(in_features, out_features).saturating_mul(format.compute.size_bytes()),
+        WeightStorage::Int8 => int8::matrix_bytes(in_features, out_features),
     }
 }
 
@@ -67,6 +79,7 @@ pub(crate) struct PackedRef<'a> {
     pub(crate) in_features: usize,
     pub(crate) out_features: usize,
     pub(crate) dtype: DType,
+    pub(crate) storage: WeightStorage,
     pub(crate) bytes: &'a [u8],
 }
 
@@ -75,5 +88,6 @@ pub(crate) struct PackedMut<'a> {
     pub(crate) in_features: usize,
     pub(crate) out_features: usize,
     pub(crate) dtype: DType,
+    pub(crate) storage: WeightStorage,
     pub(crate) bytes: &'a mut [u8],
 }

@@ -40,7 +40,7 @@ impl TensorMut<'_> {
 
 impl PackedStack {
     pub(crate) fn zeros(num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Self {
-        CPU.packed(num_layers, in_features, out_features, dtype).unwrap()
+        CPU.packed(num_layers, in_features, out_features, dtype.into()).unwrap()
     }
 }
 

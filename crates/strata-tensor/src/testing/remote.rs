@@ -12,7 +12,7 @@ use crate::storage::Storage;
 use crate::tape::{LoraGroup, LoraProjection};
 use crate::{
     CpuBackend, DType, Error, HostRef, HostTensor, KvPages, Memory, PackedRef, PackedStack, Result, Tensor, TensorMut,
-    TensorRef,
+    TensorRef, WeightFormat,
 };
 
 /// The backend.
@@ -240,14 +240,15 @@ impl Memory for RemoteBackend {
         self.send(&zeros, tensor)
     }
 
-    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<PackedStack> {
-        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, dtype);
-        let stack = || self.cpu.packed(num_layers, in_features, out_features, dtype).map(Held::Packed);
+    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<PackedStack> {
+        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, format);
+        let dtype = format.compute;
+        let stack = || self.cpu.packed(num_layers, in_features, out_features, format).map(Held::Packed);
         Ok(PackedStack { num_layers, in_features, out_features, dtype, size_bytes, storage: self.keep(size_bytes, stack)? })
     }
 
-    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize {
-        self.cpu.packed_bytes(num_layers, in_features, out_features, dtype)
+    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> usize {
+        self.cpu.packed_bytes(num_layers, in_features, out_features, format)
     }
 
     fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()> {

@@ -14,7 +14,7 @@ use strata_model::lora::{Adapter, LoraConfig, LoraParams};
 use strata_model::{Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
 use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
-use crate::base_model::Numerics;
+use crate::base_model::{Numerics, Quantize};
 
 /// Settings of `strata trace`.
 #[derive(Debug, clap::Args)]
@@ -39,6 +39,9 @@ pub struct Args {
     /// In which order products of bf16 are added.
     #[arg(long, value_enum, default_value_t = Numerics::Fast)]
     pub numerics: Numerics,
+    /// Store the base weights in fewer bits than they are computed with.
+    #[arg(long, value_enum)]
+    pub quantize: Option<Quantize>,
     /// Safetensors file to write.
     #[arg(long)]
     pub out: PathBuf,
@@ -51,7 +54,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
     let backend = Arc::new(CpuBackend::with_numerics(None, args.numerics.into())?);
-    let model = Model::load(backend, &ModelSource::Directory(args.model), dtype)?;
+    let model = Model::load_stored(backend, &ModelSource::Directory(args.model), dtype, Quantize::storage(args.quantize))?;
     let sequences = read_tokens(&args.tokens, &model)?;
     let adapter = match &args.adapter {
         Some(dir) => {

@@ -7,7 +7,10 @@ use crate::cpu::memory::Buffer;
 use crate::cpu::{kv, matmul, packed};
 use crate::memory::{Memory, sized};
 use crate::storage::Storage;
-use crate::{DType, Element, Error, HostRef, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef};
+use crate::{
+    DType, Element, Error, HostRef, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef, WeightFormat,
+    WeightStorage,
+};
 
 /// The packed weights of a layer, as they lie.
 pub(super) fn weights(w: PackedRef<'_>) -> Result<packed::PackedRef<'_>> {
@@ -122,14 +125,14 @@ impl Memory for CpuBackend {
         Ok(())
     }
 
-    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> Result<PackedStack> {
-        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, dtype);
-        let storage = Storage::new(packed::PackedStack::zeros(num_layers, in_features, out_features, dtype)?);
-        Ok(PackedStack { num_layers, in_features, out_features, dtype, size_bytes, storage })
+    fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<PackedStack> {
+        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, format);
+        let storage = Storage::new(packed::PackedStack::zeros(num_layers, in_features, out_features, format)?);
+        Ok(PackedStack { num_layers, in_features, out_features, dtype: format.compute, size_bytes, storage })
     }
 
-    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, dtype: DType) -> usize {
-        packed::PackedStack::bytes(num_layers, in_features, out_features, dtype)
+    fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> usize {
+        packed::PackedStack::bytes(num_layers, in_features, out_features, format)
     }
 
     fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()> {
@@ -160,6 +163,9 @@ impl Memory for CpuBackend {
     fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()> {
         let expected = [stack.in_features, stack.out_features];
         let mut w = layer_mut("pack_columns", stack, layer, (columns.dtype(), columns.shape().dims()), expected)?;
+        if w.storage != WeightStorage::Dense {
+            return Err(Error::Unsupported(format!("pack_columns: weights are stored as {:?}", w.storage)));
+        }
         with_element!(w.dtype, T => match columns.dtype() == w.dtype {
             true => matmul::pack_columns(&self.pool, self.isa, columns.slice::<T>()?, &mut w),
             false => matmul::pack_columns(&self.pool, self.isa, &rounded::<T>(columns.slice()?), &mut w),
@@ -220,7 +226,7 @@ mod tests {
         for shape in [[1 << 40, 1 << 21], [usize::MAX, 2]] {
             assert!(matches!(b.scratch(&shape, DType::F32), Err(Error::OutOfMemory { .. })));
         }
-        assert!(matches!(b.packed(1, 1 << 40, 1 << 21, DType::F32), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(b.packed(1, 1 << 40, 1 << 21, DType::F32.into()), Err(Error::OutOfMemory { .. })));
         assert!(matches!(b.kv_pages(1 << 60, 1, 4, DType::F32), Err(Error::OutOfMemory { .. })));
         let mut pages = b.kv_pages(2, 1, 4, DType::F32).unwrap();
         assert!(b.copy_page(&mut pages, 0, 2).is_err() && b.release_pages(&mut pages, &[2]).is_err());

@@ -14,7 +14,7 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::Element;
-use crate::cpu::isa::{Fma, Isa, multiversion};
+use crate::cpu::isa::{Fma, Isa, multiversion, prefetch};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Inputs of a block.
@@ -27,7 +27,7 @@ const fn blocks_bytes(width: usize) -> usize {
 
 /// Bytes of one quantised matrix, padding included.
 pub(crate) fn matrix_bytes(in_features: usize, out_features: usize) -> usize {
-    in_features.div_ceil(BLOCK_INPUTS) * blocks_bytes(out_features.next_multiple_of(LANES))
+    in_features.div_ceil(BLOCK_INPUTS).saturating_mul(blocks_bytes(out_features.next_multiple_of(LANES)))
 }
 
 /// Bytes of a panel of `width` outputs, a multiple of [`LANES`].
@@ -63,7 +63,9 @@ pub(crate) fn unpack<T: Element>(isa: Isa, panel: &[u8], width: usize, steps: Ra
     let per_block = block_steps::<T>();
     assert!(steps.start.is_multiple_of(per_block) && words.len() >= steps.len() * width && width.is_multiple_of(LANES));
     let blocks = panel[steps.start / per_block * blocks_bytes(width)..].chunks_exact(blocks_bytes(width));
+    let mut ahead = blocks.clone().skip(1);
     for (words, blocks) in words[..steps.len() * width].chunks_mut(per_block * width).zip(blocks) {
+        ahead.next().into_iter().for_each(prefetch);
         let (scales, pairs) = blocks.split_at(width * size_of::<bf16>());
         for first in (0..width).step_by(LANES) {
             let scales: [f32; LANES] = std::array::from_fn(|l| scale_at(scales, first + l));

@@ -16,7 +16,7 @@ mod chains_avx512;
 mod granules;
 #[cfg(target_arch = "x86_64")]
 mod granules_avx512;
-mod int8;
+pub(crate) mod int8;
 mod kernel;
 mod transpose;
 
@@ -33,7 +33,7 @@ use super::packed::{LANES, PANEL, PackedRef};
 use super::scratch::{taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::TOKEN_GRANULE;
-use crate::{DType, Element, Result};
+use crate::{DType, Element, Result, WeightStorage};
 
 /// Whether the system lets this process use tiles.
 #[cfg(target_arch = "x86_64")]
@@ -49,6 +49,8 @@ pub(crate) fn release_thread() {
 
 /// Steps of the reduction (four bytes each) in a block: 64 KiB of a full panel, which stays in the second-level cache while all rows pass.
 const BLOCK_STEPS: usize = 256;
+/// Steps of a block that stays in the first-level cache from when it is written until it is read: 16 KiB of a full panel.
+const NEAR_BLOCK_STEPS: usize = 64;
 /// Rows of a left side in tiles at a time, at most: what a block of the reduction has of them, a megabyte, stays in the second-level cache.
 const TILED_ROWS_MAX: usize = 1024;
 /// Bytes of a left side in tiles at a time, at most.
@@ -185,11 +187,24 @@ impl<'a> Matmul<'a> {
         assert!(y.rows == x.rows && y.columns == w.out_features);
         let num_steps = steps(w.in_features, self.dtype);
         let mut padded = Vec::new();
-        self.product(x.whole_steps(&mut padded), y, |panel, steps, _| {
-            let stride = panel_columns(panel, w.out_features).next_multiple_of(LANES) * 4;
-            let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
-            RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
-        })
+        let x = x.whole_steps(&mut padded);
+        let width = |panel| panel_columns(panel, w.out_features).next_multiple_of(LANES);
+        match w.storage {
+            WeightStorage::Dense => self.product(x, y, BLOCK_STEPS, |panel, steps, _| {
+                let stride = width(panel) * 4;
+                let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
+                RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
+            }),
+            WeightStorage::Int8 => {
+                // What a few rows are multiplied with is read once: it should not leave the first-level cache.
+                let block_steps = if x.rows < LAID_OUT_ROWS_MIN { NEAR_BLOCK_STEPS } else { BLOCK_STEPS };
+                self.product(x, y, block_steps, |panel, steps, scratch| {
+                    let width = width(panel);
+                    unpack_int8(self.isa, &w, panel, width, steps, scratch);
+                    RightBlock::written(scratch, width)
+                })
+            }
+        }
     }
 
     /// `dx = dy·W`.
@@ -197,7 +212,7 @@ impl<'a> Matmul<'a> {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
         let mut padded = Vec::new();
-        self.product(dy.whole_steps(&mut padded), dx, |panel, steps, scratch| {
+        self.product(dy.whole_steps(&mut padded), dx, BLOCK_STEPS, |panel, steps, scratch| {
             let columns = panel_columns(panel, w.in_features);
             transpose::block(self.isa, w, panel * PANEL..panel * PANEL + columns, steps, scratch);
             RightBlock::written(scratch, columns.next_multiple_of(LANES))
@@ -232,7 +247,7 @@ impl<'a> Matmul<'a> {
             }
         }
         let low_columns = Rows::new(&low_columns, tokens.len(), 0..rank, 0..tokens.len());
-        self.product(low_columns, dw, |panel, steps, scratch| {
+        self.product(low_columns, dw, BLOCK_STEPS, |panel, steps, scratch| {
             let columns = panel_columns(panel, width);
             let padded = columns.next_multiple_of(LANES);
             let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[panel * PANEL..][..columns]);
@@ -253,27 +268,27 @@ impl<'a> Matmul<'a> {
         })
     }
 
-    /// `out` = or += `left·right`, for rows of whole steps.
-    fn product(&self, left: Rows<'_>, out: Out, right: impl Right) -> Result<()> {
+    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps, at most [`BLOCK_STEPS`].
+    fn product(&self, left: Rows<'_>, out: Out, block_steps: usize, right: impl Right) -> Result<()> {
         match self.kernel {
             TileKernel::Chains(chains) => {
-                self.product_of_chains(&chains, left, &out, &right);
+                self.product_of_chains(&chains, left, &out, block_steps, &right);
                 Ok(())
             }
-            TileKernel::Granules(run) => self.product_of_granules(run, left, &out, &right),
+            TileKernel::Granules(run) => self.product_of_granules(run, left, &out, block_steps, &right),
         }
     }
 
     /// Left sides as they lie.
-    fn product_of_chains(&self, chains: &Chains, left: Rows<'_>, out: &Out, right: &impl Right) {
+    fn product_of_chains(&self, chains: &Chains, left: Rows<'_>, out: &Out, block_steps: usize, right: &impl Right) {
         let num_steps = steps(left.width, left.dtype);
         self.over_panels(left.rows, out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
-            let words = BLOCK_STEPS * columns.next_multiple_of(LANES);
+            let words = block_steps * columns.next_multiple_of(LANES);
             with_scratch(taken_bytes::<u32>(words), |mut arena| {
                 let scratch = arena.take(words);
-                for first in (0..num_steps).step_by(BLOCK_STEPS) {
-                    let steps = first..(first + BLOCK_STEPS).min(num_steps);
+                for first in (0..num_steps).step_by(block_steps) {
+                    let steps = first..(first + block_steps).min(num_steps);
                     let block = right(panel, steps.clone(), scratch);
                     // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
                     unsafe {
@@ -296,7 +311,14 @@ impl<'a> Matmul<'a> {
     }
 
     /// Left sides in tiles, a part of the rows and of the reduction at a time.
-    fn product_of_granules(&self, run: GranuleFn, left: Rows<'_>, out: &Out, right: &impl Right) -> Result<()> {
+    fn product_of_granules(
+        &self,
+        run: GranuleFn,
+        left: Rows<'_>,
+        out: &Out,
+        block_steps: usize,
+        right: &impl Right,
+    ) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
         for first_row in (0..left.rows).step_by(TILED_ROWS_MAX) {
             let rows = first_row..(first_row + TILED_ROWS_MAX).min(left.rows);
@@ -308,7 +330,7 @@ impl<'a> Matmul<'a> {
                 let accumulate = out.accumulate || first_step > 0;
                 self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
                     // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
-                    unsafe { panel_of_granules(run, &tiles, part, out, accumulate, panel, right) };
+                    unsafe { panel_of_granules(run, &tiles, part, out, accumulate, panel, block_steps, right) };
                 });
             }
         }
@@ -400,6 +422,7 @@ pub(crate) fn tiled_left_bytes(rows: usize, width: usize) -> usize {
 ///
 /// # Safety
 /// The result is in bounds, and nobody else has this part of it.
+#[allow(clippy::too_many_arguments)]
 unsafe fn panel_of_granules(
     run: GranuleFn,
     left: &TiledLeft,
@@ -407,6 +430,7 @@ unsafe fn panel_of_granules(
     out: &Out,
     accumulate: bool,
     panel: usize,
+    block_steps: usize,
     right: &impl Right,
 ) {
     let columns = panel_columns(panel, out.columns);
@@ -414,9 +438,9 @@ unsafe fn panel_of_granules(
     let width = vectors * LANES;
     let is_laid_out = rows >= LAID_OUT_ROWS_MIN;
     // Rows of a result lie as far apart as those of a left side: what is added to several times is kept together meanwhile.
-    let on_the_side = left.steps.len() > BLOCK_STEPS && is_laid_out || !columns.is_multiple_of(LANES);
+    let on_the_side = left.steps.len() > block_steps && is_laid_out || !columns.is_multiple_of(LANES);
     let side_words = if on_the_side { rows * width } else { 0 };
-    let block_words = BLOCK_STEPS * width;
+    let block_words = block_steps * width;
     with_scratch(2 * taken_bytes::<u32>(block_words) + taken_bytes::<f32>(side_words), |mut arena| {
         let (written, laid_out, side) = (arena.take(block_words), arena.take(block_words), arena.take::<f32>(side_words));
         let result = |row: usize| out.at(left.rows.start + part.start + row, panel * PANEL);
@@ -431,8 +455,8 @@ unsafe fn panel_of_granules(
                     (true, false) => {}
                 }
             }
-            for first in left.steps.clone().step_by(BLOCK_STEPS) {
-                let steps = first..(first + BLOCK_STEPS).min(left.steps.end);
+            for first in left.steps.clone().step_by(block_steps) {
+                let steps = first..(first + block_steps).min(left.steps.end);
                 let block = right(panel, steps.clone(), written);
                 let tiles = part.start / granules::TILE_ROWS * left.stride() + tiles_bytes(first - left.steps.start);
                 let tile = GranuleTile {
@@ -513,8 +537,20 @@ fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>,
     rest.iter_mut().zip(first_rest.iter().zip(second_rest)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b)));
 }
 
+/// Unpacks steps of a panel of weights that are stored in bytes.
+fn unpack_int8(isa: Isa, w: &PackedRef<'_>, panel: usize, width: usize, steps: Range<usize>, words: &mut [u32]) {
+    let panel = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..];
+    match w.dtype {
+        DType::F32 => int8::unpack::<f32>(isa, panel, width, steps, words),
+        DType::BF16 => int8::unpack::<half::bf16>(isa, panel, width, steps, words),
+    }
+}
+
 /// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
 pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut super::packed::PackedMut<'_>) {
+    if w.storage == WeightStorage::Int8 {
+        return quantize_rows(pool, rows, first_output, w);
+    }
     let k = w.in_features;
     let num_steps = steps(k, w.dtype);
     let (n, out_features) = (rows.len() / k, w.out_features);
@@ -540,6 +576,24 @@ pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize
                     line[output - panel * PANEL] = step_word(row[s * per_step], row.get(s * per_step + 1).copied());
                 }
             }
+        }
+    });
+}
+
+/// As [`pack_rows`], for weights that are stored in bytes.
+fn quantize_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut super::packed::PackedMut<'_>) {
+    let (k, n, out_features) = (w.in_features, rows.len() / w.in_features, w.out_features);
+    let panel_bytes = |width: usize| int8::panel_bytes(k, width);
+    let bytes = SharedMut::new(w.bytes);
+    let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
+    pool.run(panels.len(), &|task| {
+        let panel = panels.start + task;
+        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
+        let start = panel * panel_bytes(PANEL);
+        // SAFETY: each task has a panel to itself.
+        let panel_bytes = unsafe { bytes.part(start..start + panel_bytes(width)) };
+        for output in (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n) {
+            int8::quantize(&rows[(output - first_output) * k..][..k], panel_bytes, width, output % PANEL);
         }
     });
 }
@@ -571,6 +625,10 @@ pub(crate) fn unpack_row<T: Element>(w: PackedRef<'_>, output: usize, out: &mut 
     let num_steps = steps(w.in_features, w.dtype);
     let panel = output / PANEL;
     let width = panel_columns(panel, w.out_features).next_multiple_of(LANES);
+    if w.storage == WeightStorage::Int8 {
+        let panel = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..];
+        return out.iter_mut().enumerate().for_each(|(i, out)| *out = int8::weight::<T>(panel, width, output % PANEL, i));
+    }
     let start = (panel * PANEL * num_steps + output % PANEL) * 4;
     for (s, values) in out.chunks_mut(4 / T::DTYPE.size_bytes()).enumerate() {
         let at = start + s * width * 4;
@@ -593,14 +651,14 @@ mod tests {
 
     use super::*;
     use crate::cpu::packed::PackedStack;
-    use crate::random;
+    use crate::{WeightFormat, random};
 
     fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
         (0..n).map(|i| T::from_f32(random::normal([seed, 0], i as u64))).collect()
     }
 
     fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
-        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE).unwrap();
+        let mut stack = PackedStack::zeros(1, k, n, T::DTYPE.into()).unwrap();
         pack_rows(pool, w, 0, &mut stack.layer_mut(0));
         stack
     }
@@ -739,6 +797,47 @@ mod tests {
         }
     }
 
+    /// Weights in bytes, and the same weights dense.
+    fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
+        let pool = Pool::new(3);
+        let (k, n) = (330, 200);
+        let w: Vec<T> = values(2, n * k);
+        let format = WeightFormat { compute: T::DTYPE, storage: WeightStorage::Int8 };
+        let mut quantized = PackedStack::zeros(1, k, n, format).unwrap();
+        // In two parts, which meet within a panel.
+        pack_rows(&pool, &w[..70 * k], 0, &mut quantized.layer_mut(0));
+        pack_rows(&pool, &w[70 * k..], 70, &mut quantized.layer_mut(0));
+        let rounded: Vec<T> = (0..n)
+            .flat_map(|output| {
+                let mut row = vec![0.0; k];
+                unpack_row::<T>(quantized.layer(0), output, &mut row);
+                row.into_iter().map(T::from_f32)
+            })
+            .collect();
+        let largest = w.iter().fold(0.0f32, |largest, w| largest.max(w.to_f32().abs()));
+        assert!(rounded.iter().zip(&w).all(|(a, b)| (a.to_f32() - b.to_f32()).abs() < largest / 100.0));
+        let dense = packed(&pool, &rounded, k, n);
+        for arithmetic in Arithmetic::available() {
+            let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
+            for m in [1, 5, 70] {
+                let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
+                let run = |stack: &PackedStack| {
+                    let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
+                    matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
+                    matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
+                    (y, dx)
+                };
+                assert!(run(&quantized) == run(&dense), "{arithmetic} {} {m} rows", T::DTYPE);
+            }
+        }
+    }
+
+    #[test]
+    fn products_with_weights_in_bytes_have_the_bits_of_those_with_the_same_weights_dense() {
+        quantized_products_have_the_bits_of_dense_ones::<f32>();
+        quantized_products_have_the_bits_of_dense_ones::<bf16>();
+    }
+
     #[test]
     fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
         let pool = Pool::new(2);
@@ -746,7 +845,7 @@ mod tests {
             let w: Vec<bf16> = values(4, n * k);
             let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
             let by_rows = packed(&pool, &w, k, n);
-            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16).unwrap();
+            let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16.into()).unwrap();
             pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0));
             assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
             let mut row = vec![0.0; k];

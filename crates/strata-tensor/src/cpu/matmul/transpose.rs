@@ -5,15 +5,17 @@
 
 use std::ops::Range;
 
-use crate::DType;
 use crate::cpu::isa::Isa;
 use crate::cpu::packed::{LANES, PANEL, PackedRef};
+use crate::{DType, WeightStorage};
 
 /// Writes inputs `inputs` (at most a panel, beginning at a multiple of [`PANEL`]) of the output steps `out_steps` to `block`: one row of
 /// `inputs.len()` words, padded to whole vectors, for each step. Words of the padding are unspecified.
 pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps: Range<usize>, block: &mut [u32]) {
     // SAFETY: packed buffers are aligned to pages, and every four bytes are a word.
     let words = unsafe { std::slice::from_raw_parts(w.bytes.as_ptr().cast::<u32>(), w.bytes.len() / 4) };
+    // A panel of outputs of weights that are stored in bytes, as far as these inputs go.
+    let mut unpacked = [0; PANEL * PANEL];
     let per_step = 4 / w.dtype.size_bytes();
     let num_steps = super::steps(w.in_features, w.dtype);
     let block_width = inputs.len().next_multiple_of(LANES);
@@ -25,10 +27,16 @@ pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
         let in_panel = output % PANEL;
         let count = (PANEL - in_panel).min(outputs_end - output);
         let width = super::panel_columns(panel, w.out_features).next_multiple_of(LANES);
-        let source = &words[panel * PANEL * num_steps..][..num_steps * width];
+        let source = match w.storage {
+            WeightStorage::Dense => &words[panel * PANEL * num_steps..][in_steps.start * width..num_steps * width],
+            WeightStorage::Int8 => {
+                super::unpack_int8(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
+                &unpacked[..in_steps.len() * width]
+            }
+        };
         let first_row = output / per_step - out_steps.start;
         let target = &mut block[first_row * block_width..];
-        let source = &source[in_steps.start * width + in_panel..];
+        let source = &source[in_panel..];
         match w.dtype {
             DType::F32 => plain_f32(source, width, count, in_steps.len(), target, block_width),
             DType::BF16 => {

@@ -17,9 +17,9 @@ use serde::Serialize;
 use strata_engine::api::{Client, Failure, LoraSpec, Outcome, Request, Response};
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::{Model, ModelConfig};
-use strata_tensor::{CpuBackend, DType};
+use strata_tensor::{CpuBackend, DType, WeightFormat};
 
-use crate::base_model::Resources;
+use crate::base_model::{Quantize, Resources};
 use limits::Limits;
 
 /// What to measure.
@@ -100,9 +100,11 @@ impl Bench {
                 ModelConfig::named_shapes().collect::<Vec<_>>().join(", ")
             )
         })?;
-        let backend = Arc::new(CpuBackend::new(common.resources.threads)?);
+        let backend = Arc::new(CpuBackend::with_numerics(common.resources.threads, common.resources.numerics.into())?);
         let limits = limits::measure(&*backend, common.dtype.into(), common.resources.threads)?;
-        let model = Model::random(backend.clone(), config.clone(), 0, common.dtype.into())?;
+        let storage = Quantize::storage(common.resources.quantize);
+        let format = WeightFormat { compute: common.dtype.into(), storage };
+        let model = Model::random(backend.clone(), config.clone(), 0, format)?;
         let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
         let engine_config = EngineConfig { memory_bytes: common.resources.memory_bytes(), base_model: common.shape.clone() };
         let engine = EngineHandle::start(model, None, engine_config)?;
