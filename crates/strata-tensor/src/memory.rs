@@ -92,7 +92,7 @@ pub trait Memory {
     ///
     /// # Errors
     /// If the number of values is not that of the shape.
-    fn from_f32(&self, values: &[f32], shape: &[usize], dtype: DType) -> Result<Tensor> {
+    fn tensor(&self, values: &[f32], shape: &[usize], dtype: DType) -> Result<Tensor> {
         let source = HostRef::from_f32(values, shape)?;
         let mut tensor = self.scratch(shape, dtype)?;
         self.upload(source, tensor.as_mut())?;

@@ -319,8 +319,7 @@ impl View for OutTensor<'_> {
     }
 }
 
-/// The tensors of an adapter, or of anything of its shape such as a gradient, as [`write_adapter`] names and lays them out: name, shape, and f32 in
-/// little-endian bytes.
+/// The tensors of an adapter, or of anything of its shape such as a gradient, as [`write_adapter`] names and lays them out.
 ///
 /// # Errors
 /// If the backend does not have them.
@@ -328,10 +327,14 @@ pub fn adapter_tensors(
     backend: &dyn Backend,
     modules: &[LoraModule],
     params: &LoraParams,
-) -> Result<Vec<(String, Vec<usize>, Vec<u8>)>> {
+) -> Result<Vec<(String, HostTensor)>> {
     let lost = Lost::default();
-    let all = tensors(backend, &lost, "", modules, params);
-    let all = all.map(|(name, tensor)| (name, tensor.shape().to_vec(), tensor.data().into_owned())).collect();
+    let elements = |tensor: OutTensor<'_>| {
+        let mut host = HostTensor::zeros(tensor.shape(), DType::F32);
+        host.bytes_mut().copy_from_slice(&tensor.data());
+        host
+    };
+    let all = tensors(backend, &lost, "", modules, params).map(|(name, tensor)| (name, elements(tensor))).collect();
     lost.take().map_or(Ok(all), |error| Err(error.into()))
 }
 

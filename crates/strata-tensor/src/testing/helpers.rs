@@ -12,7 +12,7 @@ impl Tensor {
     }
 
     pub(crate) fn from_f32(values: &[f32], shape: &[usize], dtype: DType) -> crate::Result<Self> {
-        CPU.from_f32(values, shape, dtype)
+        CPU.tensor(values, shape, dtype)
     }
 
     pub(crate) fn to_f32_vec(&self) -> Vec<f32> {
@@ -27,8 +27,8 @@ impl Clone for Tensor {
 }
 
 impl TensorRef<'_> {
-    pub(crate) fn to_f32_vec(&self) -> Vec<f32> {
-        CPU.to_f32_vec(*self).unwrap()
+    pub(crate) fn to_f32_vec(self) -> Vec<f32> {
+        CPU.to_f32_vec(self).unwrap()
     }
 }
 

@@ -156,8 +156,9 @@ fn trace_gradients(
     let mut gradient = LoraParams::zeros(model.backend(), model.lora_modules(), &config)?;
     let batch = batch_of(Some(adapter), sequences);
     let logprobs = model.forward_backward(&batch, targets, &CrossEntropySum, &mut [Some(&mut gradient)])?;
-    for (name, shape, bytes) in adapter_tensors(model.backend(), model.lora_modules(), &gradient)? {
-        values.arrays.insert(name, (Dtype::F32, shape, bytes));
+    for (name, tensor) in adapter_tensors(model.backend(), model.lora_modules(), &gradient)? {
+        let tensor = tensor.as_ref();
+        values.arrays.insert(name, (Dtype::F32, tensor.shape().dims().to_vec(), tensor.as_bytes().to_vec()));
     }
     Ok(logprobs)
 }

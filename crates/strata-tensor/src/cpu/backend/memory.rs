@@ -219,7 +219,7 @@ mod tests {
         let b = CpuBackend::with_isa(Isa::Portable, 1);
         let (mut f32s, mut bf16s) = (b.zeros(&[2], DType::F32).unwrap(), b.zeros(&[2], DType::BF16).unwrap());
         let narrow = b.to_host(bf16s.as_ref()).unwrap();
-        assert!(b.from_f32(&[1.0], &[2], DType::F32).is_err());
+        assert!(b.tensor(&[1.0], &[2], DType::F32).is_err());
         assert!(b.upload(narrow.as_ref(), f32s.as_mut()).is_err() && b.upload(narrow.as_ref(), bf16s.as_mut()).is_ok());
         assert!(b.copy(f32s.as_ref(), bf16s.as_mut()).is_err() && b.download(f32s.as_ref(), &mut [0; 7]).is_err());
         assert!(b.gather(f32s.as_ref(), &[2], &mut b.scratch(&[1], DType::F32).unwrap()).is_err());

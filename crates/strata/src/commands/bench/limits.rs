@@ -35,7 +35,7 @@ fn matmul_flops(backend: &dyn Backend, dtype: DType) -> anyhow::Result<f64> {
     const N: usize = MATMUL_SIDE;
     let mut values = vec![0.0; N * N];
     random::fill_uniform([0, 0], 0, 1.0, &mut values);
-    let x = backend.from_f32(&values, &[N, N], dtype)?;
+    let x = backend.tensor(&values, &[N, N], dtype)?;
     let mut w = backend.packed(1, N, N, dtype.into())?;
     backend.upload_rows(&mut w, 0, 0, HostTensor::from_f32(&values, &[N, N], dtype)?.as_ref())?;
     let mut y = backend.zeros(&[N, N], DType::F32)?;
