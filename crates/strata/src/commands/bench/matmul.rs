@@ -41,10 +41,10 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!(args.tokens > 0 && args.rounds > 0, "--tokens and --rounds must be at least 1");
     let common = &args.common;
     let config = common.config()?;
-    let limits = Limits::measure(common.threads()?);
-    forget_peak_memory();
     let backend = CpuBackend::new(Some(common.threads()?))?;
     let mut peer = common.start_peer(&peer::MATMUL_MODULES, &[])?;
+    let limits = Limits::measure(common.threads()?);
+    forget_peak_memory();
     let mut measured = Vec::new();
     for product in products(&config, args.tokens) {
         let mut multiply = operands(&backend, common.dtype.into(), product)?;

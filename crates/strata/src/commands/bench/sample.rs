@@ -65,12 +65,12 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let ranks = adapters.ranks(0)?;
     ensure!(rounds.new > 1 && rounds.repeats > 0, "--new must be at least 2, --repeats at least 1");
     ensure!(cells.iter().all(|cell| cell.batch > 0 && cell.prompt > 0), "--batch and --prompt must be at least 1");
-    let limits = Limits::measure(common.threads()?);
-    forget_peak_memory();
     let engine = Engine::start(common)?;
     check_room(&engine, cells, rounds.new)?;
     let sampler = Sampler::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
+    let limits = Limits::measure(common.threads()?);
+    forget_peak_memory();
     let times =
         cells.iter().map(|&cell| Times::measure(&sampler, peer.as_mut(), cell, rounds)).collect::<anyhow::Result<Vec<_>>>()?;
 

@@ -47,8 +47,6 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     ensure!(!ranks.is_empty(), "--adapters must be at least 1: the base model is frozen");
     ensure!(steps > 0, "--steps must be at least 1");
     ensure!(cells.iter().all(|cell| cell.batch > 0 && cell.seq_len > 0), "--batch and --seq-len must be at least 1");
-    let limits = Limits::measure(common.threads()?);
-    forget_peak_memory();
     let engine = Engine::start(common)?;
     check_room(&engine, cells)?;
     for (tenant, &rank) in ranks.iter().enumerate() {
@@ -56,6 +54,8 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     }
     let mut trainer = Trainer { engine: &engine, tenants: ranks.len(), seq_id: 0 };
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
+    let limits = Limits::measure(common.threads()?);
+    forget_peak_memory();
 
     // The peer's peak only grows: what needs less memory goes first.
     let mut peaks = Vec::new();

@@ -1,6 +1,7 @@
 //! The peer with a shell script in Python's place.
 
 use std::os::unix::fs::PermissionsExt;
+use std::sync::{Mutex, PoisonError};
 
 use super::*;
 
@@ -12,7 +13,11 @@ fn interpreter(dir: &Path, script: &str) -> PathBuf {
     path
 }
 
+/// A file that is being written does not run, and a process that another test starts meanwhile inherits the writing for a moment.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
 fn start(script: &str) -> anyhow::Result<Peer> {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let setup = Setup { modules: &MODEL_MODULES, config: Value::Null, dtype: "bf16".into(), threads: 1, ranks: &[32] };
     Peer::start(&interpreter(dir.path(), script), &setup)
@@ -46,6 +51,7 @@ fn the_peer_is_asked_in_the_words_of_its_script() {
 
 #[test]
 fn an_interpreter_that_is_not_there_is_named() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let setup = Setup { modules: &[], config: Value::Null, dtype: "bf16".into(), threads: 1, ranks: &[] };
     let error = Peer::start(Path::new("/nowhere/python"), &setup).unwrap_err().to_string();
     assert_eq!(error, "there is no Python interpreter at /nowhere/python: --compare takes the path of one");
