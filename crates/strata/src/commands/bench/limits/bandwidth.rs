@@ -10,9 +10,11 @@ const BUFFER_BYTES: u64 = 1 << 30;
 const BUFFER_SHARE: u64 = 8;
 /// Bytes of a block, and of the pages that the system is asked for.
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
-/// Length of a window, and how many there are for each way to read.
-const WINDOW: Duration = Duration::from_millis(60);
-const WINDOWS: usize = 5;
+/// Length of a window, and how many there are for each way to read: short and many, so that on a busy machine some are undisturbed.
+const WINDOW: Duration = Duration::from_millis(10);
+const WINDOWS: usize = 20;
+/// Between two windows, in which others get what they have waited for.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// What one page holds.
 #[repr(C, align(64))]
@@ -26,16 +28,23 @@ pub(super) fn read_gb_per_s(num_threads: usize) -> f64 {
     let bytes = BUFFER_BYTES.min(machine::memory_bytes() / BUFFER_SHARE);
     let buffer = Buffer::touched((bytes as usize / BLOCK_BYTES).max(num_threads));
     let blocks = buffer.blocks();
-    let window = |read: Reader| {
-        // Each thread goes round a part of its own.
-        let first = |thread: usize| (thread * blocks.len() / num_threads, (thread + 1) * blocks.len() / num_threads, 0);
-        threads::per_second(num_threads, WINDOW, first, |(start, end, next)| {
-            read(&blocks[*start + *next % (*end - *start)]);
-            *next += 1;
-            BLOCK_BYTES as f64 / 1e9
-        })
+    let window = |(read, window): (Reader, usize)| {
+        std::thread::sleep(PAUSE);
+        // Each thread goes round a part of its own, and begins further on in each window.
+        let part = |thread: usize| {
+            let part = &blocks[thread * blocks.len() / num_threads..(thread + 1) * blocks.len() / num_threads];
+            part.iter().cycle().skip(window * part.len() / WINDOWS)
+        };
+        // Memory is shared: what one thread reads while another waits is no sign of what both can. So all of the window counts.
+        let done = threads::during(WINDOW, num_threads, part, |blocks| {
+            blocks.next().map_or(0.0, |block| {
+                read(block);
+                BLOCK_BYTES as f64 / 1e9
+            })
+        });
+        done.iter().map(|d| d.work / d.elapsed.as_secs_f64()).sum::<f64>()
     };
-    readers().iter().flat_map(|&read| (0..WINDOWS).map(move |_| read)).map(window).fold(0.0, f64::max)
+    readers().into_iter().flat_map(|read| (0..WINDOWS).map(move |i| (read, i))).map(window).fold(0.0, f64::max)
 }
 
 fn readers() -> Vec<Reader> {

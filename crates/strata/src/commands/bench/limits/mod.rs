@@ -4,7 +4,8 @@
 //!   They do no useful work: no kernel can be faster.
 //! - Bandwidth: plain vector reads of a buffer many times any cache, on all threads at once.
 //!
-//! Others may use the machine too, so each is measured several times, and the best counts.
+//! Others may use the machine too. Arithmetic is counted against the time that the processor gave the loops, which nobody else can
+//! shorten; reads are tried often and briefly, and the best counts.
 
 mod arithmetic;
 mod bandwidth;

@@ -2,39 +2,55 @@
 
 use std::time::{Duration, Instant};
 
-/// How long threads get to start before the clock does.
-const START: Duration = Duration::from_millis(3);
+/// How long threads get to start before the window does.
+const START: Duration = Duration::from_micros(500);
 
-/// What all threads together do a second, in the unit that `work` answers in. Each thread gets a value that `prepare` makes and calls `work` on it
-/// again and again until the window ends. One that starts late, or is interrupted, counts from the start of the window all the same.
-pub(super) fn per_second<T>(
-    threads: usize,
+/// How long `work` took on one thread, and how much of it was done, in the unit that `work` answers in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Done {
+    pub work: f64,
+    /// From the start of the window, also where this thread began late.
+    pub elapsed: Duration,
+    /// Of `elapsed`, what the processor gave this thread.
+    pub on_processor: Duration,
+}
+
+/// Runs `work` on all threads again and again until the window ends, each with a value that `prepare` makes.
+pub(super) fn during<T>(
     window: Duration,
+    threads: usize,
     prepare: impl Fn(usize) -> T + Sync,
     work: impl Fn(&mut T) -> f64 + Sync,
-) -> f64 {
+) -> Vec<Done> {
     let start = Instant::now() + START;
     let (prepare, work) = (&prepare, &work);
-    std::thread::scope(|scope| {
-        let run = |thread| {
-            move || {
-                let mut state = prepare(thread);
-                while Instant::now() < start {
-                    std::hint::spin_loop();
-                }
-                let mut done = 0.0;
-                loop {
-                    done += work(&mut state);
-                    let elapsed = start.elapsed();
-                    if elapsed >= window {
-                        return done / elapsed.as_secs_f64();
-                    }
-                }
+    let run = |thread| {
+        move || {
+            let mut state = prepare(thread);
+            while Instant::now() < start {
+                std::hint::spin_loop();
             }
-        };
+            let processor_start = processor_time();
+            let mut done = Done { work: 0.0, elapsed: Duration::ZERO, on_processor: Duration::ZERO };
+            while done.elapsed < window {
+                done.work += work(&mut state);
+                done.elapsed = start.elapsed();
+            }
+            Done { on_processor: processor_time().saturating_sub(processor_start), ..done }
+        }
+    };
+    std::thread::scope(|scope| {
         let threads: Vec<_> = (0..threads).map(|thread| scope.spawn(run(thread))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("the loops do not panic")).sum()
+        threads.into_iter().map(|thread| thread.join().expect("the loops do not panic")).collect()
     })
+}
+
+/// What the processor has given this thread.
+fn processor_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes the struct it is given. A clock that there is not leaves it at zero.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 #[cfg(test)]
@@ -42,10 +58,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_work_of_all_threads_is_added_up() {
+    fn every_thread_works_until_the_window_ends() {
         let window = Duration::from_millis(20);
-        let rate = per_second(3, window, |thread| Some(thread as f64), |state| state.take().unwrap_or(0.0));
-        // Thread 0 does nothing, threads 1 and 2 do 3 units of work together, in the window or what it took them beyond.
-        assert!(rate > 0.0 && rate <= 3.0 / window.as_secs_f64(), "{rate}");
+        let done = during(window, 3, |thread| thread as f64, std::mem::take);
+        assert_eq!(done.iter().map(|d| d.work).collect::<Vec<_>>(), [0.0, 1.0, 2.0]);
+        for d in done {
+            assert!(d.elapsed >= window && d.on_processor > Duration::ZERO && d.on_processor <= d.elapsed, "{d:?}");
+        }
     }
 }

@@ -5,8 +5,8 @@ use std::hint::black_box;
 
 use crate::commands::bench::limits::bandwidth::{BLOCK_BYTES, Block, Reader};
 
-/// Bytes that each stream is fetched ahead of its reads.
-const AHEAD_BYTES: usize = 2048;
+/// Bytes that all streams together are fetched ahead of their reads.
+const AHEAD_BYTES: usize = 4096;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
@@ -19,10 +19,10 @@ pub(in crate::commands::bench::limits) fn readers() -> Vec<Reader> {
             (|block| unsafe { read_512::<1>(block) }) as Reader,
             |block| unsafe { read_512::<2>(block) },
             |block| unsafe { read_512::<4>(block) },
-            |block| unsafe { read_512::<8>(block) },
         ]);
     }
     if is_x86_feature_detected!("avx2") {
+        // SAFETY: likewise.
         readers.extend([(|block| unsafe { read_256::<1>(block) }) as Reader, |block| unsafe { read_256::<4>(block) }]);
     }
     readers
@@ -37,7 +37,7 @@ fn read_512<const STREAMS: usize>(block: &Block) {
             let at = block.0.as_ptr().cast::<u8>().wrapping_add(stream * stream_bytes + line);
             // SAFETY: the line lies in the block, which begins on one; fetching ahead never faults.
             unsafe {
-                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD_BYTES / STREAMS).cast());
                 *sum = _mm512_or_si512(*sum, _mm512_load_si512(at.cast()));
             }
         }
@@ -54,7 +54,7 @@ fn read_256<const STREAMS: usize>(block: &Block) {
             let at = block.0.as_ptr().cast::<u8>().wrapping_add(stream * stream_bytes + line);
             // SAFETY: as for the wider reads.
             unsafe {
-                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD_BYTES / STREAMS).cast());
                 let halves = _mm256_or_si256(_mm256_load_si256(at.cast()), _mm256_load_si256(at.wrapping_add(32).cast()));
                 *sum = _mm256_or_si256(*sum, halves);
             }
