@@ -10,7 +10,7 @@ use strata_tensor::{Backend, Block, CpuBackend, DType, PackedStack, Target, Tens
 use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, text};
+use super::{Common, least, progress, text};
 
 /// How long each side multiplies in a round.
 const ROUND_TIME: Duration = Duration::from_millis(200);
@@ -47,6 +47,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     forget_peak_memory();
     let mut measured = Vec::new();
     for product in products(&config, args.tokens) {
+        progress(format_args!("multiplying {}", product.name));
         let mut multiply = operands(&backend, common.dtype.into(), product)?;
         let (mut ours, mut peers) = (Vec::new(), Vec::new());
         for _ in 0..args.rounds {

@@ -15,6 +15,7 @@ mod table;
 mod text;
 mod train;
 
+use std::io::{IsTerminal, stderr};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -136,6 +137,13 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             let limits = Limits::measure(common.threads()?);
             text::print(&Report::new("limits", &common, limits)?, common.json)
         }
+    }
+}
+
+/// Tells whoever sits before a terminal what a run is at: with long prompts, or a peer, it takes minutes.
+fn progress(what: std::fmt::Arguments<'_>) {
+    if stderr().is_terminal() {
+        eprintln!("{what}");
     }
 }
 

@@ -13,7 +13,7 @@ use super::engine::{Engine, adapter_name, wait};
 use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, text, timed};
+use super::{Common, least, progress, text, timed};
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
 const CELL_TIME: Duration = Duration::from_secs(60);
@@ -207,6 +207,7 @@ impl Times {
             if round > 0 && start.elapsed() > CELL_TIME {
                 break;
             }
+            progress(format_args!("sampling after {batch} × {prompt} tokens, round {} of at most {repeats}", round + 1));
             let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_sequence(prompt)).collect();
             times.prefills.push(sampler.sample(&prompts, 1)?);
             // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.

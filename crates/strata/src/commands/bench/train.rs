@@ -10,7 +10,7 @@ use super::engine::{Engine, adapter_name, wait};
 use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, text, timed};
+use super::{Common, least, progress, text, timed};
 
 /// Settings of the training benchmark.
 #[derive(Debug, clap::Args)]
@@ -177,7 +177,8 @@ impl Rounds {
         checkpointing: bool,
     ) -> anyhow::Result<Self> {
         let mut rounds = Rounds { seconds: Vec::new(), optimizer_seconds: Vec::new(), peers: Vec::new() };
-        for _ in 0..steps {
+        for step in 1..=steps {
+            progress(format_args!("training {} × {} tokens, step {step} of {steps}", cell.batch, cell.seq_len));
             rounds.seconds.push(trainer.forward_backward(cell)?);
             rounds.optimizer_seconds.push(trainer.optim_step()?);
             if let Some(peer) = peer.as_deref_mut() {
