@@ -1,90 +1,181 @@
 //! `strata bench sample`.
 
-use anyhow::ensure;
-use strata_engine::api::{Request, Response, SampleRequest, Stop};
+use std::time::{Duration, Instant};
 
-use super::{Bench, Common, Report, timed, tokens, wait};
+use anyhow::ensure;
+use serde_json::json;
+use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
+use strata_tensor::DType;
+
+use super::adapters::Adapters;
+use super::counts;
+use super::engine::{Engine, adapter_name, wait};
+use super::limits::Limits;
+use super::peer::{self, Peer};
+use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
+use super::{Common, least, progress, text, timed};
+
+/// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
+const CELL_TIME: Duration = Duration::from_secs(60);
+/// Pairs of a short and a long request of a round, whose difference is the time of decode steps.
+const DECODES_PER_ROUND: usize = 2;
 
 /// Settings of the sampling benchmark.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    adapters: Adapters,
     /// Tokens of a prompt.
     #[arg(long, default_value_t = 128)]
     prompt: usize,
-    /// Tokens to sample after each prompt.
-    #[arg(long, default_value_t = 32)]
-    new: usize,
     /// Sequences at a time; several numbers for several runs.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4])]
     batch: Vec<usize>,
-    /// Requests for each measurement; the best counts, the first is shown too.
+    #[command(flatten)]
+    rounds: Rounds,
+}
+
+/// How much of each.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(super) struct Rounds {
+    /// Tokens to sample after each prompt.
+    #[arg(long, default_value_t = 32)]
+    new: usize,
+    /// Rounds of each measurement at most; the best counts, the first is shown too. No round begins after a minute.
     #[arg(long, default_value_t = 10)]
     repeats: usize,
 }
 
+/// Sequences that are sampled at a time.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cell {
+    pub batch: usize,
+    pub prompt: usize,
+}
+
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    ensure!(args.new > 1 && args.prompt > 0 && args.repeats > 0, "--new must be at least 2, --prompt and --repeats at least 1");
-    ensure!(!args.batch.contains(&0), "--batch must be at least 1");
-    let mut bench = Bench::start(&args.common)?;
-    bench.call(Request::CreateSampler { sampler_id: "base".into(), source: None })?;
-    let mut next_prompt = 0;
-    let mut sample = |batch: usize, new: usize| {
-        timed(|| {
-            let outcomes: Vec<_> =
-                (0..batch).map(|_| bench.submit(request(&bench, &mut next_prompt, args.prompt, new))).collect();
+    let cells: Vec<Cell> = args.batch.iter().map(|&batch| Cell { batch, prompt: args.prompt }).collect();
+    measure(&args.common, &args.adapters, &cells, args.rounds)
+}
+
+/// Measures each of the cells and prints the report.
+pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], rounds: Rounds) -> anyhow::Result<()> {
+    let ranks = adapters.ranks(0)?;
+    ensure!(rounds.new > 1 && rounds.repeats > 0, "--new must be at least 2, --repeats at least 1");
+    ensure!(cells.iter().all(|cell| cell.batch > 0 && cell.prompt > 0), "--batch and --prompt must be at least 1");
+    let engine = Engine::start(common)?;
+    check_room(&engine, cells, rounds.new)?;
+    let sampler = Sampler::start(&engine, &ranks)?;
+    let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
+    let limits = Limits::measure(common.threads()?);
+    forget_peak_memory();
+    let times =
+        cells.iter().map(|&cell| Times::measure(&sampler, peer.as_mut(), cell, rounds)).collect::<anyhow::Result<Vec<_>>>()?;
+
+    let mut peaks = vec![PeakMemory { of: "strata", bytes: peak_memory_bytes()? }];
+    let peers_peak = times.iter().flat_map(|t| &t.peers).map(|sampled| sampled.peak_memory_bytes).max();
+    peaks.extend(peers_peak.map(|bytes| PeakMemory { of: "peer", bytes }));
+    let limits = limits.max(&Limits::measure(common.threads()?));
+    let limit = Limit { gflop_per_s: limits.fastest(common.dtype.into()).gflop_per_s, gb_per_s: limits.read_gb_per_s };
+    let mut report = Report::new("sample", common, limits)?;
+    report.kernels = Some(engine.info().backend.clone());
+    report.peak_memory_bytes = peaks;
+    report.peer = peer.map(|peer| peer.versions().clone());
+    for (cell, times) in cells.iter().zip(&times) {
+        let settings =
+            [("batch", json!(cell.batch)), ("prompt", json!(cell.prompt)), ("new", json!(rounds.new)), ("ranks", json!(ranks))];
+        let work = Work::of(&sampler, *cell, rounds.new, DType::from(common.dtype).size_bytes());
+        let figures = times.figures(work, &limit);
+        report
+            .cases
+            .push(Case { settings: settings.map(|(name, value)| (name.to_string(), value)).into_iter().collect(), figures });
+    }
+    text::print(&report, common.json)
+}
+
+fn check_room(engine: &Engine, cells: &[Cell], new: usize) -> anyhow::Result<()> {
+    let info = engine.info();
+    for &Cell { batch, prompt } in cells {
+        let (length, longest) = (prompt + new, info.max_context_tokens);
+        ensure!(
+            length <= longest,
+            "--prompt and --new make {length} tokens, above {longest}, the longest sequence for which there is memory; see --memory"
+        );
+        let (wanted, room) = (counts::cache_tokens(batch, length), info.cache_tokens);
+        ensure!(
+            wanted <= room,
+            "{batch} sequences of {length} tokens take room for {wanted} in the cache, which holds {room}; see --memory"
+        );
+    }
+    Ok(())
+}
+
+/// The tenants that sample, from the base model or from an adapter each.
+struct Sampler<'e> {
+    engine: &'e Engine,
+    /// Rank of each tenant's adapter; none: there is one tenant, who samples from the base model.
+    ranks: &'e [usize],
+}
+
+impl<'e> Sampler<'e> {
+    fn start(engine: &'e Engine, ranks: &'e [usize]) -> anyhow::Result<Self> {
+        if ranks.is_empty() {
+            engine.call(0, Request::CreateSampler { sampler_id: sampler_name(0), source: None })?;
+        }
+        for (tenant, &rank) in ranks.iter().enumerate() {
+            engine.create_adapter(tenant, rank)?;
+            let op = TrainOp::Snapshot { sampler_id: sampler_name(tenant), replace: false };
+            engine.call(tenant, Request::Train { model_id: adapter_name(tenant), seq_id: 1, op })?;
+            engine.call(tenant, Request::UnloadModel { model_id: adapter_name(tenant) })?;
+        }
+        Ok(Sampler { engine, ranks })
+    }
+
+    /// Whose turn the `i`-th sequence of a batch is.
+    fn tenant(&self, i: usize) -> usize {
+        i % self.ranks.len().max(1)
+    }
+
+    /// The rank of the adapter of the `i`-th sequence, if it has one.
+    fn rank(&self, i: usize) -> Option<usize> {
+        self.ranks.get(self.tenant(i)).copied()
+    }
+
+    /// Samples from all prompts at the same time. Answers with the seconds.
+    fn sample(&self, prompts: &[Vec<i64>], new: usize) -> anyhow::Result<f64> {
+        let prompts = prompts.to_vec();
+        let run = || {
+            let send = |(i, prompt)| {
+                let tenant = self.tenant(i);
+                let request = Request::Sample { sampler_id: sampler_name(tenant), sample: request(prompt, i as u64, new) };
+                self.engine.submit(tenant, request)
+            };
+            let outcomes: Vec<_> = prompts.into_iter().enumerate().map(send).collect();
             for outcome in &outcomes {
                 let Response::Sampled(output) = wait(outcome)? else {
                     anyhow::bail!("a sample was answered with something else")
                 };
-                ensure!(output.sequences[0].tokens.len() == new, "a sample of {} tokens", output.sequences[0].tokens.len());
+                let sampled = output.sequences[0].tokens.len();
+                ensure!(sampled == new, "a sample of {sampled} tokens instead of {new}");
             }
             Ok(())
-        })
-    };
-
-    // The first request of all, and then as many as asked for: there is no warm-up to hide.
-    let prefills = (0..args.repeats).map(|_| Ok(sample(1, 1)?.0)).collect::<anyhow::Result<Vec<f64>>>()?;
-    let mut decodes = Vec::new();
-    for &batch in &args.batch {
-        let short = best(args.repeats, || Ok(sample(batch, 1)?.0))?;
-        let long = best(args.repeats.min(4), || Ok(sample(batch, args.new)?.0))?;
-        decodes.push((batch, (long - short) / (args.new - 1) as f64, long));
+        };
+        Ok(timed(run)?.0)
     }
-
-    bench.measure_limits_again(&args.common)?;
-    let settings = [("prompt", args.prompt), ("new", args.new), ("repeats", args.repeats)];
-    let mut report = Report::new("sample", &args.common, &bench, &settings);
-    let (layers, _) = bench.matmul_parameters();
-    let prefill = prefills.iter().copied().fold(f64::INFINITY, f64::min);
-    let flops = 2.0 * layers * args.prompt as f64 + bench.attention_flops(1, args.prompt);
-    report.add("prefill, tokens/s, best", args.prompt as f64 / prefill);
-    report.add("prefill, fraction of matmul peak", flops / prefill / bench.limits.matmul_flops);
-    report.add("request of one token, seconds, first", prefills[0]);
-    report.add("request of one token, seconds, last", prefills[prefills.len() - 1]);
-    for (batch, step, long) in decodes {
-        let bytes = bench.weight_bytes as f64 / step;
-        report.add(format!("batch {batch}: decode, tokens/s"), batch as f64 / step);
-        report.add(format!("batch {batch}: decode, GB/s"), bytes / 1e9);
-        report.add(format!("batch {batch}: decode, fraction of bandwidth"), bytes / bench.limits.read_bytes);
-        report.add(format!("batch {batch}: new tokens/s with prefill"), (batch * args.new) as f64 / long);
-    }
-    report.finish(args.common.json)
 }
 
-fn best(repeats: usize, mut body: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<f64> {
-    (0..repeats).try_fold(f64::INFINITY, |best, _| Ok(best.min(body()?)))
+fn sampler_name(tenant: usize) -> String {
+    format!("sampler-{tenant}")
 }
 
-/// A request with a prompt that none before it had, so that nothing is found in the prefix cache.
-fn request(bench: &Bench, next_prompt: &mut u64, prompt: usize, new: usize) -> Request {
-    *next_prompt += 1;
-    let sample = SampleRequest {
-        prompt: tokens(bench.config.vocab_size, *next_prompt, prompt),
+fn request(prompt: Vec<i64>, seed: u64, new: usize) -> SampleRequest {
+    SampleRequest {
+        prompt,
         num_samples: 1,
         max_tokens: Some(new),
-        seed: *next_prompt,
+        seed,
         stop: Stop::Tokens(Vec::new()),
         temperature: 1.0,
         top_k: None,
@@ -93,6 +184,111 @@ fn request(bench: &Bench, next_prompt: &mut u64, prompt: usize, new: usize) -> R
         prompt_logprobs_last_n: None,
         topk_prompt_logprobs: 0,
         topk_sample_logprobs: 0,
-    };
-    Request::Sample { sampler_id: "base".into(), sample }
+    }
+}
+
+/// Seconds of one cell, ours and the peer's in turns, so that noise hits both.
+struct Times {
+    /// Requests for one token after prompts that nobody has seen.
+    prefills: Vec<f64>,
+    /// A decode step of the whole batch.
+    step: f64,
+    peers: Vec<peer::Sampled>,
+}
+
+impl Times {
+    fn measure(sampler: &Sampler<'_>, mut peer: Option<&mut Peer>, cell: Cell, rounds: Rounds) -> anyhow::Result<Self> {
+        let Cell { batch, prompt } = cell;
+        let Rounds { new, repeats } = rounds;
+        let mut times = Times { prefills: Vec::new(), step: f64::INFINITY, peers: Vec::new() };
+        let (mut shorts, mut longs) = (Vec::new(), Vec::new());
+        let start = Instant::now();
+        for round in 0..repeats {
+            if round > 0 && start.elapsed() > CELL_TIME {
+                break;
+            }
+            progress(format_args!("sampling after {batch} × {prompt} tokens, round {} of at most {repeats}", round + 1));
+            let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_sequence(prompt)).collect();
+            times.prefills.push(sampler.sample(&prompts, 1)?);
+            // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.
+            for _ in 0..DECODES_PER_ROUND {
+                shorts.push(sampler.sample(&prompts, 1)?);
+                longs.push(sampler.sample(&prompts, new)?);
+            }
+            if let Some(peer) = peer.as_deref_mut() {
+                times.peers.push(peer.call(&peer::Request::Sample { batch, prompt, new })?);
+            }
+        }
+        times.step = (least(&longs) - least(&shorts)) / (new - 1) as f64;
+        Ok(times)
+    }
+
+    fn figures(&self, work: Work, limit: &Limit) -> Vec<Figure> {
+        let peers_prefill = self.peers.iter().map(|p| p.prefill_seconds).reduce(f64::min);
+        let peers_step = self.peers.iter().map(|p| p.decode_step_seconds).reduce(f64::min);
+        let (prefill, step) = (least(&self.prefills), self.step);
+        let prefill_rate = |seconds| work.prompt_tokens / seconds;
+        let mfu = |seconds| work.prefill_flops / seconds / 1e9 / limit.gflop_per_s;
+        let decode_rate = |seconds| work.sequences / seconds;
+        let read_rate = |seconds| work.decode_bytes / seconds / 1e9;
+        let of_bandwidth = |seconds| read_rate(seconds) / limit.gb_per_s;
+        let whole = |(prefill, step): (f64, f64)| work.sequences * work.new / (prefill + step * (work.new - 1.0));
+        vec![
+            Figure::new("prefill_tokens_per_s", "prefill, best", Unit::TokensPerSecond, prefill_rate(prefill))
+                .beside(peers_prefill.map(prefill_rate))
+                .in_table(),
+            Figure::new("prefill_first_tokens_per_s", "prefill, first", Unit::TokensPerSecond, prefill_rate(self.prefills[0])),
+            Figure::new("prefill_mfu", "MFU of prefill", Unit::OfArithmetic, mfu(prefill))
+                .beside(peers_prefill.map(mfu))
+                .in_table(),
+            Figure::new("decode_tokens_per_s", "decode", Unit::TokensPerSecond, decode_rate(step))
+                .beside(peers_step.map(decode_rate))
+                .in_table(),
+            Figure::new("decode_gb_per_s", "decode, weights and cache", Unit::GbPerSecond, read_rate(step)),
+            Figure::new("decode_fraction_of_bandwidth", "decode, weights and cache", Unit::OfBandwidth, of_bandwidth(step))
+                .beside(peers_step.map(of_bandwidth))
+                .in_table(),
+            Figure::new(
+                "request_tokens_per_s",
+                "new tokens of prefill and decode",
+                Unit::TokensPerSecond,
+                whole((prefill, step)),
+            )
+            .beside(peers_prefill.zip(peers_step).map(whole)),
+        ]
+    }
+}
+
+/// What the limits of the machine are for this benchmark.
+struct Limit {
+    gflop_per_s: f64,
+    gb_per_s: f64,
+}
+
+/// What there is to do in one cell.
+#[derive(Clone, Copy)]
+struct Work {
+    sequences: f64,
+    prompt_tokens: f64,
+    new: f64,
+    prefill_flops: f64,
+    /// Of an average step.
+    decode_bytes: f64,
+}
+
+impl Work {
+    fn of(sampler: &Sampler<'_>, cell: Cell, new: usize, element_bytes: usize) -> Self {
+        let config = &sampler.engine.config;
+        // Only adapters that a sequence samples from are read.
+        let used = &sampler.ranks[..sampler.ranks.len().min(cell.batch)];
+        // The first step sees the prompt and one token, the last all but the last.
+        let context = cell.prompt as f64 + new as f64 / 2.0;
+        Work {
+            sequences: cell.batch as f64,
+            prompt_tokens: (cell.batch * cell.prompt) as f64,
+            new: new as f64,
+            prefill_flops: (0..cell.batch).map(|i| counts::prefill(config, sampler.rank(i), cell.prompt)).sum(),
+            decode_bytes: counts::decode_bytes(config, element_bytes, used, cell.batch, context),
+        }
+    }
 }

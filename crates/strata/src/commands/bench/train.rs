@@ -1,18 +1,24 @@
 //! `strata bench train`.
 
 use anyhow::ensure;
+use serde_json::json;
 use strata_engine::api::{AdamParams, Datum, LossInput, LossSpec, LossValues, Request, TrainOp};
 
-use super::{Bench, Common, Report, timed, tokens};
+use super::adapters::Adapters;
+use super::counts::{self, TrainFlops};
+use super::engine::{Engine, adapter_name, wait};
+use super::limits::Limits;
+use super::peer::{self, Peer};
+use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
+use super::{Common, least, progress, text, timed};
 
 /// Settings of the training benchmark.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
     common: Common,
-    /// Rank of the adapter; it trains attention, MLP and unembedding.
-    #[arg(long, default_value_t = 32)]
-    rank: usize,
+    #[command(flatten)]
+    adapters: Adapters,
     /// Sequences of a forward_backward.
     #[arg(long, default_value_t = 4)]
     batch: usize,
@@ -24,54 +30,128 @@ pub(super) struct Args {
     steps: usize,
 }
 
-pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    ensure!(args.steps > 0 && args.batch > 0 && args.seq_len > 0, "--steps, --batch and --seq-len must be at least 1");
-    let mut bench = Bench::start(&args.common)?;
-    bench.create_model("bench", args.rank)?;
-    let (mut seconds, mut optimizer_seconds) = (Vec::new(), Vec::new());
-    let mut seq_id = 0;
-    let mut train = |op| {
-        seq_id += 1;
-        bench.call(Request::Train { model_id: "bench".into(), seq_id, op })
-    };
-    for step in 0..args.steps {
-        let data = (0..args.batch).map(|i| datum(&bench, (step * args.batch + i) as u64, args.seq_len)).collect();
-        let loss = LossSpec { name: "cross_entropy".into(), config: Default::default() };
-        seconds.push(timed(|| train(TrainOp::ForwardBackward { data, loss, forward_only: false }))?.0);
-        optimizer_seconds.push(timed(|| train(TrainOp::OptimStep(AdamParams::default())))?.0);
-    }
-
-    bench.measure_limits_again(&args.common)?;
-    let num_tokens = (args.batch * args.seq_len) as f64;
-    let (layers, unembedding) = bench.matmul_parameters();
-    let c = &bench.config;
-    let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
-    // Inputs and outputs of q, k, v, o, gate, up and down.
-    let attention_widths = 4 * c.hidden_size + 2 * q + 2 * kv;
-    let low_rank_widths = c.num_layers * (attention_widths + 3 * c.hidden_size + 3 * c.intermediate_size);
-    let low_rank = (args.rank * low_rank_widths) as f64;
-    let low_rank_unembedding = (args.rank * (c.hidden_size + c.vocab_size)) as f64;
-    // Of every matrix: forward, forward again for the layers, gradient of the input; of low-rank pairs also their own gradient.
-    // Attention: twice forward, and two and a half times as much backward.
-    let matmul = 2.0 * num_tokens * (3.0 * layers + 2.0 * unembedding + 4.0 * low_rank + 3.0 * low_rank_unembedding);
-    let flops = matmul + 4.5 * bench.attention_flops(args.batch, args.seq_len);
-
-    let settings = [("rank", args.rank), ("batch", args.batch), ("seq-len", args.seq_len), ("steps", args.steps)];
-    let mut report = Report::new("train", &args.common, &bench, &settings);
-    let later = if seconds.len() > 1 { &seconds[1..] } else { &seconds[..] };
-    let best = later.iter().copied().fold(f64::INFINITY, f64::min);
-    let mean = later.iter().sum::<f64>() / later.len() as f64;
-    report.add("forward_backward, tokens/s, best", num_tokens / best);
-    report.add("forward_backward, tokens/s, mean", num_tokens / mean);
-    report.add("forward_backward, tokens/s, first", num_tokens / seconds[0]);
-    report.add("forward_backward, GFLOP/s, best", flops / best / 1e9);
-    report.add("forward_backward, fraction of matmul peak", flops / best / bench.limits.matmul_flops);
-    report.add("optim_step, seconds, best", optimizer_seconds.iter().copied().fold(f64::INFINITY, f64::min));
-    report.finish(args.common.json)
+/// A forward_backward of each adapter.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cell {
+    pub batch: usize,
+    pub seq_len: usize,
 }
 
-fn datum(bench: &Bench, sequence: u64, len: usize) -> Datum {
-    let text = tokens(bench.config.vocab_size, sequence, len + 1);
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    measure(&args.common, &args.adapters, &[Cell { batch: args.batch, seq_len: args.seq_len }], args.steps)
+}
+
+/// Measures each of the cells and prints the report.
+pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], steps: usize) -> anyhow::Result<()> {
+    let ranks = adapters.ranks(1)?;
+    ensure!(!ranks.is_empty(), "--adapters must be at least 1: the base model is frozen");
+    ensure!(steps > 0, "--steps must be at least 1");
+    ensure!(cells.iter().all(|cell| cell.batch > 0 && cell.seq_len > 0), "--batch and --seq-len must be at least 1");
+    let engine = Engine::start(common)?;
+    check_room(&engine, cells)?;
+    for (tenant, &rank) in ranks.iter().enumerate() {
+        engine.create_adapter(tenant, rank)?;
+    }
+    let mut trainer = Trainer { engine: &engine, tenants: ranks.len(), seq_id: 0 };
+    let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
+    let limits = Limits::measure(common.threads()?);
+    forget_peak_memory();
+
+    // The peer's peak only grows: what needs less memory goes first.
+    let mut peaks = Vec::new();
+    let mut runs = Vec::new();
+    for &cell in cells {
+        runs.push((cell, Rounds::new(&mut trainer, peer.as_mut(), cell, steps, true)?));
+    }
+    peaks.push(PeakMemory { of: "strata", bytes: peak_memory_bytes()? });
+    peaks.extend(peak_of(&runs, "peer, checkpointed"));
+    let mut unchecked = Vec::new();
+    if peer.is_some() {
+        for &cell in cells {
+            unchecked.push((cell, Rounds::new(&mut trainer, peer.as_mut(), cell, steps, false)?));
+        }
+        peaks.extend(peak_of(&unchecked, "peer, not checkpointed"));
+    }
+
+    let limits = limits.max(&Limits::measure(common.threads()?));
+    let gflop_per_s = limits.fastest(common.dtype.into()).gflop_per_s;
+    let mut report = Report::new("train", common, limits)?;
+    report.kernels = Some(engine.info().backend.clone());
+    report.peak_memory_bytes = peaks;
+    report.peer = peer.map(|peer| peer.versions().clone());
+    for (i, (cell, rounds)) in runs.iter().enumerate() {
+        let flops = ranks.iter().map(|&rank| counts::train(&engine.config, rank, cell.batch, cell.seq_len));
+        let flops = flops.fold(TrainFlops { model: 0.0, recompute: 0.0 }, |a, b| TrainFlops {
+            model: a.model + b.model,
+            recompute: a.recompute + b.recompute,
+        });
+        let num_tokens = (ranks.len() * cell.batch * cell.seq_len) as f64;
+        let settings =
+            [("batch", json!(cell.batch)), ("seq_len", json!(cell.seq_len)), ("ranks", json!(ranks)), ("steps", json!(steps))];
+        let mut figures = rounds.figures(num_tokens, flops, gflop_per_s);
+        figures.extend(unchecked.get(i).map(|(_, rounds)| rounds.unchecked_figure(num_tokens)));
+        report
+            .cases
+            .push(Case { settings: settings.map(|(name, value)| (name.to_string(), value)).into_iter().collect(), figures });
+    }
+    text::print(&report, common.json)
+}
+
+fn check_room(engine: &Engine, cells: &[Cell]) -> anyhow::Result<()> {
+    let room = engine.info().max_example_tokens;
+    let longest = cells.iter().map(|cell| cell.seq_len).max().unwrap_or(0);
+    ensure!(
+        longest <= room,
+        "--seq-len {longest} is above {room}, the longest example for which there is memory; see --memory"
+    );
+    Ok(())
+}
+
+fn peak_of(runs: &[(Cell, Rounds)], of: &'static str) -> Option<PeakMemory> {
+    let bytes = runs.iter().flat_map(|(_, rounds)| &rounds.peers).map(|trained| trained.peak_memory_bytes).max()?;
+    Some(PeakMemory { of, bytes })
+}
+
+/// The tenants that train.
+struct Trainer<'e> {
+    engine: &'e Engine,
+    tenants: usize,
+    /// Place of the last operation in the order of each tenant.
+    seq_id: u64,
+}
+
+impl Trainer<'_> {
+    /// Sends an operation of every tenant, and waits for all. Answers with the seconds.
+    fn all(&mut self, op: impl Fn() -> TrainOp) -> anyhow::Result<f64> {
+        self.seq_id += 1;
+        let ops: Vec<TrainOp> = (0..self.tenants).map(|_| op()).collect();
+        let run = || {
+            let send = |(tenant, op)| {
+                let request = Request::Train { model_id: adapter_name(tenant), seq_id: self.seq_id, op };
+                self.engine.submit(tenant, request)
+            };
+            let outcomes: Vec<_> = ops.into_iter().enumerate().map(send).collect();
+            outcomes.iter().try_for_each(|outcome| wait(outcome).map(drop))
+        };
+        Ok(timed(run)?.0)
+    }
+
+    fn forward_backward(&mut self, cell: Cell) -> anyhow::Result<f64> {
+        let engine = self.engine;
+        self.all(|| TrainOp::ForwardBackward {
+            data: (0..cell.batch).map(|_| datum(engine, cell.seq_len)).collect(),
+            loss: LossSpec { name: "cross_entropy".into(), config: Default::default() },
+            forward_only: false,
+        })
+    }
+
+    fn optim_step(&mut self) -> anyhow::Result<f64> {
+        self.all(|| TrainOp::OptimStep(AdamParams::default()))
+    }
+}
+
+fn datum(engine: &Engine, len: usize) -> Datum {
+    let text = engine.new_sequence(len + 1);
     let (tokens, targets) = (text[..len].to_vec(), text[1..].to_vec());
     let input = |values| LossInput { shape: vec![len], values };
     let loss_inputs = [
@@ -79,4 +159,81 @@ fn datum(bench: &Bench, sequence: u64, len: usize) -> Datum {
         ("weights".to_string(), input(LossValues::F32(vec![1.0; len]))),
     ];
     Datum { tokens, loss_inputs: loss_inputs.into() }
+}
+
+/// Steps of ours and of the peer in turns, so that noise hits both.
+struct Rounds {
+    seconds: Vec<f64>,
+    optimizer_seconds: Vec<f64>,
+    peers: Vec<peer::Trained>,
+}
+
+impl Rounds {
+    fn new(
+        trainer: &mut Trainer<'_>,
+        mut peer: Option<&mut Peer>,
+        cell: Cell,
+        steps: usize,
+        checkpointing: bool,
+    ) -> anyhow::Result<Self> {
+        let mut rounds = Rounds { seconds: Vec::new(), optimizer_seconds: Vec::new(), peers: Vec::new() };
+        for step in 1..=steps {
+            progress(format_args!("training {} × {} tokens, step {step} of {steps}", cell.batch, cell.seq_len));
+            rounds.seconds.push(trainer.forward_backward(cell)?);
+            rounds.optimizer_seconds.push(trainer.optim_step()?);
+            if let Some(peer) = peer.as_deref_mut() {
+                rounds.peers.push(peer.call(&peer::Request::Train {
+                    batch: cell.batch,
+                    seq_len: cell.seq_len,
+                    checkpointing,
+                })?);
+            }
+        }
+        Ok(rounds)
+    }
+
+    /// `gflop_per_s`: the limit.
+    fn figures(&self, num_tokens: f64, flops: TrainFlops, gflop_per_s: f64) -> Vec<Figure> {
+        let peers: Vec<f64> = self.peers.iter().map(|p| p.seconds).collect();
+        let peers_optimizer: Vec<f64> = self.peers.iter().map(|p| p.optimizer_seconds).collect();
+        let beside =
+            |seconds: &[f64], figure: &dyn Fn(f64) -> f64| (!seconds.is_empty()).then(|| figure(least(later(seconds))));
+        let best = least(later(&self.seconds));
+        let mean = later(&self.seconds).iter().sum::<f64>() / later(&self.seconds).len() as f64;
+        let rate = |seconds| num_tokens / seconds;
+        let mfu = |seconds| flops.model / seconds / 1e9 / gflop_per_s;
+        let hfu = |seconds| (flops.model + flops.recompute) / seconds / 1e9 / gflop_per_s;
+        vec![
+            Figure::new("forward_backward_tokens_per_s", "forward_backward, best", Unit::TokensPerSecond, rate(best))
+                .beside(beside(&peers, &rate))
+                .in_table(),
+            Figure::new("forward_backward_mean_tokens_per_s", "forward_backward, mean", Unit::TokensPerSecond, rate(mean)),
+            Figure::new(
+                "forward_backward_first_tokens_per_s",
+                "forward_backward, first",
+                Unit::TokensPerSecond,
+                rate(self.seconds[0]),
+            )
+            .beside(peers.first().map(|&seconds| rate(seconds))),
+            Figure::new("useful_gflop_per_s", "useful work", Unit::GflopPerSecond, flops.model / best / 1e9),
+            Figure::new("mfu", "MFU: useful work", Unit::OfArithmetic, mfu(best)).beside(beside(&peers, &mfu)).in_table(),
+            Figure::new("hfu", "HFU: with recompute", Unit::OfArithmetic, hfu(best)).beside(beside(&peers, &hfu)).in_table(),
+            Figure::new("optim_step_seconds", "optim_step, best", Unit::Seconds, least(&self.optimizer_seconds))
+                .beside(beside(&peers_optimizer, &|seconds| seconds)),
+        ]
+    }
+
+    /// The same work of ours beside the peer's without checkpointing.
+    fn unchecked_figure(&self, num_tokens: f64) -> Figure {
+        let peers: Vec<f64> = self.peers.iter().map(|p| p.seconds).collect();
+        let (key, label) = ("forward_backward_peer_not_checkpointed_tokens_per_s", "forward_backward, peer not checkpointed");
+        Figure::new(key, label, Unit::TokensPerSecond, num_tokens / least(later(&self.seconds)))
+            .beside(Some(num_tokens / least(later(&peers))))
+            .in_table()
+    }
+}
+
+/// All but the first, if there are more.
+fn later(seconds: &[f64]) -> &[f64] {
+    if seconds.len() > 1 { &seconds[1..] } else { seconds }
 }

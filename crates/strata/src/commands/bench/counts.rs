@@ -1,0 +1,136 @@
+//! How much work there is in training and sampling, by arithmetic on shapes alone: floating-point operations, a multiply-add being two, and bytes.
+//!
+//! Counted is what the mathematics asks for, however it is computed: matrices, low-rank pairs, and the causal half of attention. Norms,
+//! activations, softmax, sampling and the optimizer are not; they are less than a hundredth. What is computed a second time to save memory is
+//! kept apart, as recompute.
+
+use strata_model::{ModelConfig, PAGE_TOKENS};
+
+/// Operations of a training pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct TrainFlops {
+    /// Forward, gradients by the inputs of frozen matrices, and gradients of low-rank pairs.
+    pub model: f64,
+    /// The second forward pass of each layer, and the scores that the gradient of attention computes again.
+    pub recompute: f64,
+}
+
+/// A linear layer: input and output features.
+type Linear = (usize, usize);
+
+/// The linear layers of a decoder layer: q, k, v, o, gate, up and down.
+fn layer_linears(c: &ModelConfig) -> [Linear; 7] {
+    let (hidden, q, kv) = (c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
+    let mlp = c.intermediate_size;
+    [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden)]
+}
+
+fn unembedding(c: &ModelConfig) -> Linear {
+    (c.hidden_size, c.vocab_size)
+}
+
+/// Elements of all layers' matrices.
+fn layer_elements(c: &ModelConfig) -> f64 {
+    (c.num_layers * layer_linears(c).iter().map(|(i, o)| i * o).sum::<usize>()) as f64
+}
+
+/// Elements of the unembedding.
+fn unembedding_elements(c: &ModelConfig) -> f64 {
+    (c.hidden_size * c.vocab_size) as f64
+}
+
+/// Elements of the low-rank pairs of all layers.
+fn layer_pair_elements(c: &ModelConfig, rank: usize) -> f64 {
+    (c.num_layers * rank * layer_linears(c).iter().map(|(i, o)| i + o).sum::<usize>()) as f64
+}
+
+/// Elements of the low-rank pair of the unembedding.
+fn unembedding_pair_elements(c: &ModelConfig, rank: usize) -> f64 {
+    let (i, o) = unembedding(c);
+    (rank * (i + o)) as f64
+}
+
+/// Scores and weighted values of one forward pass over whole sequences: every token sees itself and those before it.
+fn attention_flops(c: &ModelConfig, sequences: usize, tokens: usize) -> f64 {
+    let pairs = tokens as f64 * (tokens + 1) as f64 / 2.0;
+    4.0 * pairs * (sequences * c.num_heads * c.head_dim * c.num_layers) as f64
+}
+
+/// One adapter's forward and backward over whole sequences, every token with a target.
+pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usize) -> TrainFlops {
+    let per_element = 2.0 * (sequences * tokens) as f64;
+    let pairs = layer_pair_elements(c, rank) + unembedding_pair_elements(c, rank);
+    let attention = attention_flops(c, sequences, tokens);
+    TrainFlops {
+        // Frozen matrices: forward and the gradient by the input. Pairs: their own gradient too. Attention: two products forward, four backward.
+        model: per_element * (2.0 * (layer_elements(c) + unembedding_elements(c)) + 3.0 * pairs) + 3.0 * attention,
+        // Attention's layer runs again, and its backward computes the scores once more, which are half of a forward.
+        recompute: per_element * (layer_elements(c) + layer_pair_elements(c, rank)) + 1.5 * attention,
+    }
+}
+
+/// Prefill of one prompt, with the prediction after its last token. `rank`: that of the adapter, if there is one.
+pub(super) fn prefill(c: &ModelConfig, rank: Option<usize>, tokens: usize) -> f64 {
+    let rank = rank.unwrap_or(0);
+    let layers = layer_elements(c) + layer_pair_elements(c, rank);
+    let last = unembedding_elements(c) + unembedding_pair_elements(c, rank);
+    2.0 * (tokens as f64 * layers + last) + attention_flops(c, 1, tokens)
+}
+
+/// Bytes that a decode step must read: each matrix once, the pairs of each adapter once, and the keys and values of every sequence.
+/// `contexts`: tokens that each sequence sees, on average over the steps.
+pub(super) fn decode_bytes(c: &ModelConfig, element_bytes: usize, ranks: &[usize], sequences: usize, context: f64) -> f64 {
+    let pairs: f64 = ranks.iter().map(|&rank| layer_pair_elements(c, rank) + unembedding_pair_elements(c, rank)).sum();
+    let cached = 2.0 * (c.num_layers * c.num_kv_heads * c.head_dim) as f64 * context * sequences as f64;
+    element_bytes as f64 * (layer_elements(c) + unembedding_elements(c) + pairs + cached)
+}
+
+/// Tokens of the cache that sequences take: whole pages, and one more for the page in which prompt and sample meet.
+pub(super) fn cache_tokens(sequences: usize, tokens: usize) -> usize {
+    sequences * (tokens.div_ceil(PAGE_TOKENS) + 1) * PAGE_TOKENS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One layer of width 4 with two query heads and one key head of width 2, an MLP of 6, and 10 words.
+    fn tiny() -> ModelConfig {
+        ModelConfig {
+            hidden_size: 4,
+            intermediate_size: 6,
+            num_layers: 1,
+            num_heads: 2,
+            num_kv_heads: 1,
+            head_dim: 2,
+            vocab_size: 10,
+            ..ModelConfig::named_shape("qwen3-0.6b").unwrap()
+        }
+    }
+
+    #[test]
+    fn training_is_counted_as_by_hand() {
+        // q 16, k 8, v 8, o 16, gate 24, up 24, down 24: 120 elements; unembedding 40.
+        // Pairs of rank 1: 8 + 6 + 6 + 8 + 10 + 10 + 10 = 58; unembedding 14.
+        // Attention over 3 tokens: 6 pairs of query and key, 2 heads of width 2, two products: 6 * 4 * 2 * 2 = 96 operations.
+        let flops = train(&tiny(), 1, 1, 3);
+        assert_eq!(flops.model, 6.0 * (2.0 * 160.0 + 3.0 * 72.0) + 3.0 * 96.0);
+        assert_eq!(flops.recompute, 6.0 * (120.0 + 58.0) + 1.5 * 96.0);
+        let twice = train(&tiny(), 1, 2, 3);
+        assert_eq!(twice.model, 2.0 * flops.model);
+    }
+
+    #[test]
+    fn prefill_is_counted_as_by_hand() {
+        assert_eq!(prefill(&tiny(), None, 3), 2.0 * (3.0 * 120.0 + 40.0) + 96.0);
+        assert_eq!(prefill(&tiny(), Some(2), 3), 2.0 * (3.0 * (120.0 + 116.0) + 40.0 + 28.0) + 96.0);
+    }
+
+    #[test]
+    fn a_decode_step_reads_matrices_once_and_every_cache() {
+        assert_eq!(decode_bytes(&tiny(), 2, &[], 1, 0.0), 2.0 * 160.0);
+        // A token's key and value: 2 numbers each.
+        assert_eq!(decode_bytes(&tiny(), 2, &[], 3, 5.0), 2.0 * (160.0 + 3.0 * 5.0 * 4.0));
+        assert_eq!(decode_bytes(&tiny(), 4, &[1, 2], 1, 0.0), 4.0 * (160.0 + 3.0 * 72.0));
+    }
+}

@@ -1,0 +1,108 @@
+//! What the machine can do, measured by code that shares nothing with the kernels that are held against it.
+//!
+//! - Arithmetic: loops that touch nothing but registers, one for each instruction set that the processor has, on all threads at once.
+//!   They do no useful work: no kernel can be faster.
+//! - Bandwidth: plain vector reads of a buffer many times any cache, on all threads at once.
+//!
+//! Others may use the machine too. Arithmetic is counted against the time that the processor gave the loops, which nobody else can
+//! shorten; reads are tried often and briefly, and the best counts.
+
+mod arithmetic;
+mod bandwidth;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+mod threads;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use serde::Serialize;
+
+/// What goes into the multiplications of an instruction; sums are f32 in all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Inputs {
+    F32,
+    Bf16,
+}
+
+/// How fast one instruction set multiplies and adds.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Arithmetic {
+    /// Instruction set and instruction, such as `AVX-512 vfmadd213ps`.
+    pub instructions: &'static str,
+    pub inputs: Inputs,
+    /// Floating-point operations a second in units of 1e9, a multiply-add being two, all threads together.
+    pub gflop_per_s: f64,
+}
+
+/// Limits of this machine.
+#[derive(Clone, Debug)]
+pub(super) struct Limits {
+    /// One for each instruction set that the processor has; never empty.
+    arithmetic: Vec<Arithmetic>,
+    /// Bytes read from memory a second in units of 1e9, all threads together.
+    pub read_gb_per_s: f64,
+}
+
+impl Limits {
+    /// Measures on this many threads.
+    pub(super) fn measure(threads: usize) -> Limits {
+        Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads) }
+    }
+
+    /// The better of two measurements of one machine, limit by limit.
+    pub(super) fn max(self, other: &Limits) -> Limits {
+        let better = |(a, b): (Arithmetic, &Arithmetic)| Arithmetic { gflop_per_s: a.gflop_per_s.max(b.gflop_per_s), ..a };
+        Limits {
+            arithmetic: self.arithmetic.into_iter().zip(&other.arithmetic).map(better).collect(),
+            read_gb_per_s: self.read_gb_per_s.max(other.read_gb_per_s),
+        }
+    }
+
+    /// All that was measured of arithmetic.
+    pub(super) fn arithmetic(&self) -> &[Arithmetic] {
+        &self.arithmetic
+    }
+
+    /// The fastest way to multiply matrices of this dtype: bf16 may be widened to f32, but not the other way round.
+    pub(super) fn fastest(&self, inputs: Inputs) -> &Arithmetic {
+        self.arithmetic
+            .iter()
+            .filter(|a| a.inputs == Inputs::F32 || inputs == Inputs::Bf16)
+            .max_by(|a, b| a.gflop_per_s.total_cmp(&b.gflop_per_s))
+            .expect("every machine multiplies f32")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(rates: [f64; 2], read_gb_per_s: f64) -> Limits {
+        let named = |instructions, inputs, gflop_per_s| Arithmetic { instructions, inputs, gflop_per_s };
+        Limits { arithmetic: vec![named("f32", Inputs::F32, rates[0]), named("bf16", Inputs::Bf16, rates[1])], read_gb_per_s }
+    }
+
+    #[test]
+    fn f32_is_never_held_against_bf16_instructions() {
+        assert_eq!(limits([1.0, 2.0], 1.0).fastest(Inputs::F32).instructions, "f32");
+        assert_eq!(limits([1.0, 2.0], 1.0).fastest(Inputs::Bf16).instructions, "bf16");
+        assert_eq!(limits([2.0, 1.0], 1.0).fastest(Inputs::Bf16).instructions, "f32");
+    }
+
+    #[test]
+    fn the_better_of_two_measurements_counts_limit_by_limit() {
+        let both = limits([1.0, 4.0], 5.0).max(&limits([2.0, 3.0], 6.0));
+        let rates: Vec<f64> = both.arithmetic().iter().map(|a| a.gflop_per_s).collect();
+        assert_eq!((rates, both.read_gb_per_s), (vec![2.0, 4.0], 6.0));
+    }
+
+    #[test]
+    fn this_machine_has_limits() {
+        let limits = Limits::measure(2);
+        assert!(limits.arithmetic().iter().all(|a| a.gflop_per_s > 0.0 && a.gflop_per_s.is_finite()));
+        assert!(limits.fastest(Inputs::F32).inputs == Inputs::F32);
+        assert!(limits.read_gb_per_s > 0.0 && limits.read_gb_per_s.is_finite());
+    }
+}

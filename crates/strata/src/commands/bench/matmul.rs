@@ -1,0 +1,140 @@
+//! `strata bench matmul`: products of the model's shapes, apart from everything around them.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use serde_json::json;
+use strata_model::ModelConfig;
+use strata_tensor::{Backend, CpuBackend, DType, Memory, WeightFormat, WeightStorage, random};
+
+use super::limits::Limits;
+use super::peer::{self, Peer};
+use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
+use super::{Common, least, progress, text};
+use crate::base_model::Quantize;
+
+/// How long each side multiplies in a round.
+const ROUND_TIME: Duration = Duration::from_millis(200);
+
+/// Settings of the matmul benchmark.
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// Rows of the input.
+    #[arg(long, default_value_t = 1024)]
+    tokens: usize,
+    /// Rounds; the best product of all counts.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+}
+
+/// A product `[tokens, in_features] · [out_features, in_features]ᵀ`.
+#[derive(Clone, Copy)]
+struct Product {
+    name: &'static str,
+    tokens: usize,
+    in_features: usize,
+    out_features: usize,
+}
+
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    ensure!(args.tokens > 0 && args.rounds > 0, "--tokens and --rounds must be at least 1");
+    let common = &args.common;
+    let config = common.config()?;
+    let backend = common.backend()?;
+    let mut peer = common.start_peer(&peer::MATMUL_MODULES, &[])?;
+    let limits = Limits::measure(common.threads()?);
+    forget_peak_memory();
+    let mut measured = Vec::new();
+    for product in products(&config, args.tokens) {
+        progress(format_args!("multiplying {}", product.name));
+        let mut multiply = operands(&backend, common.dtype.into(), Quantize::storage(common.resources.quantize), product)?;
+        let (mut ours, mut peers) = (Vec::new(), Vec::new());
+        for _ in 0..args.rounds {
+            ours.push(fastest(&mut multiply)?);
+            if let Some(peer) = &mut peer {
+                peers.push(peers_fastest(peer, product)?);
+            }
+        }
+        measured.push((product, least(&ours), peers.into_iter().reduce(f64::min)));
+    }
+
+    let peak = PeakMemory { of: "strata", bytes: peak_memory_bytes()? };
+    let limits = limits.max(&Limits::measure(common.threads()?));
+    let limit = limits.fastest(common.dtype.into()).gflop_per_s;
+    let mut report = Report::new("matmul", common, limits)?;
+    report.kernels = Some(backend.description());
+    report.peak_memory_bytes.push(peak);
+    report.peer = peer.map(|peer| peer.versions().clone());
+    report.cases = measured.into_iter().map(|(product, ours, peers)| case(product, ours, peers, limit)).collect();
+    text::print(&report, common.json)
+}
+
+/// The matrices of a decoder layer as they are stored, fused, and the unembedding.
+fn products(c: &ModelConfig, tokens: usize) -> [Product; 5] {
+    let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
+    let product = |name, in_features, out_features| Product { name, tokens, in_features, out_features };
+    [
+        product("q+k+v", c.hidden_size, q + 2 * kv),
+        product("o", q, c.hidden_size),
+        product("gate+up", c.hidden_size, 2 * c.intermediate_size),
+        product("down", c.intermediate_size, c.hidden_size),
+        product("unembedding", c.hidden_size, c.vocab_size),
+    ]
+}
+
+/// A closure that multiplies through the backend, as the forward pass does.
+fn operands(
+    backend: &CpuBackend,
+    dtype: DType,
+    storage: WeightStorage,
+    product: Product,
+) -> anyhow::Result<impl FnMut() -> anyhow::Result<()>> {
+    let Product { tokens, in_features, out_features, .. } = product;
+    let uniform = |rows: usize, seed: u64| {
+        let mut values = vec![0.0; rows * in_features];
+        random::fill_uniform([seed, 0], 0, 1.0, &mut values);
+        backend.tensor(&values, &[rows, in_features], dtype)
+    };
+    let x = uniform(tokens, 0)?;
+    let format = WeightFormat { compute: dtype, storage };
+    let mut w = backend.packed(1, in_features, out_features, format)?;
+    backend.pack_rows(&mut w, 0, uniform(out_features, 1)?.as_ref())?;
+    let mut y = backend.zeros(&[tokens, out_features], DType::F32)?;
+    Ok(move || Ok(backend.matmul(&x, w.layer(0), &mut y)?))
+}
+
+/// Seconds of the fastest product of a round.
+fn fastest(multiply: &mut impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+    let (end, mut best) = (Instant::now() + ROUND_TIME, f64::INFINITY);
+    loop {
+        let start = Instant::now();
+        multiply()?;
+        best = best.min(start.elapsed().as_secs_f64());
+        if Instant::now() >= end {
+            return Ok(best);
+        }
+    }
+}
+
+fn peers_fastest(peer: &mut Peer, product: Product) -> anyhow::Result<f64> {
+    let Product { tokens, in_features, out_features, .. } = product;
+    let request = peer::Request::Matmul { tokens, in_features, out_features, seconds: ROUND_TIME.as_secs_f64() };
+    Ok(peer.call::<peer::Multiplied>(&request)?.seconds)
+}
+
+fn case(product: Product, ours: f64, peers: Option<f64>, limit: f64) -> Case {
+    let Product { name, tokens, in_features, out_features } = product;
+    let gflop = 2.0 * (tokens * in_features) as f64 * out_features as f64 / 1e9;
+    let rate = |seconds| gflop / seconds;
+    let settings =
+        [("matrix", json!(name)), ("tokens", json!(tokens)), ("in", json!(in_features)), ("out", json!(out_features))];
+    Case {
+        settings: settings.map(|(name, value)| (name.to_string(), value)).into_iter().collect(),
+        figures: vec![
+            Figure::new("gflop_per_s", "product", Unit::GflopPerSecond, rate(ours)).beside(peers.map(rate)).in_table(),
+            Figure::new("fraction_of_limit", "product", Unit::OfArithmetic, rate(ours) / limit).in_table(),
+        ],
+    }
+}
