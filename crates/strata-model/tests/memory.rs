@@ -104,7 +104,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
     strata_tensor::set_pool_limit(0);
     let shapes = [
         config(64, 160, 3, [4, 2, 16], 500),
-        config(64, 16, 2, [16, 1, 32], 300),
+        config(64, 16, 2, [4, 1, 32], 300),
         config(32, 700, 2, [2, 2, 2], 300),
         config(96, 288, 28, [8, 4, 16], 1000),
         config(33, 65, 2, [3, 3, 6], 301),

@@ -171,7 +171,7 @@ pub trait Backend: Memory + Send + Sync {
 
     /// Adds the low-rank products of all groups and projections to `y`, in their order: `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in
     /// brackets rounded to the dtype of `x`.
-    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts>;
+    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts>;
 
     /// The way back of [`Backend::lora`]: adds to f32 `dx`, if there is one, and to the gradients of the pairs, one for each group and projection, in
     /// order. Gradients add sequence after sequence.

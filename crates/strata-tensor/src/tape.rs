@@ -170,17 +170,21 @@ pub struct Tape<'a> {
     backend: &'a dyn Backend,
     recording: bool,
     nodes: Vec<BackwardFn<'a>>,
+    /// Ops that were run on it.
+    num_ops: usize,
+    /// The op whose value nobody reads.
+    valueless_op: Option<usize>,
 }
 
 impl<'a> Tape<'a> {
     /// A tape that records nothing.
     pub fn inference(backend: &'a dyn Backend) -> Self {
-        Tape { backend, recording: false, nodes: Vec::new() }
+        Tape { backend, recording: false, nodes: Vec::new(), num_ops: 0, valueless_op: None }
     }
 
     /// A tape that can go back.
     pub fn recording(backend: &'a dyn Backend) -> Self {
-        Tape { backend, recording: true, nodes: Vec::new() }
+        Tape { backend, recording: true, nodes: Vec::new(), num_ops: 0, valueless_op: None }
     }
 
     pub(crate) fn backend(&self) -> &'a dyn Backend {
@@ -197,8 +201,14 @@ impl<'a> Tape<'a> {
         Var { value, node: None }
     }
 
-    /// Whether an op with these inputs must be able to go back.
-    pub(crate) fn records(&self, inputs: &[&Var], has_weights: bool) -> bool {
+    /// Whether anyone will read the value of the next op. An op that is not asked for its value may leave anything in its place.
+    pub(crate) fn wants_next_value(&self) -> bool {
+        self.valueless_op != Some(self.num_ops)
+    }
+
+    /// Whether an op with these inputs must be able to go back; each op asks once.
+    pub(crate) fn records(&mut self, inputs: &[&Var], has_weights: bool) -> bool {
+        self.num_ops += 1;
         self.recording && (has_weights || inputs.iter().any(|v| v.node.is_some()))
     }
 
@@ -220,13 +230,16 @@ impl<'a> Tape<'a> {
     pub fn checkpoint(&mut self, x: &Var, layer: impl Fn(&mut Tape<'a>, &Var) -> Result<Var> + 'a) -> Result<Var> {
         let backend = self.backend;
         let input = Var { value: x.shared(), node: None };
-        let y = layer(&mut Tape::inference(backend), &input)?;
+        let mut first = Tape::inference(backend);
+        let y = layer(&mut first, &input)?;
         if !self.recording {
             return Ok(y);
         }
+        // The value of the layer is known; the second time only the way to it is wanted.
+        let last_op = first.num_ops.checked_sub(1);
         let (x, x_node) = (x.shared(), x.node);
         Ok(self.push(y.value, move |pass, dy| {
-            let mut inner = Tape::recording(backend);
+            let mut inner = Tape { valueless_op: last_op, ..Tape::recording(backend) };
             let input = match x_node {
                 // A leaf: its backward has nothing more to do, its gradient is what we are after.
                 Some(_) => inner.push(x, |_, _| Ok(())),

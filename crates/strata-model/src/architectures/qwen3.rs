@@ -231,13 +231,11 @@ impl Qwen3 {
         let h = tape.rms_norm(x, w.input_layernorm.row(l), eps, dtype)?;
         let qkv = tape.linear(&h, w.qkv_proj.layer(l), bias(&w.qkv_bias), inputs.qkv.clone())?;
         let a = tape.attention(&qkv, &inputs.attention, kv, dtype)?;
-        let a = tape.linear(&a, w.o_proj.layer(l), bias(&w.o_bias), inputs.o.clone())?;
-        let x = tape.add(x, a)?;
+        let x = tape.add_linear(x, &a, w.o_proj.layer(l), bias(&w.o_bias), inputs.o.clone())?;
         let h = tape.rms_norm(&x, w.post_attention_layernorm.row(l), eps, dtype)?;
         let gate_up = tape.linear(&h, w.gate_up_proj.layer(l), None, inputs.gate_up.clone())?;
         let m = tape.swiglu(&gate_up, dtype)?;
-        let m = tape.linear(&m, w.down_proj.layer(l), None, inputs.down.clone())?;
-        tape.add(&x, m)
+        tape.add_linear(&x, &m, w.down_proj.layer(l), None, inputs.down.clone())
     }
 
     /// What a batch brings to layer `l`.

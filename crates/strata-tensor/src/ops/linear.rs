@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use super::{check, check_vector};
+use super::{check, check_f32, check_vector};
 use crate::backend::{Backend, LowProducts};
 use crate::tape::{Backward, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_dtype};
 use crate::{DType, Error, PackedRef, Result, Tensor, TensorRef};
@@ -32,6 +32,58 @@ impl<'a> Tape<'a> {
             }
         }))
     }
+}
+
+impl<'a> Tape<'a> {
+    /// `residual + linear(x)`, f32 `[tokens, out_features]`. Its way back does not need its value: as the last op of a layer that is run again for its gradients
+    /// it is not computed again.
+    ///
+    /// # Errors
+    /// As [`Tape::linear`], and if the residual is not f32 `[tokens, out_features]`.
+    pub fn add_linear(
+        &mut self,
+        residual: &Var,
+        x: &Var,
+        w: PackedRef<'a>,
+        bias: Option<TensorRef<'a>>,
+        lora: Rc<[LoraGroup<'a>]>,
+    ) -> Result<Var> {
+        const OP: &str = "add_linear";
+        check_f32(OP, residual.value(), w.out_features())?;
+        if residual.value().rows() != x.value().rows() {
+            let (expected, actual) = (x.value().shape().to_string(), residual.value().shape().to_string());
+            return Err(Error::Shape { op: OP, expected, actual });
+        }
+        let backend = self.backend();
+        let (y, low) = if self.wants_next_value() {
+            let (mut y, low) = forward(backend, x.value(), w, bias, &lora)?;
+            backend.add(residual.value(), &mut y)?;
+            (y, low)
+        } else {
+            check_groups(OP, &lora, x.value().rows(), w)?;
+            let y = backend.scratch(residual.value().shape().dims(), DType::F32)?;
+            (y, low_products(backend, x.value(), &lora, None)?)
+        };
+        let y = Rc::new(y);
+        let has_weights = lora.iter().any(|g| !g.projections.is_empty());
+        if !self.records(&[residual, x], has_weights) {
+            return Ok(self.shared_constant(y));
+        }
+        let (residual_node, input, node) = (residual.node(), x.shared(), x.node());
+        Ok(self.push(y, move |pass, dy| {
+            pass.accumulate(residual_node, dy.clone())?;
+            let dy = in_dtype(pass.backend, dy, w.dtype())?;
+            match backward(pass, &input, &dy, w, &lora, &low, node.is_some())? {
+                Some(dx) => pass.accumulate(node, Rc::new(dx)),
+                None => Ok(()),
+            }
+        }))
+    }
+}
+
+/// The products between the low-rank pairs, which are added to `y` if there is one.
+fn low_products(backend: &dyn Backend, x: &Tensor, lora: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts> {
+    if lora.is_empty() { Ok(LowProducts::default()) } else { backend.lora(x, lora, y) }
 }
 
 /// Refuses groups that are not runs of `tokens` tokens, and pairs that do not fit the weight.
@@ -84,7 +136,7 @@ pub(super) fn forward(
         check_vector(OP, bias, w.out_features())?;
         backend.add_bias(bias, &mut y)?;
     }
-    let low = if lora.is_empty() { LowProducts::default() } else { backend.lora(x, lora, &mut y)? };
+    let low = low_products(backend, x, lora, Some(&mut y))?;
     Ok((y, low))
 }
 

@@ -313,14 +313,16 @@ impl Backend for RemoteBackend {
         self.change(dx, |dx| self.cpu.matmul_transposed(&dy, self.far.table().packed(w)?, dx))
     }
 
-    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts> {
+    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts> {
         let x = self.fetch(x.as_ref())?;
         let mut low = LowProducts::default();
-        self.change(y, |y| {
-            let table = self.far.table();
-            low = self.cpu.lora(&x, &table.groups(groups)?, y)?;
-            Ok(())
-        })?;
+        match y {
+            None => low = self.cpu.lora(&x, &self.far.table().groups(groups)?, None)?,
+            Some(y) => self.change(y, |y| {
+                low = self.cpu.lora(&x, &self.far.table().groups(groups)?, Some(y))?;
+                Ok(())
+            })?,
+        }
         Ok(LowProducts(low.0.iter().map(|product| self.keep_tensor(product)).collect::<Result<_>>()?))
     }
 

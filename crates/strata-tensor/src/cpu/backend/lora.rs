@@ -54,14 +54,19 @@ impl CpuBackend {
         self.matmul_for(w.dtype).backward_input(dy.as_rows()?, w, out)
     }
 
-    /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]`, adding sequence after sequence; `sequences` are rows counted
-    /// from the first of the blocks.
-    fn backward_weight(&self, low: &Block<'_>, x: &Block<'_>, sequences: &[Range<usize>], dw: TensorMut<'_>) -> Result<()> {
-        let (rank, width) = (low.columns.len(), x.columns.len());
+    /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]` for each `low` and its `dw`, adding sequence after sequence; `sequences` are rows
+    /// counted from the first of the blocks.
+    fn backward_weights(&self, x: &Block<'_>, sequences: &[Range<usize>], pairs: Vec<(&Tensor, TensorMut<'_>)>) -> Result<()> {
         let target = Target { accumulate: true, ..Target::overwrite() };
-        let dw = Out::new(dw.into_slice::<f32>()?, width, &target, rank, width);
-        let dtype = low.tensor.dtype();
-        with_element!(dtype, T => self.matmul_for(dtype).backward_weight::<T>(low.as_rows()?, x.as_rows()?, sequences, dw))
+        let width = x.columns.len();
+        let pair = |(low, dw): (_, TensorMut<'_>)| {
+            let low = Block::whole(low);
+            let rank = low.columns.len();
+            Ok((low.as_rows()?, Out::new(dw.into_slice::<f32>()?, width, &target, rank, width)))
+        };
+        let mut pairs = pairs.into_iter().map(pair).collect::<Result<Vec<_>>>()?;
+        let dtype = x.tensor.dtype();
+        with_element!(dtype, T => self.matmul_for(dtype).backward_weights::<T>(x.as_rows()?, sequences, &mut pairs))
     }
 
     /// `scale · product` in `dtype`.
@@ -71,7 +76,7 @@ impl CpuBackend {
         Ok(low)
     }
 
-    pub(super) fn lora_forward(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts> {
+    pub(super) fn lora_forward(&self, x: &Tensor, groups: &[LoraGroup<'_>], mut y: Option<&mut Tensor>) -> Result<LowProducts> {
         let mut low_products = Vec::new();
         for group in groups {
             for p in &group.projections {
@@ -79,8 +84,10 @@ impl CpuBackend {
                 let x_rows = Block::rows(x, group.tokens.clone());
                 self.forward(&x_rows, weights(p.a)?, &mut product, &Target::overwrite())?;
                 let low = self.scaled(&product, p.scale, x.dtype())?;
-                let target = Target { first_row: group.tokens.start, first_column: p.first_column, accumulate: true };
-                self.forward(&Block::whole(&low), weights(p.b)?, y, &target)?;
+                if let Some(y) = &mut y {
+                    let target = Target { first_row: group.tokens.start, first_column: p.first_column, accumulate: true };
+                    self.forward(&Block::whole(&low), weights(p.b)?, y, &target)?;
+                }
                 low_products.push(low);
             }
         }
@@ -100,6 +107,7 @@ impl CpuBackend {
         for group in groups {
             let tokens = group.tokens.clone();
             let sequences: Vec<_> = group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
+            let mut of_a: Vec<(Tensor, TensorMut<'_>)> = Vec::new();
             for p in &group.projections {
                 let (low, gradient) = pairs.next().expect("one low product and one gradient for each projection");
                 if gradient.is_none() && dx.is_none() {
@@ -110,15 +118,19 @@ impl CpuBackend {
                 let mut product = self.scratch(&[tokens.len(), p.a.out_features()], DType::F32)?;
                 self.backward_input(&dy, weights(p.b)?, &mut product, &Target::overwrite())?;
                 let dlow = self.scaled(&product, p.scale, x.dtype())?;
-                if let Some(LoraGradient { a, b }) = gradient {
-                    self.backward_weight(&Block::whole(low), &dy, &sequences, b.reborrow())?;
-                    let x_rows = Block::rows(x, tokens.clone());
-                    self.backward_weight(&Block::whole(&dlow), &x_rows, &sequences, a.reborrow())?;
-                }
                 if let Some(dx) = &mut dx {
                     let target = Target { first_row: tokens.start, first_column: 0, accumulate: true };
                     self.backward_input(&Block::whole(&dlow), weights(p.a)?, dx, &target)?;
                 }
+                if let Some(LoraGradient { a, b }) = gradient {
+                    self.backward_weights(&dy, &sequences, vec![(low, b.reborrow())])?;
+                    of_a.push((dlow, a.reborrow()));
+                }
+            }
+            // All projections read the same rows.
+            let of_a: Vec<_> = of_a.iter_mut().map(|(dlow, a)| (&*dlow, a.reborrow())).collect();
+            if !of_a.is_empty() {
+                self.backward_weights(&Block::rows(x, tokens), &sequences, of_a)?;
             }
         }
         Ok(())

@@ -134,7 +134,7 @@ impl Backend for CpuBackend {
     }
 
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize {
-        TileKernel::new(self.arithmetic, dtype).left_bytes(rows, width)
+        matmul::scratch_bytes(&TileKernel::new(self.arithmetic, dtype), rows, width, dtype)
     }
 
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {
@@ -158,7 +158,7 @@ impl Backend for CpuBackend {
         self.backward_input(&dy, w, dx, &Target::overwrite())
     }
 
-    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: &mut Tensor) -> Result<LowProducts> {
+    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts> {
         self.lora_forward(x, groups, y)
     }
 

@@ -87,14 +87,6 @@ impl TileKernel {
         TileKernel::Chains(Chains { run, rows_max })
     }
 
-    /// Bytes beside the result that a product with a left side of `rows` rows of `width` numbers takes.
-    pub(crate) fn left_bytes(&self, rows: usize, width: usize) -> usize {
-        match self {
-            TileKernel::Chains(_) => 0,
-            TileKernel::Granules(_) => super::tiled_left_bytes(rows, width),
-        }
-    }
-
     /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.
     ///
     /// # Safety

@@ -27,7 +27,7 @@ use kernel::Chains;
 pub(crate) use kernel::{Tile, TileKernel};
 
 use super::backend::Target;
-use super::isa::{Arithmetic, Fma, Isa, multiversion, prefetch};
+use super::isa::{Arithmetic, Fma, Isa, multiversion};
 use super::memory::Buffer;
 use super::packed::{LANES, PANEL, PackedRef};
 use super::scratch::{taken_bytes, with_scratch};
@@ -64,8 +64,10 @@ const _: () = assert!(
 
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
-/// How many steps ahead rows are fetched that a weight gradient gathers from far apart.
-const PACK_AHEAD: usize = 8;
+/// Columns of a matrix of tokens that are laid out at a time for a reduction over tokens, at most.
+const TOKEN_PANELS_WIDTH: usize = 64 * PANEL;
+/// Tokens that are laid out at a time, the filling of granules among them: memory does not grow with the number of short sequences.
+const TOKEN_PANELS_TOKENS: usize = 32 * TOKEN_GRANULE;
 
 /// A block of a row-major matrix of `dtype`, to be read.
 #[derive(Clone, Copy)]
@@ -128,6 +130,12 @@ impl Out {
         assert!(target.first_column + columns <= matrix_columns && (target.first_row + rows) * matrix_columns <= matrix.len());
         let start = target.first_row * matrix_columns + target.first_column;
         Out { values: SharedMut::new(matrix), start, stride: matrix_columns, rows, columns, accumulate: target.accumulate }
+    }
+
+    /// Some of its columns.
+    fn columns(&self, columns: Range<usize>) -> Out {
+        assert!(columns.end <= self.columns);
+        Out { start: self.start + columns.start, columns: columns.len(), ..*self }
     }
 
     /// Element `(row, column)`.
@@ -219,53 +227,30 @@ impl<'a> Matmul<'a> {
         })
     }
 
-    /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]`, one sequence of tokens after another.
+    /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]` for each pair of a `low` and a `dw`, one sequence of tokens after another.
     ///
     /// Each sequence begins a granule of tokens of its own and fills its last with zeros: the sum over several sequences has the same bits as
     /// adding them one call at a time, in whatever order a kernel adds within a granule.
-    pub(crate) fn backward_weight<T: Element>(
+    pub(crate) fn backward_weights<T: Element>(
         &self,
-        low: Rows<'_>,
         x: Rows<'_>,
         sequences: &[Range<usize>],
-        dw: Out,
+        pairs: &mut [(Rows<'_>, Out)],
     ) -> Result<()> {
-        let (rank, width) = (low.width, x.width);
-        assert!(low.rows == x.rows && dw.rows == rank && dw.columns == width && dw.accumulate && T::DTYPE == self.dtype);
-        let per_step = 4 / self.dtype.size_bytes();
-        let tokens: Vec<Option<usize>> = sequences
-            .iter()
-            .flat_map(|s| {
-                s.clone().map(Some).chain(std::iter::repeat_n(None, s.len().next_multiple_of(TOKEN_GRANULE) - s.len()))
-            })
-            .collect();
-        let mut low_columns = vec![T::from_f32(0.0); rank * tokens.len()];
-        for (at, token) in tokens.iter().enumerate() {
-            let Some(token) = token else { continue };
-            for (r, &value) in low.row::<T>(*token).iter().enumerate() {
-                low_columns[r * tokens.len() + at] = value;
-            }
-        }
-        let low_columns = Rows::new(&low_columns, tokens.len(), 0..rank, 0..tokens.len());
-        self.product(low_columns, dw, BLOCK_STEPS, |panel, steps, scratch| {
-            let columns = panel_columns(panel, width);
-            let padded = columns.next_multiple_of(LANES);
-            let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[panel * PANEL..][..columns]);
-            for (step, out) in steps.zip(scratch.chunks_exact_mut(padded)) {
-                let ahead = (step + PACK_AHEAD) * per_step;
-                tokens[ahead.min(tokens.len())..(ahead + per_step).min(tokens.len())]
-                    .iter()
-                    .filter_map(|&t| row(t))
-                    .for_each(prefetch);
-                let out = &mut out[..columns];
-                let (first, second) = (row(tokens[step * per_step]), row(tokens[(step + 1) * per_step - 1]));
-                match first {
-                    Some(first) => pack_step(self.isa, first, second.filter(|_| per_step == 2), out),
-                    None => out.fill(0),
+        for tokens in in_granules(sequences).chunks(TOKEN_PANELS_TOKENS) {
+            let lows: Vec<Vec<T>> = pairs.iter().map(|(low, _)| transposed(low, tokens)).collect();
+            for first in (0..x.width).step_by(TOKEN_PANELS_WIDTH) {
+                let columns = first..(first + TOKEN_PANELS_WIDTH).min(x.width);
+                let panels = TokenPanels::of::<T>(self.pool, self.isa, &x, columns.clone(), tokens)?;
+                for ((low, dw), low_columns) in pairs.iter().zip(&lows) {
+                    assert!(low.rows == x.rows && dw.rows == low.width && dw.columns == x.width && dw.accumulate);
+                    let low_columns = Rows::new(low_columns, tokens.len(), 0..low.width, 0..tokens.len());
+                    let dw = dw.columns(columns.clone());
+                    self.product(low_columns, dw, BLOCK_STEPS, |panel, steps, _| panels.block(panel, steps))?;
                 }
             }
-            RightBlock::written(scratch, padded)
-        })
+        }
+        Ok(())
     }
 
     /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps, at most [`BLOCK_STEPS`].
@@ -412,10 +397,91 @@ fn tiles_bytes(steps: usize) -> usize {
     steps.div_ceil(granules::STEPS) * TiledLeft::TILE_BYTES
 }
 
+/// Bytes that products take beside their operands, of which the left side has `rows` rows of `width` numbers.
+pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtype: DType) -> usize {
+    let left = match kernel {
+        TileKernel::Chains(_) => 0,
+        TileKernel::Granules(_) => tiled_left_bytes(rows, width),
+    };
+    left.max(token_panels_bytes(width, dtype))
+}
+
 /// Bytes of a left side of `rows` rows of `width` numbers of bf16 in tiles, as many as there are at a time.
-pub(crate) fn tiled_left_bytes(rows: usize, width: usize) -> usize {
+fn tiled_left_bytes(rows: usize, width: usize) -> usize {
     (rows.min(TILED_ROWS_MAX).next_multiple_of(granules::TILE_ROWS) * width.next_multiple_of(granules::INPUTS) * 2)
         .min(TILED_BYTES_MAX)
+}
+
+/// Tokens in the order of a reduction over them: each sequence begins a granule and fills up its last.
+fn in_granules(sequences: &[Range<usize>]) -> Vec<Option<usize>> {
+    let filled = |s: &Range<usize>| {
+        let missing = s.len().next_multiple_of(TOKEN_GRANULE) - s.len();
+        s.clone().map(Some).chain(std::iter::repeat_n(None, missing))
+    };
+    sequences.iter().flat_map(filled).collect()
+}
+
+/// `[width, tokens]`, with zeros where there is no token.
+fn transposed<T: Element>(rows: &Rows<'_>, tokens: &[Option<usize>]) -> Vec<T> {
+    let mut columns = vec![T::from_f32(0.0); rows.width * tokens.len()];
+    for (at, token) in tokens.iter().enumerate() {
+        let Some(token) = token else { continue };
+        for (r, &value) in rows.row::<T>(*token).iter().enumerate() {
+            columns[r * tokens.len() + at] = value;
+        }
+    }
+    columns
+}
+
+/// Some columns of a matrix of tokens as the right side of a reduction over them: panels of [`PANEL`] columns, a line of words for each step of tokens.
+/// Rows of tokens lie far apart: they are read once, whole, for all panels and all that is multiplied with them.
+struct TokenPanels {
+    buffer: Buffer,
+    num_steps: usize,
+    num_columns: usize,
+}
+
+impl TokenPanels {
+    fn of<T: Element>(pool: &Pool, isa: Isa, x: &Rows<'_>, columns: Range<usize>, tokens: &[Option<usize>]) -> Result<Self> {
+        let per_step = 4 / size_of::<T>();
+        let (num_steps, num_columns) = (tokens.len() / per_step, columns.len());
+        let mut buffer = Buffer::recycled(num_steps * num_columns.next_multiple_of(LANES) * 4)?;
+        // SAFETY: buffers are aligned to pages, and every four bytes are a word.
+        let words = unsafe { std::slice::from_raw_parts_mut(buffer.as_mut_ptr().cast::<u32>(), buffer.len() / 4) };
+        let words = SharedMut::new(words);
+        pool.run(tokens.len() / TOKEN_GRANULE, &|granule| {
+            let tokens = &tokens[granule * TOKEN_GRANULE..][..TOKEN_GRANULE];
+            let steps = TOKEN_GRANULE / per_step;
+            for panel in 0..num_columns.div_ceil(PANEL) {
+                let count = panel_columns(panel, num_columns);
+                let width = count.next_multiple_of(LANES);
+                let start = panel * PANEL * num_steps + granule * steps * width;
+                // SAFETY: each task has a granule of its own.
+                let lines = unsafe { words.part(start..start + steps * width) };
+                let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[columns.start + panel * PANEL..][..count]);
+                for (line, tokens) in lines.chunks_exact_mut(width).zip(tokens.chunks_exact(per_step)) {
+                    match row(tokens[0]) {
+                        Some(first) => {
+                            pack_step(isa, first, row(tokens[per_step - 1]).filter(|_| per_step == 2), &mut line[..count])
+                        }
+                        None => line.fill(0),
+                    }
+                }
+            }
+        });
+        Ok(TokenPanels { buffer, num_steps, num_columns })
+    }
+
+    fn block(&self, panel: usize, steps: Range<usize>) -> RightBlock {
+        let stride = panel_columns(panel, self.num_columns).next_multiple_of(LANES) * 4;
+        let panel = &self.buffer[panel * PANEL * self.num_steps * 4..][..self.num_steps * stride];
+        RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
+    }
+}
+
+/// Bytes that a reduction over tokens takes to lay out what is `width` numbers wide.
+fn token_panels_bytes(width: usize, dtype: DType) -> usize {
+    TOKEN_PANELS_TOKENS * width.min(TOKEN_PANELS_WIDTH).next_multiple_of(LANES) * dtype.size_bytes()
 }
 
 /// One panel of a product of granules, for rows `part` of the tiles.
@@ -715,7 +781,8 @@ mod tests {
 
                     let mut dw = vec![0.25; n * k];
                     let cut = m / 2;
-                    matmul.backward_weight::<T>(all(&dy, n), all(&x, k), &[0..cut, cut..m], into(&mut dw, k, true)).unwrap();
+                    let mut pairs = [(all(&dy, n), into(&mut dw, k, true))];
+                    matmul.backward_weights::<T>(all(&x, k), &[0..cut, cut..m], &mut pairs).unwrap();
                     let expected: Vec<f64> = (0..n * k)
                         .map(|i| 0.25 + (0..m).map(|t| get(&dy, t * n + i / k) * get(&x, t * k + i % k)).sum::<f64>())
                         .collect();
@@ -779,19 +846,19 @@ mod tests {
 
     #[test]
     fn a_weight_gradient_has_the_same_bits_in_one_call_and_in_one_call_for_each_sequence() {
-        let (tokens, rank, width) = (41, 7, 70);
+        let (tokens, rank, width) = (1541, 7, 70);
         let (low, x): (Vec<bf16>, Vec<bf16>) = (values(1, tokens * rank), values(2, tokens * width));
         for arithmetic in Arithmetic::available() {
             let pool = Pool::new(3);
             let matmul = Matmul::new(&pool, arithmetic, DType::BF16);
             let (mut whole, mut parts) = (vec![0.0; rank * width], vec![0.0; rank * width]);
-            let sequences = [0..5, 5..6, 6..41];
-            matmul.backward_weight::<bf16>(all(&low, rank), all(&x, width), &sequences, into(&mut whole, width, true)).unwrap();
+            let sequences = [0..5, 5..6, 6..41, 41..tokens];
+            let mut pairs = [(all(&low, rank), into(&mut whole, width, true))];
+            matmul.backward_weights::<bf16>(all(&x, width), &sequences, &mut pairs).unwrap();
             for s in sequences {
-                let (low, x) = (Rows::new(&low, rank, s.clone(), 0..rank), Rows::new(&x, width, s, 0..width));
-                matmul
-                    .backward_weight::<bf16>(low, x, std::slice::from_ref(&(0..low.rows)), into(&mut parts, width, true))
-                    .unwrap();
+                let (low, x) = (Rows::new(&low, rank, s.clone(), 0..rank), Rows::new(&x, width, s.clone(), 0..width));
+                let mut pairs = [(low, into(&mut parts, width, true))];
+                matmul.backward_weights::<bf16>(x, std::slice::from_ref(&(0..s.len())), &mut pairs).unwrap();
             }
             assert_eq!(whole, parts, "{arithmetic}");
         }

@@ -223,13 +223,11 @@ impl Toy {
         let h = tape.rms_norm(x, self.norms[0].as_ref(), eps, dtype)?;
         let qkv = linear(tape, &h, 0)?;
         let a = tape.attention(&qkv, attention, kv, dtype)?;
-        let o = linear(tape, &a, 1)?;
-        let x = tape.add(x, o)?;
+        let x = tape.add_linear(x, &a, self.linears[1].layer(layer), None, self.groups(batch, 1, layer))?;
         let h = tape.rms_norm(&x, self.norms[3].as_ref(), eps, dtype)?;
         let gate_up = linear(tape, &h, 2)?;
         let m = tape.swiglu(&gate_up, dtype)?;
-        let down = linear(tape, &m, 3)?;
-        tape.add(&x, down)
+        tape.add_linear(&x, &m, self.linears[3].layer(layer), None, self.groups(batch, 3, layer))
     }
 
     fn training_layer<'a>(
