@@ -598,7 +598,9 @@ fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>,
     let (first_vectors, first_rest) = first.as_chunks::<LANES>();
     let (second_vectors, second_rest) = second.as_chunks::<LANES>();
     for (out, (first, second)) in vectors.iter_mut().zip(first_vectors.iter().zip(second_vectors)) {
-        *out = std::array::from_fn(|i| step_word(first[i], Some(second[i])));
+        for l in 0..LANES {
+            out[l] = step_word(first[l], Some(second[l]));
+        }
     }
     rest.iter_mut().zip(first_rest.iter().zip(second_rest)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b)));
 }
