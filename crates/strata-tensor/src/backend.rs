@@ -150,6 +150,9 @@ pub trait Backend: Memory + Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
 
+    /// The order in which products of bf16 are added: `portable`, or `fast` and whose order it is. Backends that say the same compute the same bits.
+    fn numerics(&self) -> String;
+
     /// Bytes of scratch that a product takes beside its operands, whose left side has so many rows of this width and dtype.
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize;
 

@@ -26,6 +26,8 @@ const CONFIG_BYTES_MAX: u64 = 1 << 20;
 const CONFIG_FILE: &str = "adapter_config.json";
 const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+/// Entry of the metadata of both: [`Backend::numerics`] of what computed them.
+const NUMERICS: &str = "numerics";
 /// Paths of the unembedding: the one that is written, and PEFT's.
 const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tokens", "base_model.model.lm_head"];
 /// Prefixes of Adam's moments in [`OPTIMIZER_FILE`].
@@ -69,7 +71,7 @@ pub fn write_adapter(
     let path = dir.join(CONFIG_FILE);
     std::fs::write(&path, config::to_json(modules, config, base_model)).map_err(|source| Error::Io { path, source })?;
     let lost = Lost::default();
-    write_tensors(&dir.join(WEIGHTS_FILE), tensors(backend, &lost, "", modules, params), &lost)
+    write_tensors(backend, &dir.join(WEIGHTS_FILE), tensors(backend, &lost, "", modules, params), &lost)
 }
 
 /// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers; the
@@ -160,7 +162,7 @@ pub fn write_optimizer(
     let [m_prefix, v_prefix] = MOMENTS;
     let lost = Lost::default();
     let moments = tensors(backend, &lost, m_prefix, modules, m).chain(tensors(backend, &lost, v_prefix, modules, v));
-    write_tensors(&dir.join(OPTIMIZER_FILE), moments.chain([(STEP.into(), OutTensor::Count(step))]), &lost)
+    write_tensors(backend, &dir.join(OPTIMIZER_FILE), moments.chain([(STEP.into(), OutTensor::Count(step))]), &lost)
 }
 
 /// Reads the state of an optimizer of an adapter of `config`: the bits that were written.
@@ -362,9 +364,14 @@ fn tensors<'a>(
 }
 
 /// Writes tensors whose reading from a backend leaves its complaints in `lost`.
-fn write_tensors<'a>(path: &Path, tensors: impl Iterator<Item = (String, OutTensor<'a>)>, lost: &Lost) -> Result<()> {
-    // Transformers and PEFT insist on this entry.
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+fn write_tensors<'a>(
+    backend: &dyn Backend,
+    path: &Path,
+    tensors: impl Iterator<Item = (String, OutTensor<'a>)>,
+    lost: &Lost,
+) -> Result<()> {
+    // Transformers and PEFT insist on the format. The numerics say where a run goes on with the same bits.
+    let metadata = HashMap::from([("format".into(), "pt".into()), (NUMERICS.into(), backend.numerics())]);
     let written = serialize_to_file(tensors, Some(metadata), path);
     if let Some(error) = lost.take() {
         return Err(error.into());

@@ -230,18 +230,6 @@ impl Fma for Unfused {
     }
 }
 
-/// Asks for the cache lines of `values`, where there is an instruction for it; they will be read soon.
-#[inline(always)]
-pub(crate) fn prefetch<T>(values: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in 0..std::mem::size_of_val(values).div_ceil(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch of any address is harmless, and the instruction is of the baseline.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(line * 64)) };
-    }
-    let _ = values;
-}
-
 /// Makes a function that takes an [`Isa`] first from a body that takes an [`Fma`] first.
 ///
 /// ```ignore

@@ -291,6 +291,10 @@ impl Backend for RemoteBackend {
         format!("remote {}", self.cpu.description())
     }
 
+    fn numerics(&self) -> String {
+        self.cpu.numerics()
+    }
+
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize {
         self.cpu.matmul_scratch_bytes(rows, width, dtype)
     }

@@ -54,7 +54,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
     let backend = Arc::new(CpuBackend::with_numerics(None, args.numerics.into())?);
-    let model = Model::load_stored(backend, &ModelSource::Directory(args.model), dtype, Quantize::storage(args.quantize))?;
+    let source = ModelSource::Directory(args.model);
+    let model = Model::load_stored(backend.clone(), &source, dtype, Quantize::storage(args.quantize))?;
     let sequences = read_tokens(&args.tokens, &model)?;
     let adapter = match &args.adapter {
         Some(dir) => {
@@ -78,10 +79,36 @@ pub fn run(args: Args) -> Result<()> {
         values.push_f32(format!("s.{n}.next_logprobs"), vec![own.len()], own);
         rest = after;
     }
+    if args.quantize.is_some() {
+        let dense = Model::load(backend, &source, dtype)?;
+        print_error(&dense, &model, args.adapter.as_deref(), &sequences, &logprobs)?;
+    }
     if args.greedy > 0 {
         trace_greedy(&model, packed, &sequences, args.greedy, &mut values)?;
     }
     values.write(&args.out)
+}
+
+/// Says how far the log-probabilities of quantized weights are from those of the weights they were made of.
+fn print_error(dense: &Model, model: &Model, adapter: Option<&Path>, sequences: &[Vec<u32>], logprobs: &[f32]) -> Result<()> {
+    let adapter = match adapter {
+        Some(dir) => {
+            let adapter = read_adapter(dense.backend(), dir, dense.lora_modules())?;
+            Some(dense.pack_adapter(adapter.config, &adapter.params)?)
+        }
+        None => None,
+    };
+    let expected = dense.forward(&batch_of(adapter.as_deref(), sequences), &next_token_targets(sequences))?;
+    let differences = || logprobs.iter().zip(&expected).map(|(a, b)| (a - b).abs());
+    let largest = differences().fold(0.0, f32::max);
+    let square = differences().map(|d| (d as f64).powi(2)).sum::<f64>() / expected.len().max(1) as f64;
+    println!(
+        "next-token log-probabilities are off by {:.5} (root mean square), {largest:.5} at most, in {} bytes of weights instead of {}",
+        square.sqrt(),
+        model.weight_bytes(),
+        dense.weight_bytes(),
+    );
+    Ok(())
 }
 
 fn read_tokens(path: &Path, model: &Model) -> Result<Vec<Vec<u32>>> {

@@ -198,3 +198,27 @@ fn a_token_outside_the_vocabulary_is_refused() {
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("99999"), "the message names the token");
 }
+
+/// A layer's weights in bytes are off by half a step each: what comes of them is off by little, and trace says by how much.
+#[test]
+fn the_error_of_weights_in_bytes_is_small_and_shown() {
+    for fixture in fixtures() {
+        let dir = TempDir::new().expect("a temporary directory");
+        let out = dir.path().join("out.safetensors");
+        let run = |extra: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
+            command.arg("trace").arg(fixture.join("model")).arg("--tokens").arg(fixture.join("tokens.json"));
+            let output =
+                command.args(["--dtype", "bf16"]).args(extra).arg("--out").arg(&out).output().expect("the binary runs");
+            assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+            (Reference::read(&out), String::from_utf8_lossy(&output.stdout).into_owned())
+        };
+        let ((dense, _), (quantized, said)) = (run(&[]), run(&["--quantize", "int8"]));
+        let mut largest = 0.0f32;
+        for (name, want) in dense.floats("s.").filter(|(name, _)| name.ends_with("next_logprobs")) {
+            largest = largest.max(quantized.float(name).max_difference(want));
+        }
+        assert!(largest > 0.0 && largest < 0.3, "{}: off by {largest}", fixture.display());
+        assert!(said.contains(&format!("{largest:.5} at most")), "{said}");
+    }
+}

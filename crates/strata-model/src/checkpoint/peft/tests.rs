@@ -336,3 +336,15 @@ fn optimizer_state_reads_back_to_the_bit() {
     let other = read_optimizer(&*BACKEND, dir.path(), &modules(), &LoraConfig { mlp: true, ..config }).unwrap_err().to_string();
     assert!(other.contains("missing tensors: m.base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"), "{other}");
 }
+
+#[test]
+fn files_say_in_which_order_their_numbers_were_added() {
+    let params = LoraParams::init(&*BACKEND, &modules(), &all_parts(), 1).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    write_adapter(&*BACKEND, dir.path(), &modules(), &all_parts(), &params, "org/base").unwrap();
+    let bytes = std::fs::read(dir.path().join(WEIGHTS_FILE)).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let metadata = header.metadata().clone().unwrap();
+    assert_eq!(metadata.get("numerics"), Some(&BACKEND.numerics()));
+    assert_eq!(metadata.get("format").map(String::as_str), Some("pt"));
+}

@@ -133,6 +133,13 @@ impl Backend for CpuBackend {
         with_element!(dtype, T => attention::scratch_bytes::<T>(g, self.pool.num_threads()))
     }
 
+    fn numerics(&self) -> String {
+        match TileKernel::new(self.arithmetic, DType::BF16) {
+            TileKernel::Granules(_) => Numerics::Portable.name().to_string(),
+            TileKernel::Chains(_) => format!("{} {}", Numerics::Fast.name(), self.isa),
+        }
+    }
+
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize {
         matmul::scratch_bytes(&TileKernel::new(self.arithmetic, dtype), rows, width, dtype)
     }

@@ -14,11 +14,15 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::Element;
-use crate::cpu::isa::{Fma, Isa, multiversion, prefetch};
+use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Inputs of a block.
 pub(crate) const BLOCK_INPUTS: usize = PANEL;
+
+/// How many blocks ahead of what is unpacked memory is fetched.
+#[cfg(target_arch = "x86_64")]
+const AHEAD_BLOCKS: usize = 2;
 
 /// Bytes of the blocks of a panel that share their inputs.
 const fn blocks_bytes(width: usize) -> usize {
@@ -63,18 +67,16 @@ pub(crate) fn unpack<T: Element>(isa: Isa, panel: &[u8], width: usize, steps: Ra
     let per_block = block_steps::<T>();
     assert!(steps.start.is_multiple_of(per_block) && words.len() >= steps.len() * width && width.is_multiple_of(LANES));
     let blocks = panel[steps.start / per_block * blocks_bytes(width)..].chunks_exact(blocks_bytes(width));
-    let mut ahead = blocks.clone().skip(1);
     for (words, blocks) in words[..steps.len() * width].chunks_mut(per_block * width).zip(blocks) {
-        ahead.next().into_iter().for_each(prefetch);
+        #[cfg(target_arch = "x86_64")]
+        if T::DTYPE == crate::DType::BF16 && isa.has_avx512() && is_x86_feature_detected!("avx512bf16") {
+            // SAFETY: the machine has the instructions.
+            unsafe { avx512_bf16(blocks, width, words) };
+            continue;
+        }
         let (scales, pairs) = blocks.split_at(width * size_of::<bf16>());
         for first in (0..width).step_by(LANES) {
             let scales: [f32; LANES] = std::array::from_fn(|l| scale_at(scales, first + l));
-            #[cfg(target_arch = "x86_64")]
-            if T::DTYPE == crate::DType::BF16 && isa.has_avx512() && is_x86_feature_detected!("avx512bf16") {
-                // SAFETY: the machine has the instructions; the slices hold whole vectors for each step.
-                unsafe { avx512_bf16(&scales, &pairs[2 * first..], width, &mut words[first..]) };
-                continue;
-            }
             unpack_vector(isa, T::from_f32(0.0), &scales, &pairs[2 * first..], width, &mut words[first..]);
         }
     }
@@ -119,31 +121,38 @@ fn unpack_vector_body<T: Element>(
     }
 }
 
-/// As [`unpack_vector`], for pairs of bf16.
+/// The blocks of a panel that share their inputs, as pairs of bf16: as many steps as `words` has room for.
 ///
 /// # Safety
-/// Each step of `words` must have a vector at `pairs` and at `words`.
+/// The machine must have the instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-unsafe fn avx512_bf16(scales: &[f32; LANES], pairs: &[u8], width: usize, words: &mut [u32]) {
+unsafe fn avx512_bf16(blocks: &[u8], width: usize, words: &mut [u32]) {
     use std::arch::x86_64::*;
-    let steps = words.len().div_ceil(width);
-    assert!(pairs.len() >= ((steps - 1) * width + LANES) * 2 && words.len() >= (steps - 1) * width + LANES);
+    let steps = words.len() / width;
+    assert!(width.is_multiple_of(LANES) && blocks.len() == blocks_bytes(width) && steps <= BLOCK_INPUTS / 2);
     // Two numbers of each of the first eight outputs, and of the others.
-    let scale = |first: usize| {
-        let twice: [f32; LANES] = std::array::from_fn(|l| scales[first + l / 2]);
-        // SAFETY: sixteen numbers.
-        unsafe { _mm512_loadu_ps(twice.as_ptr()) }
-    };
-    let (low_scale, high_scale) = (scale(0), scale(LANES / 2));
-    for step in 0..steps {
-        // SAFETY: in bounds by the assertion.
+    let low_twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    let high_twice = _mm512_add_epi32(low_twice, _mm512_set1_epi32(8));
+    for first in (0..width).step_by(LANES) {
+        // SAFETY: in bounds by the assertion: `width` scales, and then 32 steps of `width` pairs.
         unsafe {
-            let pairs = pairs.as_ptr().add(step * width * 2);
-            let numbers = |at: usize| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs.add(at).cast())));
-            let (low, high) = (_mm512_mul_ps(numbers(0), low_scale), _mm512_mul_ps(numbers(LANES), high_scale));
-            let rounded = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-            _mm512_storeu_si512(words.as_mut_ptr().add(step * width).cast(), rounded);
+            let narrow = _mm256_loadu_si256(blocks.as_ptr().add(2 * first).cast());
+            let scales = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)));
+            let low_scale = _mm512_permutexvar_ps(low_twice, scales);
+            let high_scale = _mm512_permutexvar_ps(high_twice, scales);
+            let mut pairs = blocks.as_ptr().add(2 * width + 2 * first);
+            let mut out = words.as_mut_ptr().add(first);
+            for _ in 0..steps {
+                // Lines of a block further on, one after another: all at once they would wait for each other.
+                _mm_prefetch::<_MM_HINT_T0>(pairs.wrapping_add(AHEAD_BLOCKS * blocks_bytes(width)).cast());
+                let low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs.cast())));
+                let high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs.add(LANES).cast())));
+                let rounded = _mm512_cvtne2ps_pbh(_mm512_mul_ps(high, high_scale), _mm512_mul_ps(low, low_scale));
+                _mm512_storeu_si512(out.cast(), std::mem::transmute::<__m512bh, __m512i>(rounded));
+                pairs = pairs.add(2 * width);
+                out = out.wrapping_add(width);
+            }
         }
     }
 }
