@@ -26,7 +26,7 @@ const CONFIG_BYTES_MAX: u64 = 1 << 20;
 const CONFIG_FILE: &str = "adapter_config.json";
 const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
-/// Entry of the metadata of both: [`Backend::numerics`] of what computed them.
+/// Entry of the metadata of the optimizer's state: [`Backend::numerics`] of what computed it.
 const NUMERICS: &str = "numerics";
 /// Paths of the unembedding: the one that is written, and PEFT's.
 const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tokens", "base_model.model.lm_head"];
@@ -71,7 +71,9 @@ pub fn write_adapter(
     let path = dir.join(CONFIG_FILE);
     std::fs::write(&path, config::to_json(modules, config, base_model)).map_err(|source| Error::Io { path, source })?;
     let lost = Lost::default();
-    write_tensors(backend, &dir.join(WEIGHTS_FILE), tensors(backend, &lost, "", modules, params), &lost)
+    // Transformers and PEFT insist on this entry.
+    let format = ("format".to_string(), "pt".to_string());
+    write_tensors(&dir.join(WEIGHTS_FILE), format, tensors(backend, &lost, "", modules, params), &lost)
 }
 
 /// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers; the
@@ -162,7 +164,9 @@ pub fn write_optimizer(
     let [m_prefix, v_prefix] = MOMENTS;
     let lost = Lost::default();
     let moments = tensors(backend, &lost, m_prefix, modules, m).chain(tensors(backend, &lost, v_prefix, modules, v));
-    write_tensors(backend, &dir.join(OPTIMIZER_FILE), moments.chain([(STEP.into(), OutTensor::Count(step))]), &lost)
+    // Where a run goes on with the same bits.
+    let numerics = (NUMERICS.to_string(), backend.numerics());
+    write_tensors(&dir.join(OPTIMIZER_FILE), numerics, moments.chain([(STEP.into(), OutTensor::Count(step))]), &lost)
 }
 
 /// Reads the state of an optimizer of an adapter of `config`: the bits that were written.
@@ -363,16 +367,14 @@ fn tensors<'a>(
     })
 }
 
-/// Writes tensors whose reading from a backend leaves its complaints in `lost`.
+/// Writes tensors whose reading from a backend leaves its complaints in `lost`, and one entry of metadata: several would lie in the file in no order.
 fn write_tensors<'a>(
-    backend: &dyn Backend,
     path: &Path,
+    metadata: (String, String),
     tensors: impl Iterator<Item = (String, OutTensor<'a>)>,
     lost: &Lost,
 ) -> Result<()> {
-    // Transformers and PEFT insist on the format. The numerics say where a run goes on with the same bits.
-    let metadata = HashMap::from([("format".into(), "pt".into()), (NUMERICS.into(), backend.numerics())]);
-    let written = serialize_to_file(tensors, Some(metadata), path);
+    let written = serialize_to_file(tensors, Some(HashMap::from([metadata])), path);
     if let Some(error) = lost.take() {
         return Err(error.into());
     }

@@ -5,6 +5,7 @@
 //! kept apart, as recompute.
 
 use strata_model::{ModelConfig, PAGE_TOKENS};
+use strata_tensor::WeightStorage;
 
 /// Operations of a training pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -81,12 +82,31 @@ pub(super) fn prefill(c: &ModelConfig, rank: Option<usize>, tokens: usize) -> f6
     2.0 * (tokens as f64 * layers + last) + attention_flops(c, 1, tokens)
 }
 
+/// Bytes of an element of a frozen matrix, and of all else.
+#[derive(Clone, Copy)]
+pub(super) struct ElementBytes {
+    matrix: f64,
+    other: usize,
+}
+
+impl ElementBytes {
+    /// Of a model that computes in elements of so many bytes.
+    pub(super) fn of(compute_bytes: usize, storage: WeightStorage) -> Self {
+        let matrix = match storage {
+            WeightStorage::Dense => compute_bytes as f64,
+            // A byte, and a scale of two for every 64.
+            WeightStorage::Int8 => 1.0 + 2.0 / 64.0,
+        };
+        ElementBytes { matrix, other: compute_bytes }
+    }
+}
+
 /// Bytes that a decode step must read: each matrix once, the pairs of each adapter once, and the keys and values of every sequence.
 /// `contexts`: tokens that each sequence sees, on average over the steps.
-pub(super) fn decode_bytes(c: &ModelConfig, element_bytes: usize, ranks: &[usize], sequences: usize, context: f64) -> f64 {
+pub(super) fn decode_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize], sequences: usize, context: f64) -> f64 {
     let pairs: f64 = ranks.iter().map(|&rank| layer_pair_elements(c, rank) + unembedding_pair_elements(c, rank)).sum();
     let cached = 2.0 * (c.num_layers * c.num_kv_heads * c.head_dim) as f64 * context * sequences as f64;
-    element_bytes as f64 * (layer_elements(c) + unembedding_elements(c) + pairs + cached)
+    bytes.matrix * (layer_elements(c) + unembedding_elements(c)) + bytes.other as f64 * (pairs + cached)
 }
 
 /// Tokens of the cache that sequences take: whole pages, and one more for the page in which prompt and sample meet.
@@ -133,9 +153,12 @@ mod tests {
 
     #[test]
     fn a_decode_step_reads_matrices_once_and_every_cache() {
-        assert_eq!(decode_bytes(&tiny(), 2, &[], 1, 0.0), 2.0 * 160.0);
+        let of = |bytes| ElementBytes::of(bytes, WeightStorage::Dense);
+        assert_eq!(decode_bytes(&tiny(), of(2), &[], 1, 0.0), 2.0 * 160.0);
         // A token's key and value: 2 numbers each.
-        assert_eq!(decode_bytes(&tiny(), 2, &[], 3, 5.0), 2.0 * (160.0 + 3.0 * 5.0 * 4.0));
-        assert_eq!(decode_bytes(&tiny(), 4, &[1, 2], 1, 0.0), 4.0 * (160.0 + 3.0 * 72.0));
+        assert_eq!(decode_bytes(&tiny(), of(2), &[], 3, 5.0), 2.0 * (160.0 + 3.0 * 5.0 * 4.0));
+        assert_eq!(decode_bytes(&tiny(), of(4), &[1, 2], 1, 0.0), 4.0 * (160.0 + 3.0 * 72.0));
+        let int8 = ElementBytes::of(2, WeightStorage::Int8);
+        assert_eq!(decode_bytes(&tiny(), int8, &[1], 1, 0.0), 1.03125 * 160.0 + 2.0 * 72.0);
     }
 }

@@ -8,12 +8,13 @@ use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
 use strata_tensor::DType;
 
 use super::adapters::Adapters;
-use super::counts;
+use super::counts::{self, ElementBytes};
 use super::engine::{Engine, adapter_name, wait};
 use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
+use crate::base_model::Quantize;
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
 const CELL_TIME: Duration = Duration::from_secs(60);
@@ -83,10 +84,12 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     report.kernels = Some(engine.info().backend.clone());
     report.peak_memory_bytes = peaks;
     report.peer = peer.map(|peer| peer.versions().clone());
+    let storage = Quantize::storage(common.resources.quantize);
+    let element_bytes = ElementBytes::of(DType::from(common.dtype).size_bytes(), storage);
     for (cell, times) in cells.iter().zip(&times) {
         let settings =
             [("batch", json!(cell.batch)), ("prompt", json!(cell.prompt)), ("new", json!(rounds.new)), ("ranks", json!(ranks))];
-        let work = Work::of(&sampler, *cell, rounds.new, DType::from(common.dtype).size_bytes());
+        let work = Work::of(&sampler, *cell, rounds.new, element_bytes);
         let figures = times.figures(work, &limit);
         report
             .cases
@@ -277,7 +280,7 @@ struct Work {
 }
 
 impl Work {
-    fn of(sampler: &Sampler<'_>, cell: Cell, new: usize, element_bytes: usize) -> Self {
+    fn of(sampler: &Sampler<'_>, cell: Cell, new: usize, bytes: ElementBytes) -> Self {
         let config = &sampler.engine.config;
         // Only adapters that a sequence samples from are read.
         let used = &sampler.ranks[..sampler.ranks.len().min(cell.batch)];
@@ -288,7 +291,7 @@ impl Work {
             prompt_tokens: (cell.batch * cell.prompt) as f64,
             new: new as f64,
             prefill_flops: (0..cell.batch).map(|i| counts::prefill(config, sampler.rank(i), cell.prompt)).sum(),
-            decode_bytes: counts::decode_bytes(config, element_bytes, used, cell.batch, context),
+            decode_bytes: counts::decode_bytes(config, bytes, used, cell.batch, context),
         }
     }
 }
