@@ -1,0 +1,204 @@
+//! The three products against plain sums, and their bits against themselves.
+
+use half::bf16;
+
+use super::*;
+use crate::cpu::packed::PackedStack;
+use crate::{WeightFormat, random};
+
+fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
+    (0..n).map(|i| T::from_f32(random::normal([seed, 0], i as u64))).collect()
+}
+
+fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
+    let mut stack = PackedStack::zeros(1, k, n, T::DTYPE.into()).unwrap();
+    pack_rows(pool, w, 0, &mut stack.layer_mut(0));
+    stack
+}
+
+fn all<T: Element>(matrix: &[T], columns: usize) -> Rows<'_> {
+    Rows::new(matrix, columns, 0..matrix.len() / columns, 0..columns)
+}
+
+fn into(matrix: &mut [f32], columns: usize, accumulate: bool) -> Out {
+    let rows = matrix.len() / columns;
+    Out::new(matrix, columns, &Target { accumulate, ..Target::overwrite() }, rows, columns)
+}
+
+fn close(actual: &[f32], expected: &[f64], what: &str) {
+    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        assert!((a as f64 - e).abs() <= 1e-4 * (1.0 + e.abs()), "{what}: element {i} is {a}, not {e}");
+    }
+}
+
+/// The three products against f64 sums, on every instruction set, in shapes that leave remainders everywhere.
+fn all_products_match_plain_sums<T: Element>() {
+    for arithmetic in Arithmetic::available() {
+        for threads in [1, 3] {
+            let pool = Pool::new(threads);
+            for (m, k, n) in
+                [(1, 1, 1), (1, 60, 100), (5, 64, 64), (7, 33, 65), (13, 700, 130), (50, 96, 16), (33, 17, 263), (70, 1040, 71)]
+            {
+                let what = format!("{arithmetic} {} m={m} k={k} n={n}", T::DTYPE);
+                let (x, w, dy): (Vec<T>, Vec<T>, Vec<T>) = (values(1, m * k), values(2, n * k), values(3, m * n));
+                let stack = packed(&pool, &w, k, n);
+                let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
+                let get = |v: &[T], i: usize| v[i].to_f32() as f64;
+
+                let mut y = vec![1.0; m * n];
+                matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, true)).unwrap();
+                let expected: Vec<f64> = (0..m * n)
+                    .map(|i| 1.0 + (0..k).map(|j| get(&x, i / n * k + j) * get(&w, i % n * k + j)).sum::<f64>())
+                    .collect();
+                close(&y, &expected, &what);
+
+                let mut dx = vec![0.5; m * k];
+                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true)).unwrap();
+                let expected: Vec<f64> = (0..m * k)
+                    .map(|i| 0.5 + (0..n).map(|j| get(&dy, i / k * n + j) * get(&w, j * k + i % k)).sum::<f64>())
+                    .collect();
+                close(&dx, &expected, &what);
+
+                let mut dw = vec![0.25; n * k];
+                let cut = m / 2;
+                let mut pairs = [(all(&dy, n), into(&mut dw, k, true))];
+                matmul.backward_weights::<T>(all(&x, k), &[0..cut, cut..m], &mut pairs).unwrap();
+                let expected: Vec<f64> = (0..n * k)
+                    .map(|i| 0.25 + (0..m).map(|t| get(&dy, t * n + i / k) * get(&x, t * k + i % k)).sum::<f64>())
+                    .collect();
+                close(&dw, &expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn f32_products_match_plain_sums() {
+    all_products_match_plain_sums::<f32>();
+}
+
+#[test]
+fn bf16_products_match_plain_sums() {
+    all_products_match_plain_sums::<bf16>();
+}
+
+#[test]
+fn a_product_reads_and_writes_blocks_of_larger_matrices() {
+    let pool = Pool::new(2);
+    let w: Vec<bf16> = values(2, 10 * 6);
+    let stack = packed(&pool, &w, 6, 10);
+    let x: Vec<bf16> = values(1, 4 * 9);
+    let block: Vec<bf16> = (1..3).flat_map(|r| x[r * 9 + 3..r * 9 + 9].to_vec()).collect();
+    let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
+    let (mut expected, mut y) = (vec![0.0; 2 * 10], vec![7.0; 5 * 13]);
+    matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false)).unwrap();
+    let target = Target { first_row: 2, first_column: 3, accumulate: false };
+    matmul.forward(Rows::new(&x, 9, 1..3, 3..9), stack.layer(0), Out::new(&mut y, 13, &target, 2, 10)).unwrap();
+    for (i, &value) in y.iter().enumerate() {
+        let (r, c) = (i / 13, i % 13);
+        let inside = (2..4).contains(&r) && c >= 3;
+        assert_eq!(value, if inside { expected[(r - 2) * 10 + c - 3] } else { 7.0 });
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
+    // More rows than a kernel wants the right side laid out for, and more than one block of the reduction.
+    let (m, k, n) = (101, 1100, 200);
+    let (x, w, dy): (Vec<bf16>, Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k), values(3, m * n));
+    for arithmetic in Arithmetic::available() {
+        let (one, many) = (Pool::new(1), Pool::new(4));
+        let stack = packed(&many, &w, k, n);
+        let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
+        let matmul = Matmul::new(&many, arithmetic, DType::BF16);
+        matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
+        matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
+        let matmul = Matmul::new(&one, arithmetic, DType::BF16);
+        for r in 0..m {
+            let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
+            matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false)).unwrap();
+            matmul.backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false)).unwrap();
+            assert_eq!(alone, y[r * n..][..n], "{arithmetic} row {r}");
+            assert_eq!(dx_alone, dx[r * k..][..k], "{arithmetic} row {r}");
+        }
+    }
+}
+
+#[test]
+fn a_weight_gradient_has_the_same_bits_in_one_call_and_in_one_call_for_each_sequence() {
+    let (tokens, rank, width) = (1541, 7, 70);
+    let (low, x): (Vec<bf16>, Vec<bf16>) = (values(1, tokens * rank), values(2, tokens * width));
+    for arithmetic in Arithmetic::available() {
+        let pool = Pool::new(3);
+        let matmul = Matmul::new(&pool, arithmetic, DType::BF16);
+        let (mut whole, mut parts) = (vec![0.0; rank * width], vec![0.0; rank * width]);
+        let sequences = [0..5, 5..6, 6..41, 41..tokens];
+        let mut pairs = [(all(&low, rank), into(&mut whole, width, true))];
+        matmul.backward_weights::<bf16>(all(&x, width), &sequences, &mut pairs).unwrap();
+        for s in sequences {
+            let (low, x) = (Rows::new(&low, rank, s.clone(), 0..rank), Rows::new(&x, width, s.clone(), 0..width));
+            let mut pairs = [(low, into(&mut parts, width, true))];
+            matmul.backward_weights::<bf16>(x, std::slice::from_ref(&(0..s.len())), &mut pairs).unwrap();
+        }
+        assert_eq!(whole, parts, "{arithmetic}");
+    }
+}
+
+/// Weights in bytes, and the same weights dense.
+fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
+    let pool = Pool::new(3);
+    let (k, n) = (330, 200);
+    let w: Vec<T> = values(2, n * k);
+    let format = WeightFormat { compute: T::DTYPE, storage: WeightStorage::Int8 };
+    let mut quantized = PackedStack::zeros(1, k, n, format).unwrap();
+    // In two parts, which meet within a panel.
+    pack_rows(&pool, &w[..70 * k], 0, &mut quantized.layer_mut(0));
+    pack_rows(&pool, &w[70 * k..], 70, &mut quantized.layer_mut(0));
+    let rounded: Vec<T> = (0..n)
+        .flat_map(|output| {
+            let mut row = vec![0.0; k];
+            unpack_row::<T>(quantized.layer(0), output, &mut row);
+            row.into_iter().map(T::from_f32)
+        })
+        .collect();
+    let largest = w.iter().fold(0.0f32, |largest, w| largest.max(w.to_f32().abs()));
+    assert!(rounded.iter().zip(&w).all(|(a, b)| (a.to_f32() - b.to_f32()).abs() < largest / 100.0));
+    let dense = packed(&pool, &rounded, k, n);
+    for arithmetic in Arithmetic::available() {
+        let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
+        for m in [1, 5, 70] {
+            let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
+            let run = |stack: &PackedStack| {
+                let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
+                matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
+                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
+                (y, dx)
+            };
+            assert!(run(&quantized) == run(&dense), "{arithmetic} {} {m} rows", T::DTYPE);
+        }
+    }
+}
+
+#[test]
+fn products_with_weights_in_bytes_have_the_bits_of_those_with_the_same_weights_dense() {
+    quantized_products_have_the_bits_of_dense_ones::<f32>();
+    quantized_products_have_the_bits_of_dense_ones::<bf16>();
+}
+
+#[test]
+fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
+    let pool = Pool::new(2);
+    for (k, n) in [(5, 130), (64, 64), (33, 17)] {
+        let w: Vec<bf16> = values(4, n * k);
+        let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
+        let by_rows = packed(&pool, &w, k, n);
+        let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16.into()).unwrap();
+        pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0));
+        assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
+        let mut row = vec![0.0; k];
+        for o in 0..n {
+            unpack_row::<bf16>(by_rows.layer(0), o, &mut row);
+            assert!(row.iter().zip(&w[o * k..]).all(|(a, b)| *a == b.to_f32()));
+        }
+    }
+}
