@@ -346,8 +346,9 @@ impl Architecture for Qwen3 {
             .flat_map(|m| [m.in_features, m.out_features])
             .chain([self.geometry.qkv_width(), 2 * modules[module::GATE].out_features]);
         let products = widths.map(|width| backend.matmul_scratch_bytes(usize::MAX, width, self.dtype)).max().unwrap_or(0);
-        products
-            + backend.attention_scratch_bytes(&self.geometry, self.dtype)
-            + attention_pages_bytes(backend, 1, &self.geometry, self.dtype)
+        let attention = backend.attention_scratch_bytes(&self.geometry, self.dtype)
+            + attention_pages_bytes(backend, 1, &self.geometry, self.dtype);
+        // One op at a time has its own.
+        products.max(attention)
     }
 }

@@ -67,9 +67,9 @@ const _: () = assert!(
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
 /// Columns of a matrix of tokens that are laid out at a time for a reduction over tokens, at most.
-const TOKEN_PANELS_WIDTH: usize = 64 * PANEL;
+const TOKEN_PANELS_WIDTH: usize = 16 * PANEL;
 /// Tokens that are laid out at a time, the filling of granules among them: memory does not grow with the number of short sequences.
-const TOKEN_PANELS_TOKENS: usize = 32 * TOKEN_GRANULE;
+const TOKEN_PANELS_TOKENS: usize = 16 * TOKEN_GRANULE;
 
 /// A block of a row-major matrix of `dtype`, to be read.
 #[derive(Clone, Copy)]
