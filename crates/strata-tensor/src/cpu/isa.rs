@@ -7,6 +7,8 @@
 //! their reductions, whatever the width of a register, and fuse only where they say so, through [`Fma`].
 
 use std::fmt;
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
 
 use crate::{Error, Result};
 
@@ -29,7 +31,7 @@ pub enum Isa {
     Avx512,
     /// [`Isa::Avx512`] and dot products of bf16.
     Avx512Bf16,
-    /// [`Isa::Avx512`] and tiles of bf16, where the system lets us have them.
+    /// [`Isa::Avx512Bf16`] and tiles of bf16, where the system lets us have them.
     Amx,
 }
 
@@ -140,6 +142,11 @@ impl Isa {
         matches!(self, Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx)
     }
 
+    /// Whether it includes [`Isa::Avx512Bf16`]: what converts to bf16 may use it, whatever the products are made of.
+    pub(crate) fn has_avx512_bf16(self) -> bool {
+        matches!(self, Isa::Avx512Bf16 | Isa::Amx)
+    }
+
     /// Whether this machine can run it. The answer is cached: asking costs a load and a test.
     #[cfg(target_arch = "x86_64")]
     pub fn is_available(self) -> bool {
@@ -155,7 +162,7 @@ impl Isa {
                     && is_x86_feature_detected!("avx512dq")
             }
             Isa::Avx512Bf16 => Isa::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"),
-            Isa::Amx => Isa::Avx512.is_available() && has_bf16_tiles() && super::matmul::tiles_permitted(),
+            Isa::Amx => *HAS_AMX,
         }
     }
 
@@ -184,6 +191,11 @@ fn is_made_by(vendor: &[u8; 12]) -> bool {
         false
     }
 }
+
+/// Whether processor and system have [`Isa::Amx`]. To ask a processor costs an exit to the hypervisor where there is one.
+#[cfg(target_arch = "x86_64")]
+static HAS_AMX: LazyLock<bool> =
+    LazyLock::new(|| Isa::Avx512Bf16.is_available() && has_bf16_tiles() && super::matmul::tiles_permitted());
 
 /// Whether the processor has AMX-TILE and AMX-BF16.
 #[cfg(target_arch = "x86_64")]

@@ -144,8 +144,8 @@ impl Memory for CpuBackend {
             return Err(Error::Index { op: OP, what: "outputs", index: end, size: out_features });
         }
         with_element!(w.dtype, T => match dtype == w.dtype {
-            true => matmul::pack_rows(&self.pool, rows.slice::<T>(), first_output, &mut w),
-            false => matmul::pack_rows(&self.pool, &rounded::<T>(rows.slice()), first_output, &mut w),
+            true => matmul::pack_rows(&self.pool, self.isa, rows.slice::<T>(), first_output, &mut w)?,
+            false => matmul::pack_rows(&self.pool, self.isa, &rounded::<T>(rows.slice()), first_output, &mut w)?,
         });
         Ok(())
     }
@@ -154,8 +154,8 @@ impl Memory for CpuBackend {
         let expected = [stack.out_features, stack.in_features];
         let mut w = layer_mut("pack_rows", stack, layer, (rows.dtype(), rows.shape().dims()), expected)?;
         with_element!(w.dtype, T => match rows.dtype() == w.dtype {
-            true => matmul::pack_rows(&self.pool, rows.slice::<T>()?, 0, &mut w),
-            false => matmul::pack_rows(&self.pool, &rounded::<T>(rows.slice()?), 0, &mut w),
+            true => matmul::pack_rows(&self.pool, self.isa, rows.slice::<T>()?, 0, &mut w)?,
+            false => matmul::pack_rows(&self.pool, self.isa, &rounded::<T>(rows.slice()?), 0, &mut w)?,
         });
         Ok(())
     }

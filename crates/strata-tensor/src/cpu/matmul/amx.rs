@@ -15,17 +15,14 @@ use crate::cpu::packed::LANES;
 /// Vectors of columns that one tile of rows is multiplied with at a time, at most.
 const WIDE: usize = 4;
 
-/// Asks the system for the use of tiles, once for the process.
+/// Asks the system for the use of tiles, for the whole process.
 pub(crate) fn permitted() -> bool {
     #[cfg(target_os = "linux")]
     {
         const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
         const XFEATURE_XTILEDATA: libc::c_long = 18;
-        static PERMITTED: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
-            // SAFETY: asks for a feature of the processor; a system that does not know the question says so.
-            unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-        });
-        *PERMITTED
+        // SAFETY: asks for a feature of the processor; a system that does not know the question says so.
+        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
     }
     #[cfg(not(target_os = "linux"))]
     false

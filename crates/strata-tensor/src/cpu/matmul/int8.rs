@@ -1,31 +1,41 @@
-//! Weights as signed bytes in blocks with scales, and the way back to what kernels multiply.
+//! Weights as bytes in blocks with scales, and the way back to what kernels multiply.
 //!
-//! A block is 64 inputs of one output. Its scale, in bf16, is its largest magnitude over 127; a weight is the nearest multiple, and what is computed with is that multiple in the
-//! compute dtype: `q·scale`, which has fifteen bits, rounded once. So the products have the bits of a model that had these very weights, in training and in sampling, with
-//! whatever kernel.
+//! A block is 64 inputs of one output. Its scale is its largest magnitude over 127, rounded up to seven bits; a weight is the nearest multiple, and what is computed with is that
+//! multiple in the compute dtype: `q·scale`, which has fourteen bits, rounded once. So the products have the bits of a model that had these very weights, in training and in
+//! sampling, with whatever kernel.
 //!
-//! Layout: panels as those of the compute dtype (see `packed`). A panel of `width` outputs is, for each block of inputs, `width` scales and then 32 pairs of inputs of
-//! `width` outputs, `[32][width][2]`; what there is no weight for is zero.
+//! Layout: panels as those of the compute dtype (see `packed`). A panel of `width` outputs is, for each block of inputs, `width` scales in bf16, and then its bytes: for every 32
+//! outputs sixteen lines of 64 bytes for the first 16 of them and as many for the others, in turns, so that memory is read from front to back. A line is four inputs of 16 outputs:
+//! byte `4·(2·(o % 8) + i % 2) + 2·(i / 2) + o / 8` is `q + 128` of output `o` and input `i`, for numbers are made of bytes where they lie (`int8_avx512`). Where there is no
+//! output, scales are zero.
 //!
-//! Roofline: a decode step reads 1.03 bytes for a weight where bf16 takes 2, and spends 7 vector operations on 32 of them; unpacked blocks stay in cache.
+//! Roofline: a decode step reads 1.03 bytes for a weight where bf16 takes 2, and spends a dozen vector operations on the 64 of a line; blocks that several rows read are unpacked
+//! once, to stay in cache.
 
 use std::ops::Range;
 
 use half::bf16;
 
+#[cfg(target_arch = "x86_64")]
+use super::int8_avx512;
 use crate::Element;
 use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Inputs of a block.
 pub(crate) const BLOCK_INPUTS: usize = PANEL;
+/// Inputs of a line.
+pub(super) const LINE_INPUTS: usize = 4;
+/// Bytes of a line.
+pub(super) const LINE_BYTES: usize = LINE_INPUTS * LANES;
+/// Bytes of a block of each of [`LANES`] outputs, without scales.
+pub(super) const VECTOR_BYTES: usize = BLOCK_INPUTS * LANES;
 
-/// How many blocks ahead of what is unpacked memory is fetched.
-#[cfg(target_arch = "x86_64")]
-const AHEAD_BLOCKS: usize = 2;
+/// What is added to a multiple to make it a byte.
+pub(super) const OFFSET: f32 = 128.0;
 
 /// Bytes of the blocks of a panel that share their inputs.
-const fn blocks_bytes(width: usize) -> usize {
+pub(super) const fn blocks_bytes(width: usize) -> usize {
     width * (size_of::<bf16>() + BLOCK_INPUTS)
 }
 
@@ -39,22 +49,63 @@ pub(crate) fn panel_bytes(in_features: usize, width: usize) -> usize {
     in_features.div_ceil(BLOCK_INPUTS) * blocks_bytes(width)
 }
 
+/// Where in the blocks of a panel, scales included, the byte of an output and an input lies.
+fn place(width: usize, output: usize, input: usize) -> usize {
+    let (o, i, pair) = (output % LANES, input % LINE_INPUTS, output / (2 * LANES));
+    let vectors = (width / LANES - 2 * pair).min(2);
+    let lines = width * size_of::<bf16>() + pair * 2 * VECTOR_BYTES;
+    let line = input / LINE_INPUTS * vectors + output / LANES % 2;
+    lines + line * LINE_BYTES + 4 * (2 * (o % 8) + i % 2) + 2 * (i / 2) + o / 8
+}
+
+/// Largest weight that can be stored: some hundreds of thousands of times its block's scale is a number still.
+pub(super) const LARGEST: f32 = 1e30;
+
 /// Writes one output of a panel. `weights` are all its inputs.
-pub(crate) fn quantize<T: Element>(weights: &[T], panel: &mut [u8], width: usize, output: usize) {
+///
+/// # Errors
+/// With a weight that is not finite or beyond [`LARGEST`].
+pub(crate) fn quantize<T: Element>(
+    isa: Isa,
+    weights: &[T],
+    panel: &mut [u8],
+    width: usize,
+    output: usize,
+) -> Result<(), f32> {
     for (weights, blocks) in weights.chunks(BLOCK_INPUTS).zip(panel.chunks_exact_mut(blocks_bytes(width))) {
-        let (scales, pairs) = blocks.split_at_mut(width * size_of::<bf16>());
-        let largest = weights.iter().fold(0.0f32, |largest, w| largest.max(w.to_f32().abs()));
-        // Multiples of the smallest of scales are normal numbers still, which no kernel flushes.
-        let scale = if largest < 1e-30 { bf16::ZERO } else { <bf16 as Element>::from_f32(largest / 127.0) };
-        scales[2 * output..][..2].copy_from_slice(&scale.to_bits().to_le_bytes());
-        for i in 0..BLOCK_INPUTS {
-            let multiple = match weights.get(i) {
-                Some(w) if scale > bf16::ZERO => (w.to_f32() / scale.to_f32()).round_ties_even().clamp(-127.0, 127.0),
-                _ => 0.0,
-            };
-            pairs[(i / 2 * width + output) * 2 + i % 2] = multiple as i8 as u8;
+        let mut block = [0.0; BLOCK_INPUTS];
+        block.iter_mut().zip(weights).for_each(|(to, w)| *to = w.to_f32());
+        if let Some(&w) = block.iter().find(|w| !(w.abs() <= LARGEST)) {
+            return Err(w);
+        }
+        let scale = scale_for(block.iter().fold(0.0f32, |largest, w| largest.max(w.abs())));
+        blocks[2 * output..][..2].copy_from_slice(&scale.to_bits().to_le_bytes());
+        for (input, byte) in to_bytes(isa, &block, scale.to_f32()).into_iter().enumerate() {
+            blocks[place(width, output, input)] = byte;
         }
     }
+    Ok(())
+}
+
+multiversion! {
+    /// The nearest multiples of a scale, as bytes.
+    fn to_bytes(weights: &[f32; BLOCK_INPUTS], scale: f32) -> [u8; BLOCK_INPUTS] = to_bytes_body;
+}
+
+#[inline(always)]
+fn to_bytes_body(_fma: impl Fma, weights: &[f32; BLOCK_INPUTS], scale: f32) -> [u8; BLOCK_INPUTS] {
+    let scale = if scale > 0.0 { scale } else { f32::INFINITY };
+    weights.map(|w| ((w / scale).round_ties_even() + OFFSET) as u8)
+}
+
+/// The least number of seven bits that `largest` is at most 127 times.
+fn scale_for(largest: f32) -> bf16 {
+    // Multiples of the smallest of scales are normal numbers still, which no kernel flushes.
+    if largest < 1e-30 {
+        return bf16::ZERO;
+    }
+    const BELOW: u32 = (1 << 17) - 1;
+    <bf16 as Element>::from_f32(f32::from_bits(((largest / 127.0).to_bits() + BELOW) & !BELOW))
 }
 
 /// Steps of a block of inputs in the compute dtype.
@@ -69,26 +120,27 @@ pub(crate) fn unpack<T: Element>(isa: Isa, panel: &[u8], width: usize, steps: Ra
     let blocks = panel[steps.start / per_block * blocks_bytes(width)..].chunks_exact(blocks_bytes(width));
     for (words, blocks) in words[..steps.len() * width].chunks_mut(per_block * width).zip(blocks) {
         #[cfg(target_arch = "x86_64")]
-        if T::DTYPE == crate::DType::BF16 && isa.has_avx512() && is_x86_feature_detected!("avx512bf16") {
+        if T::DTYPE == crate::DType::BF16 && isa.has_avx512_bf16() {
             // SAFETY: the machine has the instructions.
-            unsafe { avx512_bf16(blocks, width, words) };
+            unsafe { int8_avx512::unpack(blocks, width, words) };
             continue;
         }
-        let (scales, pairs) = blocks.split_at(width * size_of::<bf16>());
-        for first in (0..width).step_by(LANES) {
-            let scales: [f32; LANES] = std::array::from_fn(|l| scale_at(scales, first + l));
-            unpack_vector(isa, T::from_f32(0.0), &scales, &pairs[2 * first..], width, &mut words[first..]);
+        let (scales, lines) = blocks.split_at(width * size_of::<bf16>());
+        for (pair, lines) in lines.chunks(2 * VECTOR_BYTES).enumerate() {
+            for vector in 0..lines.len() / VECTOR_BYTES {
+                let first = (2 * pair + vector) * LANES;
+                let scales: [f32; LANES] = std::array::from_fn(|l| scale_at(scales, first + l));
+                unpack_vector(isa, T::from_f32(0.0), &scales, &lines[vector * LINE_BYTES..], lines.len() / VECTOR_BYTES, width, &mut words[first..]);
+            }
         }
     }
 }
 
-/// One weight, as it is computed with.
+/// One weight, as it is computed with: the reference.
 pub(crate) fn weight<T: Element>(panel: &[u8], width: usize, output: usize, input: usize) -> f32 {
     let blocks = &panel[input / BLOCK_INPUTS * blocks_bytes(width)..];
-    let (scales, pairs) = blocks.split_at(width * size_of::<bf16>());
-    let i = input % BLOCK_INPUTS;
-    let multiple = pairs[(i / 2 * width + output) * 2 + i % 2] as i8;
-    T::from_f32(multiple as f32 * scale_at(scales, output)).to_f32()
+    let multiple = blocks[place(width, output, input % BLOCK_INPUTS)] as f32 - OFFSET;
+    T::from_f32(multiple * scale_at(blocks, output)).to_f32()
 }
 
 fn scale_at(scales: &[u8], output: usize) -> f32 {
@@ -96,8 +148,8 @@ fn scale_at(scales: &[u8], output: usize) -> f32 {
 }
 
 multiversion! {
-    /// One vector of outputs of one block, in the dtype of `_zero`: `pairs` and `words` begin with it, `width` outputs to a step.
-    fn unpack_vector<T: Element>(_zero: T, scales: &[f32; LANES], pairs: &[u8], width: usize, words: &mut [u32]) = unpack_vector_body;
+    /// One vector of outputs of one block, in the dtype of `_zero`: `words` begins with it, `width` outputs to a step.
+    fn unpack_vector<T: Element>(_zero: T, scales: &[f32; LANES], lines: &[u8], every: usize, width: usize, words: &mut [u32]) = unpack_vector_body;
 }
 
 #[inline(always)]
@@ -105,56 +157,67 @@ fn unpack_vector_body<T: Element>(
     _fma: impl Fma,
     _zero: T,
     scales: &[f32; LANES],
-    pairs: &[u8],
+    lines: &[u8],
+    every: usize,
     width: usize,
     words: &mut [u32],
 ) {
     let per_step = 4 / size_of::<T>();
-    for (step, words) in words.chunks_mut(width).enumerate() {
-        let words: &mut [u32; LANES] = (&mut words[..LANES]).try_into().expect("a vector of words");
-        let input = step * per_step;
-        let pairs: &[u8; 2 * LANES] = pairs[input / 2 * width * 2..][..2 * LANES].try_into().expect("a vector of pairs");
-        let value = |l: usize, which: usize| T::from_f32(pairs[2 * l + which] as i8 as f32 * scales[l]).to_f32().to_bits();
-        for (l, word) in words.iter_mut().enumerate() {
-            *word = if per_step == 1 { value(l, input % 2) } else { value(l, 0) >> 16 | value(l, 1) };
+    // Of the first and of the last eight outputs, each twice, for two inputs.
+    let scales: [[f32; LANES]; 2] = std::array::from_fn(|half| std::array::from_fn(|l| scales[8 * half + l / 2]));
+    for (line, steps) in lines.as_chunks::<LINE_BYTES>().0.iter().step_by(every).zip(words.chunks_mut(LINE_INPUTS / per_step * width)) {
+        let (words_of_bytes, _) = line.as_chunks::<4>();
+        let weights: [[f32; LANES]; 4] = std::array::from_fn(|byte| {
+            std::array::from_fn(|l| {
+                T::from_f32((words_of_bytes[l][byte] as f32 - OFFSET) * scales[byte % 2][l]).to_f32()
+            })
+        });
+        // The weight of output `l` and input `i` of the line.
+        let weight = |l: usize, i: usize| weights[2 * (i / 2) + l / 8][2 * (l % 8) + i % 2].to_bits();
+        for (step, words) in steps.chunks_mut(width).enumerate() {
+            for (l, word) in words.iter_mut().take(LANES).enumerate() {
+                *word = match per_step {
+                    1 => weight(l, step),
+                    _ => weight(l, 2 * step) >> 16 | weight(l, 2 * step + 1),
+                };
+            }
         }
     }
 }
 
-/// The blocks of a panel that share their inputs, as pairs of bf16: as many steps as `words` has room for.
-///
-/// # Safety
-/// The machine must have the instructions.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-unsafe fn avx512_bf16(blocks: &[u8], width: usize, words: &mut [u32]) {
-    use std::arch::x86_64::*;
-    let steps = words.len() / width;
-    assert!(width.is_multiple_of(LANES) && blocks.len() == blocks_bytes(width) && steps <= BLOCK_INPUTS / 2);
-    // Two numbers of each of the first eight outputs, and of the others.
-    let low_twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    let high_twice = _mm512_add_epi32(low_twice, _mm512_set1_epi32(8));
-    for first in (0..width).step_by(LANES) {
-        // SAFETY: in bounds by the assertion: `width` scales, and then 32 steps of `width` pairs.
-        unsafe {
-            let narrow = _mm256_loadu_si256(blocks.as_ptr().add(2 * first).cast());
-            let scales = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)));
-            let low_scale = _mm512_permutexvar_ps(low_twice, scales);
-            let high_scale = _mm512_permutexvar_ps(high_twice, scales);
-            let mut pairs = blocks.as_ptr().add(2 * width + 2 * first);
-            let mut out = words.as_mut_ptr().add(first);
-            for _ in 0..steps {
-                // Lines of a block further on, one after another: all at once they would wait for each other.
-                _mm_prefetch::<_MM_HINT_T0>(pairs.wrapping_add(AHEAD_BLOCKS * blocks_bytes(width)).cast());
-                let low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs.cast())));
-                let high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs.add(LANES).cast())));
-                let rounded = _mm512_cvtne2ps_pbh(_mm512_mul_ps(high, high_scale), _mm512_mul_ps(low, low_scale));
-                _mm512_storeu_si512(out.cast(), std::mem::transmute::<__m512bh, __m512i>(rounded));
-                pairs = pairs.add(2 * width);
-                out = out.wrapping_add(width);
-            }
-        }
-    }
+/// Operands of a product of a few rows with a panel of weights in bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct BytesTile {
+    /// Steps of the reduction: two inputs each.
+    pub steps: usize,
+    /// First row of the left side: `steps` pairs of bf16.
+    pub a: *const u8,
+    /// Bytes from one row of the left side to the next.
+    pub a_stride: usize,
+    /// The panel.
+    pub b: *const u8,
+    /// Outputs of the panel, padding included.
+    pub width: usize,
+    /// Result.
+    pub c: *mut f32,
+    /// Elements from one row of the result to the next.
+    pub c_stride: usize,
+    /// Columns of the result that exist; the last vector may be cut.
+    pub columns: usize,
+    /// Whether to begin from the result's present values instead of zero.
+    pub accumulate: bool,
+}
+
+/// A kernel that multiplies a few rows with a panel of weights in bytes, without writing them anywhere.
+#[derive(Clone, Copy)]
+pub(crate) struct BytesKernel {
+    /// The product of `rows` rows with all the panel.
+    ///
+    /// # Safety
+    /// All operands must be readable, and the result writable, for 1 to `rows_max` rows. The machine must have the instructions.
+    pub run: unsafe fn(rows: usize, tile: &BytesTile),
+    /// From more rows on it costs less to unpack a block once to cache.
+    pub rows_max: usize,
 }
 
 #[cfg(test)]
@@ -200,7 +263,7 @@ mod tests {
                 .collect();
             let mut panel = vec![0; panel_bytes(inputs, width)];
             for (output, weights) in weights.chunks(inputs).enumerate() {
-                quantize(weights, &mut panel, width, output);
+                quantize(Isa::detect(), weights, &mut panel, width, output).unwrap();
             }
             for isa in Isa::available() {
                 let back = unpacked::<T>(isa, &panel, width, inputs);
@@ -209,13 +272,38 @@ mod tests {
                     let block = &weights
                         [i - input % BLOCK_INPUTS..(i - input % BLOCK_INPUTS + BLOCK_INPUTS).min((output + 1) * inputs)];
                     let largest = block.iter().fold(0.0f32, |largest, w| largest.max(w.abs()));
-                    // Half a step, a scale that was rounded, and a weight that is.
+                    // Half a step of a scale that was rounded up, and the rounding of the weight.
                     assert!(
-                        (back - weight_was).abs() <= largest * (0.5 / 127.0 + 1.0 / 256.0) + 1e-30,
+                        (back - weight_was).abs() <= largest * (0.5 * 1.02 / 127.0 + 1.0 / 256.0) + 1e-30,
                         "{isa}: {back} for {weight_was}"
                     );
                     assert_eq!(back.to_bits(), weight::<T>(&panel, width, output, input).to_bits(), "{isa}, {output} {input}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_weight_that_no_byte_and_scale_can_hold_is_refused() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -2e30] {
+            for at in [0, 63, 64, 69] {
+                let mut weights = [1.0f32; 70];
+                weights[at] = bad;
+                let mut panel = vec![0; panel_bytes(70, LANES)];
+                let refused = quantize(Isa::detect(), &weights, &mut panel, LANES, 3).unwrap_err();
+                assert_eq!(refused.to_bits(), bad.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn no_multiple_is_beyond_a_byte_and_the_largest_is_kept_to_a_step() {
+        for i in 0..10_000 {
+            let largest = random::normal([5, 0], i).abs() * 10f32.powi(i as i32 % 60 - 29);
+            let scale = scale_for(largest).to_f32();
+            assert_eq!(scale.to_bits() & 0x1_ffff, 0, "seven bits");
+            if largest >= 1e-30 {
+                assert!((127.0 / 1.02..=127.0).contains(&(largest / scale)), "{largest} in steps of {scale}");
             }
         }
     }

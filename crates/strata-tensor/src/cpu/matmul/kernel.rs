@@ -8,6 +8,7 @@ use super::chains;
 #[cfg(target_arch = "x86_64")]
 use super::chains_avx512 as avx512;
 use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
+use super::int8::BytesKernel;
 use crate::DType;
 use crate::cpu::isa::{Arithmetic, Isa, Numerics};
 use crate::cpu::packed::{LANES, PANEL};
@@ -47,6 +48,8 @@ pub(crate) struct Chains {
     run: ChainFn,
     /// Most rows of a tile for each number of vectors, less one.
     rows_max: [usize; VECTORS_MAX],
+    /// The same chains with weights in bytes, for a few rows.
+    pub of_bytes: Option<BytesKernel>,
 }
 
 /// The kernel of an instruction set, numerics and dtype.
@@ -84,7 +87,12 @@ impl TileKernel {
             (_, DType::F32) => (chains::portable_f32, SMALL),
             (_, DType::BF16) => (chains::portable_bf16, SMALL),
         };
-        TileKernel::Chains(Chains { run, rows_max })
+        let of_bytes = match (isa, dtype) {
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, DType::BF16) => Some(super::int8_avx512::KERNEL),
+            _ => None,
+        };
+        TileKernel::Chains(Chains { run, rows_max, of_bytes })
     }
 
     /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.

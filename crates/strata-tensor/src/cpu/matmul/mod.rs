@@ -17,14 +17,18 @@ mod granules;
 #[cfg(target_arch = "x86_64")]
 mod granules_avx512;
 pub(crate) mod int8;
+#[cfg(target_arch = "x86_64")]
+mod int8_avx512;
 mod kernel;
 #[cfg(test)]
 mod tests;
 mod transpose;
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use granules::{GranuleFn, GranuleTile};
+use int8::{BytesKernel, BytesTile};
 use kernel::Chains;
 pub(crate) use kernel::{Tile, TileKernel};
 
@@ -35,7 +39,7 @@ use super::packed::{LANES, PANEL, PackedRef};
 use super::scratch::{taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::TOKEN_GRANULE;
-use crate::{DType, Element, Result, WeightStorage};
+use crate::{DType, Element, Error, Result, WeightStorage};
 
 /// Whether the system lets this process use tiles.
 #[cfg(target_arch = "x86_64")]
@@ -206,6 +210,12 @@ impl<'a> Matmul<'a> {
                 RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
             }),
             WeightStorage::Int8 => {
+                if let TileKernel::Chains(Chains { of_bytes: Some(kernel), .. }) = self.kernel
+                    && x.rows <= kernel.rows_max
+                {
+                    self.product_of_bytes(&kernel, x, &w, &y);
+                    return Ok(());
+                }
                 // What a few rows are multiplied with is read once: it should not leave the first-level cache.
                 let block_steps = if x.rows < LAID_OUT_ROWS_MIN { NEAR_BLOCK_STEPS } else { BLOCK_STEPS };
                 self.product(x, y, block_steps, |panel, steps, scratch| {
@@ -294,6 +304,30 @@ impl<'a> Matmul<'a> {
                     }
                 }
             });
+        });
+    }
+
+    /// A few rows with weights in bytes.
+    fn product_of_bytes(&self, kernel: &BytesKernel, x: Rows<'_>, w: &PackedRef<'_>, y: &Out) {
+        self.over_panels(x.rows, y.columns, kernel.rows_max, |panel, rows| {
+            let columns = panel_columns(panel, y.columns);
+            let width = columns.next_multiple_of(LANES);
+            let bytes = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..][..int8::panel_bytes(w.in_features, width)];
+            // SAFETY: rows and columns are in bounds by the assertions of the caller; tasks own disjoint parts of the result.
+            unsafe {
+                let tile = BytesTile {
+                    steps: steps(w.in_features, w.dtype),
+                    a: x.bytes.as_ptr().add(rows.start * x.stride),
+                    a_stride: x.stride,
+                    b: bytes.as_ptr(),
+                    width,
+                    c: y.at(rows.start, panel * PANEL),
+                    c_stride: y.stride,
+                    columns,
+                    accumulate: y.accumulate,
+                };
+                (kernel.run)(rows.len(), &tile);
+            }
         });
     }
 
@@ -617,9 +651,18 @@ fn unpack_int8(isa: Isa, w: &PackedRef<'_>, panel: usize, width: usize, steps: R
 }
 
 /// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
-pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut super::packed::PackedMut<'_>) {
+///
+/// # Errors
+/// If a weight cannot be stored as these are.
+pub(crate) fn pack_rows<T: Element>(
+    pool: &Pool,
+    isa: Isa,
+    rows: &[T],
+    first_output: usize,
+    w: &mut super::packed::PackedMut<'_>,
+) -> Result<()> {
     if w.storage == WeightStorage::Int8 {
-        return quantize_rows(pool, rows, first_output, w);
+        return quantize_rows(pool, isa, rows, first_output, w);
     }
     let k = w.in_features;
     let num_steps = steps(k, w.dtype);
@@ -648,14 +691,22 @@ pub(crate) fn pack_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize
             }
         }
     });
+    Ok(())
 }
 
 /// As [`pack_rows`], for weights that are stored in bytes.
-fn quantize_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &mut super::packed::PackedMut<'_>) {
+fn quantize_rows<T: Element>(
+    pool: &Pool,
+    isa: Isa,
+    rows: &[T],
+    first_output: usize,
+    w: &mut super::packed::PackedMut<'_>,
+) -> Result<()> {
     let (k, n, out_features) = (w.in_features, rows.len() / w.in_features, w.out_features);
     let panel_bytes = |width: usize| int8::panel_bytes(k, width);
     let bytes = SharedMut::new(w.bytes);
     let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
+    let refused = OnceLock::new();
     pool.run(panels.len(), &|task| {
         let panel = panels.start + task;
         let width = panel_columns(panel, out_features).next_multiple_of(LANES);
@@ -663,9 +714,19 @@ fn quantize_rows<T: Element>(pool: &Pool, rows: &[T], first_output: usize, w: &m
         // SAFETY: each task has a panel to itself.
         let panel_bytes = unsafe { bytes.part(start..start + panel_bytes(width)) };
         for output in (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n) {
-            int8::quantize(&rows[(output - first_output) * k..][..k], panel_bytes, width, output % PANEL);
+            let row = &rows[(output - first_output) * k..][..k];
+            if let Err(weight) = int8::quantize(isa, row, panel_bytes, width, output % PANEL) {
+                refused.get_or_init(|| (output, weight));
+            }
         }
     });
+    match refused.get() {
+        None => Ok(()),
+        Some((output, weight)) => Err(Error::Unsupported(format!(
+            "output {output} has a weight of {weight:e}, and bytes with a scale hold finite numbers up to {:e}",
+            int8::LARGEST
+        ))),
+    }
 }
 
 /// Writes `columns: [in_features, out_features]` as packed weights.

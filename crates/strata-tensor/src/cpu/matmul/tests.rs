@@ -12,7 +12,7 @@ fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
 
 fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
     let mut stack = PackedStack::zeros(1, k, n, T::DTYPE.into()).unwrap();
-    pack_rows(pool, w, 0, &mut stack.layer_mut(0));
+    pack_rows(pool, Isa::detect(), w, 0, &mut stack.layer_mut(0)).unwrap();
     stack
 }
 
@@ -152,8 +152,8 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
     let format = WeightFormat { compute: T::DTYPE, storage: WeightStorage::Int8 };
     let mut quantized = PackedStack::zeros(1, k, n, format).unwrap();
     // In two parts, which meet within a panel.
-    pack_rows(&pool, &w[..70 * k], 0, &mut quantized.layer_mut(0));
-    pack_rows(&pool, &w[70 * k..], 70, &mut quantized.layer_mut(0));
+    pack_rows(&pool, Isa::detect(), &w[..70 * k], 0, &mut quantized.layer_mut(0)).unwrap();
+    pack_rows(&pool, Isa::detect(), &w[70 * k..], 70, &mut quantized.layer_mut(0)).unwrap();
     let rounded: Vec<T> = (0..n)
         .flat_map(|output| {
             let mut row = vec![0.0; k];
@@ -166,7 +166,7 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
     let dense = packed(&pool, &rounded, k, n);
     for arithmetic in Arithmetic::available() {
         let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
-        for m in [1, 5, 70] {
+        for m in [1, 2, 3, 4, 5, 6, 7, 70] {
             let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
             let run = |stack: &PackedStack| {
                 let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
