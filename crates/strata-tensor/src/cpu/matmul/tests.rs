@@ -169,10 +169,11 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
         for m in [1, 2, 3, 4, 5, 6, 7, 70] {
             let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
             let run = |stack: &PackedStack| {
-                let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
+                let (mut y, mut added, mut dx) = (vec![7.0; m * n], vec![0.25; m * n], vec![7.0; m * k]);
                 matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
+                matmul.forward(all(&x, k), stack.layer(0), into(&mut added, n, true)).unwrap();
                 matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
-                (y, dx)
+                (y, added, dx)
             };
             assert!(run(&quantized) == run(&dense), "{arithmetic} {} {m} rows", T::DTYPE);
         }
