@@ -53,8 +53,11 @@ pub(crate) fn release_thread() {
     amx::release();
 }
 
-/// Steps of the reduction (four bytes each) in a block: 64 KiB of a full panel, which stays in the second-level cache while all rows pass.
-const BLOCK_STEPS: usize = 256;
+/// Steps of the reduction (four bytes each) in a block of a product in chains: 128 KiB of a full panel, which stays in the second-level cache while all rows pass. Each block
+/// reads and writes the result once, whose rows lie so far apart that they push each other out.
+const CHAIN_BLOCK_STEPS: usize = 512;
+/// Steps of a block of a product in granules, which keeps the result together: two vectors of columns of it, 32 KiB, stay in the first-level cache.
+const GRANULE_BLOCK_STEPS: usize = 256;
 /// Steps of a block that stays in the first-level cache from when it is written until it is read: 16 KiB of a full panel.
 const NEAR_BLOCK_STEPS: usize = 64;
 /// Rows of a left side in tiles at a time, at most: what a block of the reduction has of them, a megabyte, stays in the second-level cache.
@@ -192,6 +195,14 @@ impl<'a> Matmul<'a> {
         Matmul { pool, isa: arithmetic.isa, kernel: TileKernel::new(arithmetic, dtype), dtype }
     }
 
+    /// Steps of a block of the right side, if many rows read it.
+    fn block_steps(&self) -> usize {
+        match self.kernel {
+            TileKernel::Chains(_) => CHAIN_BLOCK_STEPS,
+            TileKernel::Granules(_) => GRANULE_BLOCK_STEPS,
+        }
+    }
+
     /// `y = x·Wᵀ`.
     ///
     /// # Errors
@@ -204,7 +215,7 @@ impl<'a> Matmul<'a> {
         let x = x.whole_steps(&mut padded);
         let width = |panel| panel_columns(panel, w.out_features).next_multiple_of(LANES);
         match w.storage {
-            WeightStorage::Dense => self.product(x, y, BLOCK_STEPS, |panel, steps, _| {
+            WeightStorage::Dense => self.product(x, y, self.block_steps(), |panel, steps, _| {
                 let stride = width(panel) * 4;
                 let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
                 RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
@@ -217,7 +228,7 @@ impl<'a> Matmul<'a> {
                     return Ok(());
                 }
                 // What a few rows are multiplied with is read once: it should not leave the first-level cache.
-                let block_steps = if x.rows < LAID_OUT_ROWS_MIN { NEAR_BLOCK_STEPS } else { BLOCK_STEPS };
+                let block_steps = if x.rows < LAID_OUT_ROWS_MIN { NEAR_BLOCK_STEPS } else { self.block_steps() };
                 self.product(x, y, block_steps, |panel, steps, scratch| {
                     let width = width(panel);
                     unpack_int8(self.isa, &w, panel, width, steps, scratch);
@@ -232,7 +243,7 @@ impl<'a> Matmul<'a> {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
         let mut padded = Vec::new();
-        self.product(dy.whole_steps(&mut padded), dx, BLOCK_STEPS, |panel, steps, scratch| {
+        self.product(dy.whole_steps(&mut padded), dx, self.block_steps(), |panel, steps, scratch| {
             let columns = panel_columns(panel, w.in_features);
             transpose::block(self.isa, w, panel * PANEL..panel * PANEL + columns, steps, scratch);
             RightBlock::written(scratch, columns.next_multiple_of(LANES))
@@ -258,14 +269,14 @@ impl<'a> Matmul<'a> {
                     assert!(low.rows == x.rows && dw.rows == low.width && dw.columns == x.width && dw.accumulate);
                     let low_columns = Rows::new(low_columns, tokens.len(), 0..low.width, 0..tokens.len());
                     let dw = dw.columns(columns.clone());
-                    self.product(low_columns, dw, BLOCK_STEPS, |panel, steps, _| panels.block(panel, steps))?;
+                    self.product(low_columns, dw, self.block_steps(), |panel, steps, _| panels.block(panel, steps))?;
                 }
             }
         }
         Ok(())
     }
 
-    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps, at most [`BLOCK_STEPS`].
+    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps.
     fn product(&self, left: Rows<'_>, out: Out, block_steps: usize, right: impl Right) -> Result<()> {
         match self.kernel {
             TileKernel::Chains(chains) => {
@@ -344,7 +355,7 @@ impl<'a> Matmul<'a> {
         for first_row in (0..left.rows).step_by(TILED_ROWS_MAX) {
             let rows = first_row..(first_row + TILED_ROWS_MAX).min(left.rows);
             let step_bytes = rows.len().next_multiple_of(granules::TILE_ROWS) * 4;
-            let steps_max = (TILED_BYTES_MAX / step_bytes / BLOCK_STEPS).max(1) * BLOCK_STEPS;
+            let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
             for first_step in (0..num_steps).step_by(steps_max) {
                 let steps = first_step..(first_step + steps_max).min(num_steps);
                 let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps)?;

@@ -15,7 +15,7 @@ pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
     // SAFETY: packed buffers are aligned to pages, and every four bytes are a word.
     let words = unsafe { std::slice::from_raw_parts(w.bytes.as_ptr().cast::<u32>(), w.bytes.len() / 4) };
     // A panel of outputs of weights that are stored in bytes, as far as these inputs go.
-    let mut unpacked = [0; PANEL * PANEL];
+    let mut unpacked;
     let per_step = 4 / w.dtype.size_bytes();
     let num_steps = super::steps(w.in_features, w.dtype);
     let block_width = inputs.len().next_multiple_of(LANES);
@@ -30,6 +30,7 @@ pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
         let source = match w.storage {
             WeightStorage::Dense => &words[panel * PANEL * num_steps..][in_steps.start * width..num_steps * width],
             WeightStorage::Int8 => {
+                unpacked = [0; PANEL * PANEL];
                 super::unpack_int8(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
                 &unpacked[..in_steps.len() * width]
             }
@@ -52,7 +53,6 @@ pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
         }
         output += count;
     }
-    let _ = isa;
 }
 
 /// `target[output][input] = source[input][output]`.

@@ -133,17 +133,21 @@ fn map_pairs<T: Element>(x: &[f32], angles: Angles<'_>, out: &mut [T], turn: imp
     let (sin, sin_tail) = angles.sin.as_chunks::<LANES>();
     let (out_low, out_low_tail) = out_low.as_chunks_mut::<LANES>();
     let (out_high, out_high_tail) = out_high.as_chunks_mut::<LANES>();
-    let chunks = out_low.iter_mut().zip(out_high).zip(low).zip(high).zip(cos).zip(sin);
-    for (((((out_low, out_high), low), high), cos), sin) in chunks {
+    // Of one length, and indexed: a chain of zips is built by calls that stay calls.
+    let (out_high, low, high, cos, sin) = {
+        let n = out_low.len();
+        (&mut out_high[..n], &low[..n], &high[..n], &cos[..n], &sin[..n])
+    };
+    for i in 0..out_low.len() {
         let (mut turned_low, mut turned_high) = ([0.0; LANES], [0.0; LANES]);
         for l in 0..LANES {
-            (turned_low[l], turned_high[l]) = turn(low[l], high[l], cos[l], sin[l]);
+            (turned_low[l], turned_high[l]) = turn(low[i][l], high[i][l], cos[i][l], sin[i][l]);
         }
         for l in 0..LANES {
-            out_low[l] = T::from_f32(turned_low[l]);
+            out_low[i][l] = T::from_f32(turned_low[l]);
         }
         for l in 0..LANES {
-            out_high[l] = T::from_f32(turned_high[l]);
+            out_high[i][l] = T::from_f32(turned_high[l]);
         }
     }
     for i in 0..low_tail.len() {
