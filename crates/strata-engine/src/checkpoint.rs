@@ -100,6 +100,12 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool)
     let moments = match with_optimizer {
         true => {
             let state = read_optimizer(&*base.backend, dir, &base.modules, &adapter.config).map_err(failure)?;
+            let ours = base.backend.numerics();
+            if let Some(theirs) = state.numerics.filter(|theirs| *theirs != ours) {
+                tracing::warn!(
+                    "checkpoint {name} was trained with {theirs} numerics and goes on with {ours}: other bits than it would have had"
+                );
+            }
             Some(Moments { m: Arc::new(state.m), v: Arc::new(state.v), step: state.step })
         }
         false => None,

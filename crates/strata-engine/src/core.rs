@@ -150,11 +150,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         self.passes.truncate(depth);
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
         let page_tokens = self.batcher.page_tokens();
-        // The old sampler answers everything it holds as it is dropped.
-        let pages = self.budget.kv_pages;
-        // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
-        let cache = c.new_cache(pages).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
-        self.batcher = Batcher::new(cache, pages, page_tokens);
+        // The old sampler answers everything it holds as it is dropped, and gives back its memory before the new one asks for as much.
+        for pages in [0, self.budget.kv_pages] {
+            // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
+            let cache = c.new_cache(pages).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
+            self.batcher = Batcher::new(cache, pages, page_tokens);
+        }
         let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));
         let lost: Vec<ModelId> = self.tenants.iter().filter(lost).map(|(id, _)| id.clone()).collect();
         for model_id in lost {

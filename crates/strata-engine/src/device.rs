@@ -133,7 +133,7 @@ impl Compute for Device {
         if let Err(error) = cache.release_pages(self.model.backend(), free_pages) {
             tracing::error!("pages that nobody needs keep their memory: {error}");
         }
-        strata_tensor::trim_pool();
+        self.model.backend().trim();
         release_freed_memory();
     }
 

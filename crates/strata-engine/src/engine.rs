@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use strata_model::lora::RANK_MAX;
 use strata_model::{Model, PAGE_TOKENS, Tokenizer};
-use strata_tensor::{LOGITS_CHUNK_BYTES, set_pool_limit};
+use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
 use crate::api::{CheckpointSource, Client, Failure, Refusal, Request, RequestId, SaveTarget};
@@ -109,7 +109,7 @@ impl EngineHandle {
             transit_bytes: budget.transit_bytes,
         };
         tracing::info!(?budget, backend = %info.backend, "engine starts");
-        set_pool_limit(budget.pool_bytes as usize);
+        model.backend().limit_kept(budget.pool_bytes as usize);
         let model = Arc::new(model);
         let intake = Arc::new(Intake::new(Ledger::new(budget.ledger_bytes), budget.adapter_bytes));
         let sizes = model.clone();

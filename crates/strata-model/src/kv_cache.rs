@@ -12,7 +12,6 @@ pub const PAGE_TOKENS: usize = strata_tensor::KV_PAGE_TOKENS;
 /// Pages of keys and values for every layer of a model, in memory of the backend that made them.
 pub struct KvCache {
     layers: Vec<KvPages>,
-    num_pages: usize,
 }
 
 impl KvCache {
@@ -28,12 +27,7 @@ impl KvCache {
         num_pages: usize,
     ) -> Result<Self> {
         let layers = (0..num_layers).map(|_| backend.kv_pages(num_pages, num_kv_heads, head_dim, dtype));
-        Ok(KvCache { layers: layers.collect::<strata_tensor::Result<_>>()?, num_pages })
-    }
-
-    /// Number of pages.
-    pub fn num_pages(&self) -> usize {
-        self.num_pages
+        Ok(KvCache { layers: layers.collect::<strata_tensor::Result<_>>()? })
     }
 
     /// Gives the memory of free pages back to the system, as far as it can take it (on Linux, whole pages of the system's). They take memory again

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use strata_model::checkpoint::Checkpoint;
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_model::{Model, ModelConfig, PackedBatch, Targets, TokenLoss};
-use strata_tensor::{CpuBackend, DType, Isa, RowRequest};
+use strata_tensor::{CpuBackend, DType, Isa, Memory, RowRequest};
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
@@ -101,7 +101,7 @@ fn a_hostile_header_takes_little_memory() {
 fn passes_take_no_more_memory_than_the_model_says() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Freed buffers go back at once, so that what is counted is what is in use.
-    strata_tensor::set_pool_limit(0);
+    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
     let shapes = [
         config(64, 160, 3, [4, 2, 16], 500),
         config(64, 16, 2, [4, 1, 32], 300),

@@ -18,13 +18,6 @@ pub struct KvPages {
     pub(crate) storage: Storage,
 }
 
-impl KvPages {
-    /// Number of pages.
-    pub fn num_pages(&self) -> usize {
-        self.num_pages
-    }
-}
-
 impl fmt::Debug for KvPages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "KvPages({} of {} heads of {} {})", self.num_pages, self.num_kv_heads, self.head_dim, self.dtype)

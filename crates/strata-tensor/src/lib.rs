@@ -35,10 +35,7 @@ pub use backend::{
     AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, LogprobTargets, LoraGradient, LowProducts, Qkv, Rotary,
     RowReply, RowRequest,
 };
-pub use cpu::{
-    Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit,
-    trim_pool,
-};
+pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor};

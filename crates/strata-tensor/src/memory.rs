@@ -38,6 +38,12 @@ pub trait Memory {
     /// If a row is not there, or `out` does not fit.
     fn gather(&self, source: TensorRef<'_>, rows: &[usize], out: &mut Tensor) -> Result<()>;
 
+    /// Keeps at most so many bytes of what is freed for what is allocated next.
+    fn limit_kept(&self, bytes: usize);
+
+    /// Gives back all freed memory that is kept.
+    fn trim(&self);
+
     /// Sets every element to zero.
     fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()>;
 

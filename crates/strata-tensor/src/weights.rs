@@ -44,26 +44,6 @@ pub struct PackedStack {
 }
 
 impl PackedStack {
-    /// Number of layers.
-    pub fn num_layers(&self) -> usize {
-        self.num_layers
-    }
-
-    /// Input features.
-    pub fn in_features(&self) -> usize {
-        self.in_features
-    }
-
-    /// Output features.
-    pub fn out_features(&self) -> usize {
-        self.out_features
-    }
-
-    /// Dtype in which products are computed.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
     /// Bytes of memory held: [`Memory::packed_bytes`](crate::Memory::packed_bytes).
     pub fn size_bytes(&self) -> usize {
         self.size_bytes

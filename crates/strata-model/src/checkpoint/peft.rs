@@ -54,6 +54,8 @@ pub struct OptimizerState {
     pub v: LoraParams,
     /// Steps taken.
     pub step: u64,
+    /// [`Backend::numerics`] of what took them, if the file says it.
+    pub numerics: Option<String>,
 }
 
 /// Writes an adapter, in f32, into a directory that exists. `base_model` is the name of the model it was trained on.
@@ -184,7 +186,8 @@ pub fn read_optimizer(
     let [m, v] = MOMENTS.map(|prefix| read_params(backend, &mut reader, prefix, modules, config));
     let step = reader.require_count(STEP);
     reader.finish()?;
-    Ok(OptimizerState { m: m?, v: v?, step: step.expect("a reader that finished well has filled every request") })
+    let step = step.expect("a reader that finished well has filled every request");
+    Ok(OptimizerState { m: m?, v: v?, step, numerics: checkpoint.metadata(NUMERICS) })
 }
 
 /// Path of a module in a layer, under which its `lora_A.weight` and `lora_B.weight` are.

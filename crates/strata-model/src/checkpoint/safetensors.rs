@@ -89,6 +89,12 @@ impl Checkpoint {
         &self.path
     }
 
+    /// What the first file's metadata has under this key.
+    pub fn metadata(&self, key: &str) -> Option<String> {
+        let (_, header) = SafeTensors::read_metadata(self.shards.first()?.bytes()).ok()?;
+        header.metadata().as_ref()?.get(key).cloned()
+    }
+
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)

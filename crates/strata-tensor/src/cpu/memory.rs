@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use crate::{Error, Result};
+use crate::{Element, Error, Result};
 
 /// Alignment of every buffer: a page, so that rows of packed matrices start on cache lines and huge pages can back them.
 const ALIGN_BYTES: usize = 4096;
@@ -29,7 +29,7 @@ static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 static PEAK_LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Sets how many bytes of freed buffers the process keeps for the next tensors at most. What is held beyond it goes back to the system.
-pub fn set_pool_limit(bytes: usize) {
+pub(crate) fn set_pool_limit(bytes: usize) {
     let mut pool = pool();
     pool.limit_bytes = bytes;
     let evicted = pool.evict();
@@ -38,17 +38,12 @@ pub fn set_pool_limit(bytes: usize) {
 }
 
 /// Gives all freed buffers back to the system.
-pub fn trim_pool() {
+pub(crate) fn trim_pool() {
     let mut pool = pool();
     let held = std::mem::take(&mut pool.free);
     pool.held_bytes = 0;
     drop(pool);
     held.into_values().flatten().for_each(|waiting| waiting.allocation.release());
-}
-
-/// Bytes of freed buffers that are kept for the next tensors.
-pub fn pool_held_bytes() -> usize {
-    pool().held_bytes
 }
 
 /// Bytes of the buffers of all tensors, packed weights and caches there are. Memory of a buffer that was never touched counts, though the system
@@ -240,6 +235,13 @@ impl Buffer {
             }
         }
         self[range].fill(0);
+    }
+
+    /// The first `len` numbers, to be written.
+    pub(crate) fn numbers_mut<T: Element>(&mut self, len: usize) -> &mut [T] {
+        let bytes = &mut self[..len * size_of::<T>()];
+        // SAFETY: so many bytes, aligned for every element type, any of which is a number.
+        unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), len) }
     }
 
     fn allocation(&self) -> &Allocation {

@@ -18,4 +18,4 @@ mod views;
 
 pub use backend::CpuBackend;
 pub use isa::{Arithmetic, Isa, Numerics};
-pub use memory::{live_bytes, peak_live_bytes, pool_held_bytes, reset_peak_live_bytes, set_pool_limit, trim_pool};
+pub use memory::{live_bytes, peak_live_bytes, reset_peak_live_bytes};

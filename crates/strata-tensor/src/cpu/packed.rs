@@ -70,7 +70,7 @@ fn layer_bytes(in_features: usize, out_features: usize, format: WeightFormat) ->
 
 /// Elements of one packed matrix, padding included.
 pub(crate) fn layer_len(in_features: usize, out_features: usize) -> usize {
-    in_features.next_multiple_of(2) * out_features.next_multiple_of(LANES)
+    in_features.next_multiple_of(2).saturating_mul(out_features.next_multiple_of(LANES))
 }
 
 /// A packed weight `[out_features, in_features]`, borrowed.

@@ -192,6 +192,9 @@ pub fn read_logits(
     if let Some(&id) = requests.iter().flat_map(|r| &r.ids).find(|&&id| id as usize >= w.out_features()) {
         return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: w.out_features() });
     }
+    if requests.iter().flat_map(|r| &r.draw).any(|draw| draw.top_k == Some(0)) {
+        return Err(Error::Unsupported("a draw among the 0 most probable tokens".into()));
+    }
     if let Some(&row) = rows.iter().find(|&&r| r >= x.rows()) {
         return Err(Error::Index { op: OP, what: "rows", index: row, size: x.rows() });
     }

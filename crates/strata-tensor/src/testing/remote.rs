@@ -235,6 +235,14 @@ impl Memory for RemoteBackend {
         self.change(out, |out| self.cpu.gather(source.as_ref(), rows, out))
     }
 
+    fn limit_kept(&self, bytes: usize) {
+        self.cpu.limit_kept(bytes);
+    }
+
+    fn trim(&self) {
+        self.cpu.trim();
+    }
+
     fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()> {
         let zeros = self.cpu.zeros(tensor.shape().dims(), tensor.dtype())?;
         self.send(&zeros, tensor)

@@ -345,4 +345,6 @@ fn the_state_of_an_optimizer_says_in_which_order_its_numbers_were_added() {
     let bytes = std::fs::read(dir.path().join(OPTIMIZER_FILE)).unwrap();
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header.metadata().clone().unwrap().get("numerics"), Some(&BACKEND.numerics()));
+    let state = read_optimizer(&*BACKEND, dir.path(), &modules(), &all_parts()).unwrap();
+    assert_eq!(state.numerics, Some(BACKEND.numerics()));
 }

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::memory::weights;
-use super::{CpuBackend, Target, with_element};
+use super::{CpuBackend, with_element};
 use crate::backend::{LoraGradient, LowProducts};
-use crate::cpu::matmul::{Out, Rows};
+use crate::cpu::matmul::{Out, Rows, Target};
 use crate::cpu::packed::PackedRef;
 use crate::memory::Memory;
 use crate::tape::LoraGroup;

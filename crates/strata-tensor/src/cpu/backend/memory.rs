@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{CpuBackend, with_element};
-use crate::cpu::memory::Buffer;
+use crate::cpu::memory::{Buffer, set_pool_limit, trim_pool};
 use crate::cpu::{kv, matmul, packed};
 use crate::memory::{Memory, sized};
 use crate::storage::Storage;
@@ -57,8 +57,11 @@ fn check_len(op: &'static str, source: usize, target: TensorRef<'_>) -> Result<(
     Ok(())
 }
 
-fn rounded<T: Element>(values: &[f32]) -> Vec<T> {
-    values.iter().map(|&v| T::from_f32(v)).collect()
+/// The values in another dtype, in a buffer that begins with them.
+fn rounded<T: Element>(values: &[f32]) -> Result<Buffer> {
+    let mut buffer = Buffer::recycled(size_of::<T>() * values.len())?;
+    buffer.numbers_mut::<T>(values.len()).iter_mut().zip(values).for_each(|(to, &v)| *to = T::from_f32(v));
+    Ok(buffer)
 }
 
 impl CpuBackend {
@@ -120,6 +123,14 @@ impl Memory for CpuBackend {
         Ok(())
     }
 
+    fn limit_kept(&self, bytes: usize) {
+        set_pool_limit(bytes);
+    }
+
+    fn trim(&self) {
+        trim_pool();
+    }
+
     fn fill_zero(&self, tensor: TensorMut<'_>) -> Result<()> {
         tensor.into_bytes()?.fill(0);
         Ok(())
@@ -145,7 +156,7 @@ impl Memory for CpuBackend {
         }
         with_element!(w.dtype, T => match dtype == w.dtype {
             true => matmul::pack_rows(&self.pool, self.isa, rows.slice::<T>(), first_output, &mut w)?,
-            false => matmul::pack_rows(&self.pool, self.isa, &rounded::<T>(rows.slice()), first_output, &mut w)?,
+            false => matmul::pack_rows(&self.pool, self.isa, rounded::<T>(rows.slice())?.numbers_mut::<T>(rows.shape().len()), first_output, &mut w)?,
         });
         Ok(())
     }
@@ -155,7 +166,7 @@ impl Memory for CpuBackend {
         let mut w = layer_mut("pack_rows", stack, layer, (rows.dtype(), rows.shape().dims()), expected)?;
         with_element!(w.dtype, T => match rows.dtype() == w.dtype {
             true => matmul::pack_rows(&self.pool, self.isa, rows.slice::<T>()?, 0, &mut w)?,
-            false => matmul::pack_rows(&self.pool, self.isa, &rounded::<T>(rows.slice()?), 0, &mut w)?,
+            false => matmul::pack_rows(&self.pool, self.isa, rounded::<T>(rows.slice()?)?.numbers_mut::<T>(rows.shape().len()), 0, &mut w)?,
         });
         Ok(())
     }
@@ -168,7 +179,7 @@ impl Memory for CpuBackend {
         }
         with_element!(w.dtype, T => match columns.dtype() == w.dtype {
             true => matmul::pack_columns(&self.pool, self.isa, columns.slice::<T>()?, &mut w),
-            false => matmul::pack_columns(&self.pool, self.isa, &rounded::<T>(columns.slice()?), &mut w),
+            false => matmul::pack_columns(&self.pool, self.isa, rounded::<T>(columns.slice()?)?.numbers_mut::<T>(columns.shape().len()), &mut w),
         });
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
-use super::matmul::{self, Matmul, TileKernel};
+use super::matmul::{self, Matmul, Target, TileKernel};
 use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
@@ -44,24 +44,6 @@ macro_rules! with_element {
 
 pub(crate) use with_element;
 
-/// Where in an output matrix a product goes, and whether it adds to what is there.
-#[derive(Clone)]
-pub(crate) struct Target {
-    /// First row.
-    pub(crate) first_row: usize,
-    /// First column.
-    pub(crate) first_column: usize,
-    /// Whether to add instead of overwrite.
-    pub(crate) accumulate: bool,
-}
-
-impl Target {
-    /// The whole output, overwritten.
-    pub(crate) fn overwrite() -> Self {
-        Target { first_row: 0, first_column: 0, accumulate: false }
-    }
-}
-
 /// The processor: an instruction set and a pool of threads.
 pub struct CpuBackend {
     isa: Isa,
@@ -88,8 +70,12 @@ impl CpuBackend {
     }
 
     /// This instruction set, or arithmetic, on this many threads.
+    ///
+    /// # Panics
+    /// If this machine does not have the instructions.
     pub fn with_isa(arithmetic: impl Into<Arithmetic>, num_threads: usize) -> Self {
         let arithmetic = arithmetic.into();
+        assert!(arithmetic.isa.is_available(), "this machine has no {}", arithmetic.isa);
         CpuBackend { isa: arithmetic.isa, arithmetic, pool: Pool::new(num_threads) }
     }
 
@@ -135,13 +121,15 @@ impl Backend for CpuBackend {
 
     fn numerics(&self) -> String {
         match TileKernel::new(self.arithmetic, DType::BF16) {
+            // It rounds products before it adds them, in all else.
+            TileKernel::Granules(_) if self.isa == Isa::Portable => format!("{} {}", Numerics::Portable.name(), self.isa),
             TileKernel::Granules(_) => Numerics::Portable.name().to_string(),
             TileKernel::Chains(_) => format!("{} {}", Numerics::Fast.name(), self.isa),
         }
     }
 
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize {
-        matmul::scratch_bytes(&TileKernel::new(self.arithmetic, dtype), rows, width, dtype)
+        matmul::scratch_bytes(&TileKernel::new(self.arithmetic, dtype), rows, width, dtype, self.pool.num_threads())
     }
 
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {

@@ -32,7 +32,7 @@ pub(crate) const ROWS_MAX: usize = 2 * TILE_ROWS;
 /// Operands of a product over whole granules. All strides are bytes, but for that of the result.
 #[derive(Clone, Copy)]
 pub(crate) struct GranuleTile {
-    /// Granules of the reduction.
+    /// Granules of the reduction, at least one.
     pub granules: usize,
     /// First row of the left side.
     pub a: *const u8,

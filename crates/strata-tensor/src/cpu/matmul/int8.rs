@@ -41,7 +41,7 @@ pub(super) const fn blocks_bytes(width: usize) -> usize {
 
 /// Bytes of one quantised matrix, padding included.
 pub(crate) fn matrix_bytes(in_features: usize, out_features: usize) -> usize {
-    in_features.div_ceil(BLOCK_INPUTS).saturating_mul(blocks_bytes(out_features.next_multiple_of(LANES)))
+    in_features.div_ceil(BLOCK_INPUTS).saturating_mul(blocks_bytes(1)).saturating_mul(out_features.next_multiple_of(LANES))
 }
 
 /// Bytes of a panel of `width` outputs, a multiple of [`LANES`].
@@ -65,17 +65,11 @@ pub(super) const LARGEST: f32 = 1e30;
 ///
 /// # Errors
 /// With a weight that is not finite or beyond [`LARGEST`].
-pub(crate) fn quantize<T: Element>(
-    isa: Isa,
-    weights: &[T],
-    panel: &mut [u8],
-    width: usize,
-    output: usize,
-) -> Result<(), f32> {
+pub(crate) fn quantize<T: Element>(isa: Isa, weights: &[T], panel: &mut [u8], width: usize, output: usize) -> Result<(), f32> {
     for (weights, blocks) in weights.chunks(BLOCK_INPUTS).zip(panel.chunks_exact_mut(blocks_bytes(width))) {
         let mut block = [0.0; BLOCK_INPUTS];
         block.iter_mut().zip(weights).for_each(|(to, w)| *to = w.to_f32());
-        if let Some(&w) = block.iter().find(|w| !(w.abs() <= LARGEST)) {
+        if let Some(&w) = block.iter().find(|w| w.is_nan() || w.abs() > LARGEST) {
             return Err(w);
         }
         let scale = scale_for(block.iter().fold(0.0f32, |largest, w| largest.max(w.abs())));
@@ -130,7 +124,15 @@ pub(crate) fn unpack<T: Element>(isa: Isa, panel: &[u8], width: usize, steps: Ra
             for vector in 0..lines.len() / VECTOR_BYTES {
                 let first = (2 * pair + vector) * LANES;
                 let scales: [f32; LANES] = std::array::from_fn(|l| scale_at(scales, first + l));
-                unpack_vector(isa, T::from_f32(0.0), &scales, &lines[vector * LINE_BYTES..], lines.len() / VECTOR_BYTES, width, &mut words[first..]);
+                unpack_vector(
+                    isa,
+                    T::from_f32(0.0),
+                    &scales,
+                    &lines[vector * LINE_BYTES..],
+                    lines.len() / VECTOR_BYTES,
+                    width,
+                    &mut words[first..],
+                );
             }
         }
     }
@@ -165,12 +167,12 @@ fn unpack_vector_body<T: Element>(
     let per_step = 4 / size_of::<T>();
     // Of the first and of the last eight outputs, each twice, for two inputs.
     let scales: [[f32; LANES]; 2] = std::array::from_fn(|half| std::array::from_fn(|l| scales[8 * half + l / 2]));
-    for (line, steps) in lines.as_chunks::<LINE_BYTES>().0.iter().step_by(every).zip(words.chunks_mut(LINE_INPUTS / per_step * width)) {
+    for (line, steps) in
+        lines.as_chunks::<LINE_BYTES>().0.iter().step_by(every).zip(words.chunks_mut(LINE_INPUTS / per_step * width))
+    {
         let (words_of_bytes, _) = line.as_chunks::<4>();
         let weights: [[f32; LANES]; 4] = std::array::from_fn(|byte| {
-            std::array::from_fn(|l| {
-                T::from_f32((words_of_bytes[l][byte] as f32 - OFFSET) * scales[byte % 2][l]).to_f32()
-            })
+            std::array::from_fn(|l| T::from_f32((words_of_bytes[l][byte] as f32 - OFFSET) * scales[byte % 2][l]).to_f32())
         });
         // The weight of output `l` and input `i` of the line.
         let weight = |l: usize, i: usize| weights[2 * (i / 2) + l / 8][2 * (l % 8) + i % 2].to_bits();

@@ -39,7 +39,8 @@ impl Scales {
         let narrow = unsafe { _mm256_loadu_si256(scales.cast()) };
         let wide = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)));
         let first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-        let (low, high) = (_mm512_permutexvar_ps(first, wide), _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(8)), wide));
+        let (low, high) =
+            (_mm512_permutexvar_ps(first, wide), _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(8)), wide));
         let shift = |scale, unit: f32| _mm512_mul_ps(scale, _mm512_set1_ps(-(unit + OFFSET)));
         Scales { scale: [low, high], shift: [shift(low, UNITS[0]), shift(high, UNITS[1])] }
     }
@@ -148,6 +149,7 @@ unsafe fn panel<const ROWS: usize>(t: &BytesTile) {
 }
 
 /// One block of one or two vectors of outputs.
+#[allow(clippy::needless_range_loop)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 unsafe fn vectors_of_block<const ROWS: usize, const VECTORS: usize>(scales: *const u8, lines: *const u8, t: &BytesTile) {
@@ -157,7 +159,7 @@ unsafe fn vectors_of_block<const ROWS: usize, const VECTORS: usize>(scales: *con
             columns => (1 << columns) - 1,
         }
     };
-    // Plain loops: a closure or an iterator would have to be compiled for these instructions too.
+    // Plain loops unroll into registers.
     // SAFETY: the caller vouches for all operands; a masked lane is not touched, and a prefetch of any address is harmless.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];

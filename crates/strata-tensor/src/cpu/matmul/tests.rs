@@ -4,7 +4,7 @@ use half::bf16;
 
 use super::*;
 use crate::cpu::packed::PackedStack;
-use crate::{WeightFormat, random};
+use crate::{Element, WeightFormat, random};
 
 fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
     (0..n).map(|i| T::from_f32(random::normal([seed, 0], i as u64))).collect()

@@ -44,7 +44,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let config = common.config()?;
     let backend = common.backend()?;
     let mut peer = common.start_peer(&peer::MATMUL_MODULES, &[])?;
-    let limits = Limits::measure(common.threads()?);
+    let limits = Limits::measure(common.threads()?)?;
     forget_peak_memory();
     let mut measured = Vec::new();
     for product in products(&config, args.tokens) {
@@ -61,7 +61,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     }
 
     let peak = PeakMemory { of: "strata", bytes: peak_memory_bytes()? };
-    let limits = limits.max(&Limits::measure(common.threads()?));
+    let limits = limits.max(&Limits::measure(common.threads()?)?);
     let limit = limits.fastest(common.dtype.into()).gflop_per_s;
     let mut report = Report::new("matmul", common, limits)?;
     report.kernels = Some(backend.description());

@@ -139,7 +139,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         What::Table(args) => table::run(&args),
         What::Matmul(args) => matmul::run(&args),
         What::Limits(common) => {
-            let limits = Limits::measure(common.threads()?);
+            let limits = Limits::measure(common.threads()?)?;
             text::print(&Report::new("limits", &common, limits)?, common.json)
         }
     }

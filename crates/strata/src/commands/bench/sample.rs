@@ -70,7 +70,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     check_room(&engine, cells, rounds.new)?;
     let sampler = Sampler::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
-    let limits = Limits::measure(common.threads()?);
+    let limits = Limits::measure(common.threads()?)?;
     forget_peak_memory();
     let times =
         cells.iter().map(|&cell| Times::measure(&sampler, peer.as_mut(), cell, rounds)).collect::<anyhow::Result<Vec<_>>>()?;
@@ -78,7 +78,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let mut peaks = vec![PeakMemory { of: "strata", bytes: peak_memory_bytes()? }];
     let peers_peak = times.iter().flat_map(|t| &t.peers).map(|sampled| sampled.peak_memory_bytes).max();
     peaks.extend(peers_peak.map(|bytes| PeakMemory { of: "peer", bytes }));
-    let limits = limits.max(&Limits::measure(common.threads()?));
+    let limits = limits.max(&Limits::measure(common.threads()?)?);
     let limit = Limit { gflop_per_s: limits.fastest(common.dtype.into()).gflop_per_s, gb_per_s: limits.read_gb_per_s };
     let mut report = Report::new("sample", common, limits)?;
     report.kernels = Some(engine.info().backend.clone());
@@ -223,6 +223,10 @@ impl Times {
             }
         }
         times.step = (least(&longs) - least(&shorts)) / (new - 1) as f64;
+        ensure!(
+            times.step > 0.0,
+            "{new} new tokens took no longer than one: too few to time their steps beside whatever else runs here"
+        );
         Ok(times)
     }
 

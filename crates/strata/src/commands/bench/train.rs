@@ -54,7 +54,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     }
     let mut trainer = Trainer { engine: &engine, tenants: ranks.len(), seq_id: 0 };
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
-    let limits = Limits::measure(common.threads()?);
+    let limits = Limits::measure(common.threads()?)?;
     forget_peak_memory();
 
     // The peer's peak only grows: what needs less memory goes first.
@@ -73,7 +73,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
         peaks.extend(peak_of(&unchecked, "peer, not checkpointed"));
     }
 
-    let limits = limits.max(&Limits::measure(common.threads()?));
+    let limits = limits.max(&Limits::measure(common.threads()?)?);
     let gflop_per_s = limits.fastest(common.dtype.into()).gflop_per_s;
     let mut report = Report::new("train", common, limits)?;
     report.kernels = Some(engine.info().backend.clone());

@@ -1,14 +1,16 @@
 //! The most floating-point operations a second, for each instruction set.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Arithmetic, Inputs, portable, threads};
 
 /// Length of a window, and how many there are: enough for the clock to rise.
 const WINDOW: Duration = Duration::from_millis(50);
 const WINDOWS: usize = 8;
-/// Operations between two looks at the clock: some tens of microseconds.
+/// Operations of the first calls.
 const FLOPS_PER_CALL: u64 = 8 << 20;
+/// The least time between two looks at the clock: what begins and ends a loop, and the clock, must not count.
+const CALL: Duration = Duration::from_micros(200);
 
 /// A loop that does nothing but multiply and add in registers.
 pub(super) struct Loop {
@@ -31,7 +33,16 @@ pub(super) fn measure(num_threads: usize) -> Vec<Arithmetic> {
 
 /// The fastest window. What counts is the time that the processor gave the loops: a busy machine multiplies no slower, it only has less time.
 fn best(l: &Loop, num_threads: usize) -> f64 {
-    let rounds = FLOPS_PER_CALL / l.flops_per_round;
+    let mut rounds = FLOPS_PER_CALL / l.flops_per_round;
+    // A matrix unit does in one round what vectors do in a thousand.
+    loop {
+        let start = Instant::now();
+        (l.run)(rounds);
+        if start.elapsed() >= CALL {
+            break;
+        }
+        rounds *= 2;
+    }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // Threads beyond the cores take turns.
     let at_once = (cores as f64 / num_threads as f64).min(1.0);

@@ -24,9 +24,12 @@ pub(super) struct Block(pub(super) [u64; BLOCK_BYTES / 8]);
 pub(super) type Reader = fn(&Block);
 
 /// Measures every way to read, and answers with the best.
-pub(super) fn read_gb_per_s(num_threads: usize) -> f64 {
+///
+/// # Errors
+/// If there is no memory to read.
+pub(super) fn read_gb_per_s(num_threads: usize) -> anyhow::Result<f64> {
     let bytes = BUFFER_BYTES.min(machine::memory_bytes() / BUFFER_SHARE);
-    let buffer = Buffer::touched((bytes as usize / BLOCK_BYTES).max(num_threads));
+    let buffer = Buffer::touched((bytes as usize / BLOCK_BYTES).max(num_threads))?;
     let blocks = buffer.blocks();
     let window = |(read, window): (Reader, usize)| {
         std::thread::sleep(PAUSE);
@@ -44,7 +47,7 @@ pub(super) fn read_gb_per_s(num_threads: usize) -> f64 {
         });
         done.iter().map(|d| d.work / d.elapsed.as_secs_f64()).sum::<f64>()
     };
-    readers().into_iter().flat_map(|read| (0..WINDOWS).map(move |i| (read, i))).map(window).fold(0.0, f64::max)
+    Ok(readers().into_iter().flat_map(|read| (0..WINDOWS).map(move |i| (read, i))).map(window).fold(0.0, f64::max))
 }
 
 fn readers() -> Vec<Reader> {
@@ -71,13 +74,13 @@ struct Buffer {
 
 impl Buffer {
     /// Maps blocks and writes to all of them: what was never written to is one page of zeros, which lies in the cache.
-    fn touched(num_blocks: usize) -> Self {
+    fn touched(num_blocks: usize) -> anyhow::Result<Self> {
         // One block more, so that they can begin where a huge page does.
         let mapped_bytes = (num_blocks + 1) * BLOCK_BYTES;
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping, of which nobody else knows.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, access, kind, -1, 0) };
-        assert!(mapping != libc::MAP_FAILED, "no memory to measure its bandwidth with");
+        anyhow::ensure!(mapping != libc::MAP_FAILED, "no {mapped_bytes} bytes of memory to measure its bandwidth with");
         let mut buffer = Buffer { mapping, mapped_bytes, num_blocks };
         #[cfg(target_os = "linux")]
         // SAFETY: advice about the mapping above. A system that does not take it leaves ordinary pages.
@@ -87,7 +90,7 @@ impl Buffer {
         for block in buffer.blocks_mut() {
             block.0.fill(1);
         }
-        buffer
+        Ok(buffer)
     }
 
     /// Where the first huge page begins.
@@ -123,7 +126,7 @@ mod tests {
 
     #[test]
     fn blocks_begin_on_huge_pages_and_every_reader_reads_them() {
-        let buffer = Buffer::touched(2);
+        let buffer = Buffer::touched(2).unwrap();
         assert_eq!(buffer.start().addr() % BLOCK_BYTES, 0);
         for read in readers() {
             buffer.blocks().iter().for_each(read);

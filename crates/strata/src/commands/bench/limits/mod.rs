@@ -47,8 +47,11 @@ pub(super) struct Limits {
 
 impl Limits {
     /// Measures on this many threads.
-    pub(super) fn measure(threads: usize) -> Limits {
-        Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads) }
+    ///
+    /// # Errors
+    /// If there is no memory to measure.
+    pub(super) fn measure(threads: usize) -> anyhow::Result<Limits> {
+        Ok(Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads)? })
     }
 
     /// The better of two measurements of one machine, limit by limit.
@@ -100,7 +103,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_limits() {
-        let limits = Limits::measure(2);
+        let limits = Limits::measure(2).unwrap();
         assert!(limits.arithmetic().iter().all(|a| a.gflop_per_s > 0.0 && a.gflop_per_s.is_finite()));
         assert!(limits.fastest(Inputs::F32).inputs == Inputs::F32);
         assert!(limits.read_gb_per_s > 0.0 && limits.read_gb_per_s.is_finite());

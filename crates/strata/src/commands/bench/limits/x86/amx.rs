@@ -114,6 +114,7 @@ unsafe fn run(rounds: u64) {
             operand = in(reg) &raw const operand,
             stride = in(reg) ROW_BYTES,
             rounds = inout(reg) rounds => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack, readonly),
         );
     }

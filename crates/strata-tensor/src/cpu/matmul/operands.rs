@@ -1,0 +1,135 @@
+//! What a product reads and writes: rows of a left side, blocks of a right side, and places in a result.
+
+use std::ops::Range;
+
+use crate::cpu::memory::Buffer;
+use crate::cpu::packed::PANEL;
+use crate::cpu::threads::SharedMut;
+use crate::{DType, Element, Result};
+
+/// A block of a row-major matrix of `dtype`, to be read.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) rows: usize,
+    pub(super) width: usize,
+    /// Bytes from one row to the next.
+    pub(super) stride: usize,
+    pub(super) dtype: DType,
+}
+
+impl<'a> Rows<'a> {
+    /// Rows `rows` and columns `columns` of a matrix with `matrix_columns` columns.
+    pub(crate) fn new<T: Element>(matrix: &'a [T], matrix_columns: usize, rows: Range<usize>, columns: Range<usize>) -> Self {
+        let size = size_of::<T>();
+        // SAFETY: plain numbers are readable as bytes.
+        let bytes = unsafe { std::slice::from_raw_parts(matrix.as_ptr().cast::<u8>(), std::mem::size_of_val(matrix)) };
+        assert!(columns.end <= matrix_columns && rows.end * matrix_columns <= matrix.len());
+        let start = (rows.start * matrix_columns + columns.start) * size;
+        let bytes = if rows.is_empty() { &[] } else { &bytes[start..((rows.end - 1) * matrix_columns + columns.end) * size] };
+        Rows { bytes, rows: rows.len(), width: columns.len(), stride: matrix_columns * size, dtype: T::DTYPE }
+    }
+
+    pub(super) fn row<T: Element>(&self, row: usize) -> &'a [T] {
+        assert_eq!(self.dtype, T::DTYPE);
+        let bytes = &self.bytes[row * self.stride..][..self.width * size_of::<T>()];
+        // SAFETY: made of whole, aligned elements of `T` in `new`.
+        unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), self.width) }
+    }
+
+    /// The rows, each followed by a zero where the width is not a whole number of steps.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub(super) fn whole_steps(self, padded: &'a mut Option<Buffer>) -> Result<Rows<'a>> {
+        let size = self.width * self.dtype.size_bytes();
+        if size.is_multiple_of(4) {
+            return Ok(self);
+        }
+        let stride = size.next_multiple_of(4);
+        let padded = padded.insert(Buffer::recycled(self.rows * stride)?);
+        for (row, padded) in padded.chunks_exact_mut(stride).enumerate().take(self.rows) {
+            padded[..size].copy_from_slice(&self.bytes[row * self.stride..][..size]);
+            padded[size..].fill(0);
+        }
+        Ok(Rows { bytes: padded, width: self.width + 1, stride, ..self })
+    }
+}
+
+/// Where in an output matrix a product goes, and whether it adds to what is there.
+#[derive(Clone)]
+pub(crate) struct Target {
+    /// First row.
+    pub(crate) first_row: usize,
+    /// First column.
+    pub(crate) first_column: usize,
+    /// Whether to add instead of overwrite.
+    pub(crate) accumulate: bool,
+}
+
+impl Target {
+    /// The whole output, overwritten.
+    pub(crate) fn overwrite() -> Self {
+        Target { first_row: 0, first_column: 0, accumulate: false }
+    }
+}
+
+/// A block of a row-major f32 matrix, to be written.
+pub(crate) struct Out {
+    values: SharedMut<f32>,
+    start: usize,
+    /// Elements from one row to the next.
+    pub(super) stride: usize,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) accumulate: bool,
+}
+
+impl Out {
+    /// `rows` by `columns` from `(first_row, first_column)` on of a matrix with `matrix_columns` columns.
+    pub(crate) fn new(matrix: &mut [f32], matrix_columns: usize, target: &Target, rows: usize, columns: usize) -> Self {
+        assert!(target.first_column + columns <= matrix_columns && (target.first_row + rows) * matrix_columns <= matrix.len());
+        let start = target.first_row * matrix_columns + target.first_column;
+        Out { values: SharedMut::new(matrix), start, stride: matrix_columns, rows, columns, accumulate: target.accumulate }
+    }
+
+    /// Some of its columns.
+    pub(super) fn columns(&self, columns: Range<usize>) -> Out {
+        assert!(columns.end <= self.columns);
+        Out { start: self.start + columns.start, columns: columns.len(), ..*self }
+    }
+
+    /// Element `(row, column)`.
+    pub(super) fn at(&self, row: usize, column: usize) -> *mut f32 {
+        debug_assert!(row < self.rows && column < self.columns);
+        self.values.as_ptr().wrapping_add(self.start + row * self.stride + column)
+    }
+}
+
+/// Steps of a reduction over `len` elements.
+pub(super) fn steps(len: usize, dtype: DType) -> usize {
+    (len * dtype.size_bytes()).div_ceil(4)
+}
+
+/// Columns `64 * panel ..` of a matrix of `columns`.
+pub(super) fn panel_columns(panel: usize, columns: usize) -> usize {
+    (columns - panel * PANEL).min(PANEL)
+}
+
+/// A block of the right side of a product: where its steps lie, a panel of columns each, and bytes from one to the next.
+pub(super) struct RightBlock {
+    pub(super) first: *const u8,
+    pub(super) stride: usize,
+}
+
+impl RightBlock {
+    /// A block that was written to scratch, `width` words a step.
+    pub(super) fn written(scratch: &[u32], width: usize) -> Self {
+        RightBlock { first: scratch.as_ptr().cast(), stride: width * 4 }
+    }
+}
+
+/// Gives the block of a panel of the right side for some steps of the reduction. What does not lie in memory as it should is written to
+/// the scratch, which holds a block.
+pub(super) trait Right: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync {}
+impl<F: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync> Right for F {}

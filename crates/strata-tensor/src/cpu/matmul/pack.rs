@@ -1,0 +1,172 @@
+//! Weights into the layout that products stream, and out of it again.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use super::int8;
+use super::operands::{panel_columns, steps};
+use crate::cpu::isa::{Fma, Isa, multiversion};
+use crate::cpu::packed::{LANES, PANEL, PackedMut, PackedRef};
+use crate::cpu::threads::{Pool, SharedMut};
+use crate::{DType, Element, Error, Result, WeightStorage};
+
+/// One step of the reduction: an f32, or a pair of bf16 whose second may be missing.
+#[inline(always)]
+fn step_word<T: Element>(first: T, second: Option<T>) -> u32 {
+    match T::DTYPE {
+        DType::F32 => first.to_f32().to_bits(),
+        // Widening and cutting again is exact.
+        DType::BF16 => first.to_f32().to_bits() >> 16 | second.map_or(0, |s| s.to_f32().to_bits()),
+    }
+}
+
+multiversion! {
+    /// Interleaves one or two rows into a row of steps; with f32 the second is ignored.
+    pub(crate) fn pack_step<T: Element>(first: &[T], second: Option<&[T]>, out: &mut [u32]) = pack_step_body;
+}
+
+#[inline(always)]
+fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>, out: &mut [u32]) {
+    let Some(second) = second else {
+        return out.iter_mut().zip(first).for_each(|(o, &a)| *o = step_word(a, None));
+    };
+    // Whole vectors, so that all loads of a row are under way at once: rows lie far apart, and waiting for them is what takes the time.
+    let (vectors, rest) = out.as_chunks_mut::<LANES>();
+    let (first_vectors, first_rest) = first.as_chunks::<LANES>();
+    let (second_vectors, second_rest) = second.as_chunks::<LANES>();
+    for (out, (first, second)) in vectors.iter_mut().zip(first_vectors.iter().zip(second_vectors)) {
+        for l in 0..LANES {
+            out[l] = step_word(first[l], Some(second[l]));
+        }
+    }
+    rest.iter_mut().zip(first_rest.iter().zip(second_rest)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b)));
+}
+
+/// Unpacks steps of a panel of weights that are stored in bytes.
+pub(super) fn unpack_int8(isa: Isa, w: &PackedRef<'_>, panel: usize, width: usize, steps: Range<usize>, words: &mut [u32]) {
+    let panel = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..];
+    match w.dtype {
+        DType::F32 => int8::unpack::<f32>(isa, panel, width, steps, words),
+        DType::BF16 => int8::unpack::<half::bf16>(isa, panel, width, steps, words),
+    }
+}
+
+/// Writes `rows: [n, in_features]` as outputs `first_output..` of packed weights.
+///
+/// # Errors
+/// If a weight cannot be stored as these are.
+pub(crate) fn pack_rows<T: Element>(
+    pool: &Pool,
+    isa: Isa,
+    rows: &[T],
+    first_output: usize,
+    w: &mut PackedMut<'_>,
+) -> Result<()> {
+    if w.storage == WeightStorage::Int8 {
+        return quantize_rows(pool, isa, rows, first_output, w);
+    }
+    let k = w.in_features;
+    let num_steps = steps(k, w.dtype);
+    let (n, out_features) = (rows.len() / k, w.out_features);
+    let per_step = 4 / w.dtype.size_bytes();
+    // SAFETY: buffers are aligned to pages and panels to whole steps; every 4 bytes are a word.
+    let words =
+        SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
+    pool.run(panels.len(), &|task| {
+        let panel = panels.start + task;
+        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
+        let start = panel * PANEL * num_steps;
+        // SAFETY: each task has a panel to itself.
+        let panel_words = unsafe { words.part(start..start + num_steps * width) };
+        let outputs = (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n);
+        // Sixteen outputs at a time fill whole cache lines of the panel.
+        for group in outputs.clone().step_by(LANES) {
+            let group = group..(group + LANES).min(outputs.end);
+            for s in 0..num_steps {
+                let line = &mut panel_words[s * width..(s + 1) * width];
+                for output in group.clone() {
+                    let row = &rows[(output - first_output) * k..][..k];
+                    line[output - panel * PANEL] = step_word(row[s * per_step], row.get(s * per_step + 1).copied());
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+/// As [`pack_rows`], for weights that are stored in bytes.
+fn quantize_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: usize, w: &mut PackedMut<'_>) -> Result<()> {
+    let (k, n, out_features) = (w.in_features, rows.len() / w.in_features, w.out_features);
+    let panel_bytes = |width: usize| int8::panel_bytes(k, width);
+    let bytes = SharedMut::new(w.bytes);
+    let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
+    let refused = OnceLock::new();
+    pool.run(panels.len(), &|task| {
+        let panel = panels.start + task;
+        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
+        let start = panel * panel_bytes(PANEL);
+        // SAFETY: each task has a panel to itself.
+        let panel_bytes = unsafe { bytes.part(start..start + panel_bytes(width)) };
+        for output in (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n) {
+            let row = &rows[(output - first_output) * k..][..k];
+            if let Err(weight) = int8::quantize(isa, row, panel_bytes, width, output % PANEL) {
+                refused.get_or_init(|| (output, weight));
+            }
+        }
+    });
+    match refused.get() {
+        None => Ok(()),
+        Some((output, weight)) => Err(Error::Unsupported(format!(
+            "output {output} has a weight of {weight:e}, and bytes with a scale hold finite numbers up to {:e}",
+            int8::LARGEST
+        ))),
+    }
+}
+
+/// Writes `columns: [in_features, out_features]` as packed weights.
+pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut PackedMut<'_>) {
+    let (k, n) = (w.in_features, w.out_features);
+    let num_steps = steps(k, w.dtype);
+    let per_step = 4 / w.dtype.size_bytes();
+    // SAFETY: as in `pack_rows`.
+    let words =
+        SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    pool.run(n.div_ceil(PANEL), &|panel| {
+        let columns_here = panel_columns(panel, n);
+        let width = columns_here.next_multiple_of(LANES);
+        let start = panel * PANEL * num_steps;
+        // SAFETY: each task has a panel to itself.
+        let panel_words = unsafe { words.part(start..start + num_steps * width) };
+        for (s, line) in panel_words.chunks_exact_mut(width).enumerate() {
+            let row = |i: usize| &columns[i * n + panel * PANEL..][..columns_here];
+            let first = s * per_step;
+            pack_step(isa, row(first), (per_step == 2 && first + 1 < k).then(|| row(first + 1)), &mut line[..columns_here]);
+        }
+    });
+}
+
+/// Reads row `output` (one token's embedding, where embedding and unembedding are one matrix) back out of packed weights.
+pub(crate) fn unpack_row<T: Element>(w: PackedRef<'_>, output: usize, out: &mut [f32]) {
+    let num_steps = steps(w.in_features, w.dtype);
+    let panel = output / PANEL;
+    let width = panel_columns(panel, w.out_features).next_multiple_of(LANES);
+    if w.storage == WeightStorage::Int8 {
+        let panel = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..];
+        return out.iter_mut().enumerate().for_each(|(i, out)| *out = int8::weight::<T>(panel, width, output % PANEL, i));
+    }
+    let start = (panel * PANEL * num_steps + output % PANEL) * 4;
+    for (s, values) in out.chunks_mut(4 / T::DTYPE.size_bytes()).enumerate() {
+        let at = start + s * width * 4;
+        let word = u32::from_le_bytes(w.bytes[at..at + 4].try_into().expect("a word is four bytes"));
+        match T::DTYPE {
+            DType::F32 => values[0] = f32::from_bits(word),
+            DType::BF16 => {
+                values[0] = f32::from_bits(word << 16);
+                if let Some(second) = values.get_mut(1) {
+                    *second = f32::from_bits(word & 0xffff_0000);
+                }
+            }
+        }
+    }
+}
