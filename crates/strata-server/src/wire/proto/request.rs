@@ -1,0 +1,391 @@
+//! Decodes the body of `forward_backward`, within the limits and the memory there is for it, and translates it to the engine's operation.
+
+use std::collections::BTreeMap;
+
+use axum::body::Bytes;
+use prost::Message;
+use strata_engine::api;
+
+use crate::limits;
+use crate::names::{cut, shown};
+use crate::wire::budget::{Budget, map_bytes};
+use crate::wire::json::at_most;
+use crate::wire::proto::{
+    Chunk, ChunkKind, DType, Datum, Encoding, ForwardBackwardHead, ForwardBackwardRequest, LossConfigKind, LossConfigValue,
+    Tensor,
+};
+use crate::wire::tensor::{self, CsrIndices};
+
+/// Decodes the head of the body of `forward_backward`.
+///
+/// # Errors
+/// If it is not such a message.
+pub fn decode_head(body: &Bytes) -> Result<ForwardBackwardHead, String> {
+    let head = ForwardBackwardHead::decode(body.clone()).map_err(|error| not_a_request(&error))?;
+    if head.model_id.len() > limits::ID_BYTES_MAX {
+        let len = head.model_id.len();
+        return Err(format!("a model_id of {len} bytes is above the limit of {}", limits::ID_BYTES_MAX));
+    }
+    Ok(head)
+}
+
+/// Decodes the body of `forward_backward`. Its tensors stay where they are, in `body`.
+///
+/// # Errors
+/// If it is not such a message, or would take more memory than there is for it.
+pub fn decode_forward_backward(body: Bytes, budget: &Budget) -> Result<ForwardBackwardRequest, String> {
+    budget.take(decoded_bytes(&body)?)?;
+    ForwardBackwardRequest::decode(body).map_err(|error| not_a_request(&error))
+}
+
+fn not_a_request(error: &prost::DecodeError) -> String {
+    let error = error.to_string();
+    format!("request body is not a ForwardBackwardRequest: {}", cut(&error, limits::ERROR_CHARS_MAX))
+}
+
+/// What a body takes when it is decoded, counted before it is: an empty message takes two bytes on the wire and up to a thousand times that
+/// in memory. Lists count twice, because they grow by doubling.
+fn decoded_bytes(body: &[u8]) -> Result<usize, String> {
+    let (mut datums, mut messages, mut bytes) = (0usize, 0usize, 0usize);
+    let mut settings = [0usize; 2];
+    let mut inputs_max = 0;
+    for_each_field(body, |tag, field| match (tag, field) {
+        (1 | 4, Some(text)) => bytes += text.len(),
+        (3, Some(datum)) => {
+            datums += 1;
+            bytes += 2 * size_of::<Datum>();
+            let mut inputs = 0;
+            for_each_field(datum, |tag, field| match (tag, field) {
+                (1, Some(_)) => {
+                    messages += 1;
+                    bytes += 2 * size_of::<Chunk>();
+                }
+                (2, Some(input)) => {
+                    messages += 1;
+                    inputs += 1;
+                    bytes += input_bytes(input);
+                }
+                _ => {}
+            });
+            inputs_max = inputs_max.max(inputs);
+            bytes += map_bytes::<String, Tensor>(inputs);
+        }
+        (5 | 7, Some(setting)) => {
+            messages += 1;
+            settings[usize::from(tag == 7)] += 1;
+            bytes += setting.len();
+        }
+        _ => {}
+    });
+    bytes += map_bytes::<String, f64>(settings[0]) + map_bytes::<String, LossConfigValue>(settings[1]);
+    for (what, count, max) in [
+        ("examples in one request", datums, limits::DATUMS_MAX),
+        ("nested messages in one request", messages, limits::PROTO_MESSAGES_MAX),
+        ("loss_fn_inputs of one example", inputs_max, limits::LOSS_INPUTS_MAX),
+        ("settings of the loss", settings[0].max(settings[1]), limits::LOSS_SETTINGS_MAX),
+    ] {
+        if count > max {
+            return Err(format!("{count} {what} are above the limit of {max}"));
+        }
+    }
+    Ok(bytes)
+}
+
+/// What an entry of `loss_fn_inputs` takes beside its place in the map: its name, and the extents of its shape.
+fn input_bytes(entry: &[u8]) -> usize {
+    const VALUE: u32 = 2;
+    const SHAPE: u32 = 4;
+    let mut bytes = 0;
+    for_each_field(entry, |tag, field| match field {
+        Some(tensor) if tag == VALUE => for_each_field(tensor, |tag, field| {
+            if tag == SHAPE {
+                // Packed, an extent takes a byte or more.
+                bytes += 2 * size_of::<i64>() * field.map_or(1, <[u8]>::len);
+            }
+        }),
+        Some(text) => bytes += text.len(),
+        None => {}
+    });
+    bytes
+}
+
+/// Visits the fields of a message; `None` for those that are not length-delimited. Stops where the bytes make no sense; decoding will say why.
+fn for_each_field(mut bytes: &[u8], mut visit: impl FnMut(u32, Option<&[u8]>)) {
+    use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
+    while !bytes.is_empty() {
+        let Ok((tag, wire_type)) = decode_key(&mut bytes) else { return };
+        if wire_type != WireType::LengthDelimited {
+            if skip_field(wire_type, tag, &mut bytes, DecodeContext::default()).is_err() {
+                return;
+            }
+            visit(tag, None);
+            continue;
+        }
+        let Ok(len) = decode_varint(&mut bytes) else { return };
+        let Some((field, rest)) = usize::try_from(len).ok().and_then(|len| bytes.split_at_checked(len)) else { return };
+        visit(tag, Some(field));
+        bytes = rest;
+    }
+}
+
+impl ForwardBackwardRequest {
+    /// The operation it asks for.
+    ///
+    /// # Errors
+    /// If an example has chunks that are not text, or a tensor that contradicts itself or goes beyond the budget.
+    pub fn into_op(self, budget: &Budget) -> Result<api::TrainOp, String> {
+        if self.loss_fn.len() > limits::NAME_BYTES_MAX {
+            let (len, max) = (self.loss_fn.len(), limits::NAME_BYTES_MAX);
+            return Err(format!("a loss_fn of {len} bytes is above the limit of {max}"));
+        }
+        budget.take_values::<api::Datum>(self.data.len())?;
+        let data = self.data.into_iter().enumerate();
+        let data = data.map(|(i, datum)| datum.into_api(budget).map_err(|error| format!("datum {i}: {error}")));
+        let mut config = BTreeMap::new();
+        if self.loss_fn_config_v2.is_empty() {
+            config = self.loss_fn_config;
+        } else {
+            for (name, value) in self.loss_fn_config_v2 {
+                match value.value {
+                    Some(LossConfigKind::Number(number)) => drop(config.insert(name, number)),
+                    // The settings of this loss are not published; the engine passes over those that it does not know.
+                    Some(LossConfigKind::Text(_)) if self.loss_fn == "stable_reinforce" => {}
+                    Some(LossConfigKind::Text(text)) => {
+                        return Err(format!(
+                            "loss_fn_config[{:?}] is the text {:?}, where {} takes numbers",
+                            shown(&name),
+                            shown(&text),
+                            self.loss_fn
+                        ));
+                    }
+                    None => {}
+                }
+            }
+        }
+        Ok(api::TrainOp::ForwardBackward {
+            data: data.collect::<Result<_, String>>()?,
+            loss: api::LossSpec { name: self.loss_fn, config },
+            forward_only: self.forward_only,
+        })
+    }
+}
+
+impl Datum {
+    fn into_api(self, budget: &Budget) -> Result<api::Datum, String> {
+        let mut texts = Vec::new();
+        budget.take_values::<Bytes>(self.model_input.len())?;
+        for (i, chunk) in self.model_input.into_iter().enumerate() {
+            match chunk.chunk {
+                Some(ChunkKind::EncodedText(text)) => texts.push(text.tokens),
+                Some(ChunkKind::Image(_)) => return Err(not_text(i, "image")),
+                Some(ChunkKind::Dmel(_)) => return Err(not_text(i, "dmel")),
+                None => return Err(not_text(i, "chunk of an unknown kind")),
+            }
+        }
+        let num_tokens = texts.iter().map(|text| text.len() / size_of::<i32>()).sum();
+        at_most("tokens of one input", num_tokens, limits::PROMPT_TOKENS_MAX)?;
+        budget.take_values::<i64>(num_tokens)?;
+        let mut tokens = Vec::with_capacity(num_tokens);
+        for (i, text) in texts.iter().enumerate() {
+            tensor::append_i32_tokens(text, &mut tokens).map_err(|error| format!("model_input chunk {i}: {error}"))?;
+        }
+        budget.take(map_bytes::<String, api::LossInput>(self.loss_fn_inputs.len()))?;
+        let mut loss_inputs = BTreeMap::new();
+        for (name, tensor) in self.loss_fn_inputs {
+            at_most("bytes of a name in loss_fn_inputs", name.len(), limits::NAME_BYTES_MAX)?;
+            let input = tensor.into_loss_input(budget);
+            let input = input.map_err(|error| format!("loss_fn_inputs[{:?}]: {error}", shown(&name)))?;
+            loss_inputs.insert(name, input);
+        }
+        Ok(api::Datum { tokens, loss_inputs })
+    }
+}
+
+/// What a user is told who sends a picture to a text model.
+pub fn not_text(chunk: usize, kind: &str) -> String {
+    let kind = shown(kind);
+    format!("model_input chunk {chunk} is an {kind}; this model reads text only, so every chunk must be encoded_text")
+}
+
+impl Tensor {
+    fn into_loss_input(self, budget: &Budget) -> Result<api::LossInput, String> {
+        // The indices of a sparse tensor are done with when it is filled in.
+        let mut indices_bytes = 0;
+        let (bytes, sparse) = match self.encoding {
+            Some(Encoding::Dense(bytes)) => (bytes, None),
+            Some(Encoding::SparseCsr(csr)) => {
+                indices_bytes = csr.crow_indices.len() + csr.col_indices.len();
+                budget.take(indices_bytes)?;
+                let row_offsets = tensor::i64_values(&csr.crow_indices).map_err(|e| format!("crow_indices: {e}"))?;
+                let columns = tensor::i64_values(&csr.col_indices).map_err(|e| format!("col_indices: {e}"))?;
+                (csr.values, Some(CsrIndices { row_offsets, columns }))
+            }
+            None => return Err("it has neither dense nor sparse values".into()),
+        };
+        budget.take(bytes.len())?;
+        let values = match DType::try_from(self.dtype) {
+            Ok(DType::Float32) => api::LossValues::F32(tensor::f32_values(&bytes)?),
+            Ok(DType::Int64) => api::LossValues::I64(tensor::i64_values(&bytes)?),
+            _ => return Err(format!("dtype {} is neither float32 (1) nor int64 (2)", self.dtype)),
+        };
+        let is_sparse = sparse.is_some();
+        let input = tensor::loss_input(values, &self.shape, sparse, budget)?;
+        budget.give_back(if is_sparse { indices_bytes + bytes.len() } else { 0 });
+        Ok(input)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::{peak_bytes, with_budget};
+    use crate::wire::held::HeldBytes;
+    use crate::wire::proto::{EncodedText, Opaque, SparseCsr};
+
+    fn decoded(body: Vec<u8>) -> Result<ForwardBackwardRequest, String> {
+        with_budget(64 << 20, |budget| decode_forward_backward(body.into(), budget))
+    }
+
+    fn into_op(request: ForwardBackwardRequest) -> Result<api::TrainOp, String> {
+        with_budget(1 << 20, |budget| request.into_op(budget))
+    }
+
+    fn text(tokens: &[i32]) -> Chunk {
+        let tokens = tokens.iter().flat_map(|t| t.to_le_bytes()).collect::<Vec<u8>>().into();
+        Chunk { chunk: Some(ChunkKind::EncodedText(EncodedText { tokens })) }
+    }
+
+    fn dense(dtype: DType, bytes: Vec<u8>) -> Tensor {
+        Tensor { encoding: Some(Encoding::Dense(bytes.into())), dtype: dtype.into(), shape: vec![] }
+    }
+
+    fn request(datum: Datum) -> ForwardBackwardRequest {
+        ForwardBackwardRequest {
+            model_id: "s:train:0".into(),
+            seq_id: 3,
+            data: vec![datum],
+            loss_fn: "ppo".into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_request_survives_the_wire() {
+        let mut datum = Datum { model_input: vec![text(&[1, -2]), text(&[3])], ..Default::default() };
+        datum.loss_fn_inputs.insert("weights".into(), dense(DType::Float32, 0.5f32.to_le_bytes().to_vec()));
+        let mut sent = request(datum);
+        sent.loss_fn_config.insert("clip".into(), 0.0);
+        let number = LossConfigValue { value: Some(LossConfigKind::Number(0.9)) };
+        sent.loss_fn_config_v2.insert("clip".into(), number);
+        let received = decoded(sent.encode_to_vec()).unwrap();
+        assert_eq!(received, sent);
+        let api::TrainOp::ForwardBackward { data, loss, forward_only } = into_op(received).unwrap() else {
+            panic!("it is a forward_backward")
+        };
+        assert_eq!((data[0].tokens.as_slice(), loss.config["clip"], forward_only), (&[1, -2, 3][..], 0.9, false));
+        assert_eq!(data[0].loss_inputs["weights"].shape, [1]);
+    }
+
+    #[test]
+    fn a_setting_that_is_text_is_refused_where_the_settings_are_known() {
+        let with_text = |loss: &str| {
+            let text = LossConfigValue { value: Some(LossConfigKind::Text("k3".into())) };
+            let mut request = ForwardBackwardRequest { loss_fn: loss.into(), ..request(Datum::default()) };
+            request.loss_fn_config_v2.insert("kl_kind".into(), text);
+            into_op(request)
+        };
+        assert!(with_text("ppo").unwrap_err().contains("kl_kind"));
+        assert!(with_text("stable_reinforce").is_ok());
+    }
+
+    #[test]
+    fn errors_name_the_datum_and_the_input() {
+        let mut datum = Datum::default();
+        datum.loss_fn_inputs.insert("weights".into(), dense(DType::Float32, vec![0; 5]));
+        let error = into_op(request(datum)).unwrap_err();
+        assert!(error.contains("datum 0") && error.contains("\"weights\"") && error.contains("5 bytes"), "{error}");
+        let image = Chunk { chunk: Some(ChunkKind::Image(Opaque {})) };
+        let error = into_op(request(Datum { model_input: vec![image], ..Default::default() })).unwrap_err();
+        assert!(error.contains("image"), "{error}");
+    }
+
+    #[test]
+    fn bodies_of_very_many_empty_messages_are_refused_before_they_are_decoded() {
+        let empty_datums = [0x1a, 0].repeat(limits::DATUMS_MAX + 1);
+        assert!(decoded(empty_datums).unwrap_err().contains("examples"));
+        let datum = Datum { model_input: vec![Chunk::default(); limits::PROTO_MESSAGES_MAX + 1], ..Default::default() };
+        assert!(decoded(request(datum).encode_to_vec()).unwrap_err().contains("nested"));
+        assert!(decoded(vec![0xff; 3]).unwrap_err().contains("request body"));
+    }
+
+    #[test]
+    fn the_head_is_read_even_if_the_rest_is_wrong() {
+        let mut body = request(Datum::default()).encode_to_vec();
+        body.extend([0x1a, 2, 0xff, 0xff]);
+        assert!(decoded(body.clone()).unwrap_err().contains("ForwardBackwardRequest"));
+        assert_eq!(decode_head(&body.into()).map(|head| (head.model_id, head.seq_id)), Ok(("s:train:0".into(), 3)));
+        assert!(decode_head(&Bytes::from_static(b"\x0a\x05ab")).is_err());
+    }
+
+    fn sparse(rows: usize, columns: i64) -> Tensor {
+        let crow_indices = vec![0u8; (rows + 1) * 8].into();
+        let csr = SparseCsr { crow_indices, ..Default::default() };
+        Tensor { encoding: Some(Encoding::SparseCsr(csr)), dtype: DType::Int64.into(), shape: vec![rows as i64, columns] }
+    }
+
+    #[test]
+    fn sparse_tensors_are_refused_before_they_become_large() {
+        let mut datum = Datum::default();
+        for i in 0..24 {
+            datum.loss_fn_inputs.insert(i.to_string(), sparse(2, 1 << 20));
+        }
+        let body = request(datum).encode_to_vec();
+        assert!(body.len() < 2200);
+        let work = || with_budget(64 << 20, |budget| decode_forward_backward(body.clone().into(), budget)?.into_op(budget));
+        let (refused, peak) = peak_bytes(work);
+        assert!(refused.unwrap_err().contains("64 MiB"));
+        assert!(peak < 65 << 20, "{peak}");
+    }
+
+    /// Bodies made to become as large as they can.
+    fn greedy_bodies() -> Vec<(&'static str, Vec<u8>)> {
+        let delimited = |tag: u8, content: &[u8]| {
+            let mut field = vec![tag << 3 | 2];
+            prost::encoding::encode_varint(content.len() as u64, &mut field);
+            [field, content.to_vec()].concat()
+        };
+        let shape = delimited(4, &vec![1; 1 << 20]);
+        let with_input = delimited(3, &delimited(2, &[]));
+        vec![
+            ("empty examples", delimited(3, &[]).repeat(60_000)),
+            ("examples of one empty tensor", with_input.repeat(60_000)),
+            ("examples of one empty chunk", delimited(3, &delimited(1, &[])).repeat(60_000)),
+            ("one example of empty chunks", delimited(3, &delimited(1, &[]).repeat(500_000))),
+            ("one shape", delimited(3, &delimited(2, &delimited(2, &shape)))),
+            ("one unpacked shape", delimited(3, &delimited(2, &delimited(2, &[0x20, 1].repeat(1 << 20))))),
+            ("settings", delimited(7, &[]).repeat(500_000)),
+            ("tokens", delimited(3, &delimited(1, &delimited(1, &delimited(1, &vec![0; 4 << 20]))))),
+        ]
+    }
+
+    #[test]
+    fn decoding_stays_within_three_times_the_body_and_the_budget() {
+        for budget_bytes in [1 << 20, 256 << 20] {
+            for (what, body) in greedy_bodies() {
+                let work = || {
+                    with_budget(budget_bytes, |budget| {
+                        decode_forward_backward(Bytes::copy_from_slice(&body), budget)?.into_op(budget)
+                    })
+                };
+                let (decoded, peak) = peak_bytes(work);
+                let bound = 3 * (body.len() + budget_bytes);
+                assert!(peak <= bound, "{what}: {peak} bytes, above {bound}");
+                if budget_bytes == 1 << 20 {
+                    assert!(decoded.is_err(), "{what}");
+                } else if let Ok(op) = decoded {
+                    assert!(op.held_bytes() <= budget_bytes, "{what}");
+                }
+            }
+        }
+    }
+}
