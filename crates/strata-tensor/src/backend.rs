@@ -1,6 +1,6 @@
 //! What every device must do: memory-to-memory forms of the fused ops, with shapes already checked.
 //!
-//! The ops of this crate, which are the only callers of these methods outside a backend, check shapes and indices first; a backend may panic at what
+//! The ops of this crate, and the model and the optimizer that call the few that are no part of a tape, check shapes and indices first; a backend may panic at what
 //! they refuse. They also see to what a backend could only find out at a cost: the sequences of a batch do not overlap, and no two of
 //! them write one page of a cache, so that threads may write without looking at each other.
 
@@ -95,8 +95,7 @@ pub struct LoraGradient<'a> {
     pub b: TensorMut<'a>,
 }
 
-/// What [`Backend::lora`] keeps for its backward, in whatever form the backend wants it: for each group and projection, in order,
-/// `scale · x·Aᵀ` in the compute dtype.
+/// What [`Backend::lora`] keeps for its backward: for each group and projection, in order, `scale · x·Aᵀ` in the compute dtype, `[tokens, rank]`.
 #[derive(Default)]
 pub struct LowProducts(pub(crate) Vec<Tensor>);
 
@@ -146,6 +145,10 @@ pub struct RowReply {
 }
 
 /// A device that computes the fused ops.
+///
+/// # Errors
+/// Of every method that answers a `Result`, unless it says more: [`Error::OutOfMemory`](crate::Error::OutOfMemory) and whatever else a device refuses, and
+/// [`Error::ForeignMemory`](crate::Error::ForeignMemory) for operands of another backend. Outputs are then unspecified, those that are added to included.
 pub trait Backend: Memory + Send + Sync {
     /// What it is, for people: `cpu avx512-bf16, 2 threads`.
     fn description(&self) -> String;
@@ -172,12 +175,12 @@ pub trait Backend: Memory + Send + Sync {
     /// `dx = dy·W`, f32 `[tokens, in_features]`, for `dy: [tokens, out_features]` in the weight's dtype.
     fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()>;
 
-    /// Adds the low-rank products of all groups and projections to `y`, in their order: `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in
-    /// brackets rounded to the dtype of `x`.
+    /// Adds the low-rank products of all groups and projections to f32 `y: [tokens, out_features]`, if there is one, in their order:
+    /// `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, for `x: [tokens, in_features]`, the product in brackets rounded to the dtype of `x`.
     fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts>;
 
-    /// The way back of [`Backend::lora`]: adds to f32 `dx`, if there is one, and to the gradients of the pairs, one for each group and projection, in
-    /// order. Gradients add sequence after sequence.
+    /// The way back of [`Backend::lora`], for `dy: [tokens, out_features]` in the dtype of `x`: adds to f32 `dx: [tokens, in_features]`, if there is one, and to the
+    /// gradients of the pairs, one for each group and projection, in order. Gradients add sequence after sequence.
     fn lora_backward(
         &self,
         dy: &Tensor,

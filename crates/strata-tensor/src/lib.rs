@@ -12,7 +12,7 @@
 //!   number of threads, on other rows of a batch, or on whether a row was computed in a batch of one or of a thousand.
 //! - Nothing outside `backend` and `cpu` knows a device.
 //! - Tensors, weights and pages belong to the backend that allocated them. The host sees what is in them through [`Memory::download`] and what ops
-//!   answer, and in no other way: [`Tensor`] gives nobody a slice. `cpu/views.rs` is where slices of host memory are made.
+//!   answer, and in no other way: [`Tensor`] gives nobody a slice. Slices of host memory are made in `cpu` alone.
 //! - What a device refuses, memory included, is an error of the op that wanted it.
 
 mod backend;

@@ -1,4 +1,4 @@
-//! Tensors of the processor as slices. This module is the one place where host memory of tensors is seen.
+//! Tensors of the processor as slices.
 
 use super::memory::Buffer;
 use crate::{Element, Error, Result, Tensor, TensorMut, TensorRef};

@@ -1,8 +1,8 @@
 //! The unembedding with log-softmax, target log-probabilities and their loss, over chunks of tokens.
 //!
 //! The logits of all tokens are never in memory at once: a chunk of them is computed, read, turned into its own gradient and multiplied back, in
-//! one pass over the weight in each direction. Chunks end at even places of a sequence, so that the pairs of tokens
-//! that a bf16 gradient is summed in do not depend on where a chunk ends.
+//! one pass over the weight in each direction. Chunks end at whole granules of a sequence, so that what gradients of
+//! weights are summed in does not depend on where a chunk ends.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -87,7 +87,7 @@ pub fn target_logprobs(
     lora: &[LoraGroup<'_>],
     pass: LogprobPass<'_>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
-    // A cut through a sequence that ended past the batch would never find an even place.
+    // A cut through a sequence that ended past the batch would never find the end of a granule.
     if let Some(s) = pass.sequences.iter().find(|s| s.end > x.rows()) {
         return Err(Error::Index { op: OP, what: "tokens", index: s.end, size: x.rows() });
     }
