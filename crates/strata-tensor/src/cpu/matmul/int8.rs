@@ -58,7 +58,7 @@ fn place(width: usize, output: usize, input: usize) -> usize {
     lines + line * LINE_BYTES + 4 * (2 * (o % 8) + i % 2) + 2 * (i / 2) + o / 8
 }
 
-/// Largest weight that can be stored: some hundreds of thousands of times its block's scale is a number still.
+/// Largest weight that can be stored: 2^23 times the scale of its block, which kernels make of bytes, is a number still.
 pub(super) const LARGEST: f32 = 1e30;
 
 /// Writes one output of a panel. `weights` are all its inputs.
