@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 import tinker
+from tinker import types
 
 from harness import API_KEY, Server, binary, encode, free_port, logprobs_of, next_token, same_bits, train
 from wire import Wire, fwdbwd, next_token_datum
@@ -138,6 +139,46 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path):
             after = wire.forward_backward(fwdbwd(model_id, 3, [DATUM]))
             outcomes.append((dict(output.metrics), step, dict(after.metrics)))
     assert outcomes[0] == outcomes[1]
+
+
+def trained(service, base_model):
+    client = service.create_lora_training_client(base_model=base_model, rank=4, seed=5).result()
+    train(client, [next_token(encode("the quick brown fox"))], steps=1)
+    return client
+
+
+def agreed_logprobs(server):
+    """Samples a trained model, and checks that scores and training passes compute the bits of the samples; examples and their log-probabilities."""
+    prompt = encode("a prompt that is longer than a page of the cache. " * 3)
+    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        client = trained(service, server.base_model())
+        sampler = client.save_weights_and_get_sampling_client()
+        params = types.SamplingParams(max_tokens=24, seed=11, stop=[])
+        sequences = sampler.sample(types.ModelInput.from_ints(prompt), 4, params).result().sequences
+        data = [next_token(prompt + sequence.tokens) for sequence in sequences]
+        forward = client.forward(data, "cross_entropy").result()
+        backward = client.forward_backward(data, "cross_entropy").result()
+        for i, sequence in enumerate(sequences):
+            recomputed = logprobs_of(forward, i)
+            assert len(sequence.tokens) == 24
+            assert same_bits(sequence.logprobs, recomputed[len(prompt) - 1 :])
+            assert same_bits(logprobs_of(backward, i), recomputed)
+            scores = sampler.compute_logprobs(types.ModelInput.from_ints(prompt + sequence.tokens)).result()
+            assert same_bits(scores[1:], recomputed)
+        return data, [logprobs_of(forward, i) for i in range(len(data))]
+
+
+def test_with_portable_numerics_sampled_logprobs_are_the_bits_that_training_computes(tmp_path):
+    with Server(tmp_path, "--numerics", "portable") as portable:
+        agreed_logprobs(portable)
+        assert "portable numerics" in portable.log_path.read_text(), "the kernels say in which order they add"
+
+
+def test_with_weights_in_bytes_sampled_logprobs_are_the_bits_that_training_computes(tmp_path, service, base_model):
+    with Server(tmp_path, "--quantize", "int8") as quantized:
+        data, logprobs = agreed_logprobs(quantized)
+    dense = trained(service, base_model).forward(data, "cross_entropy").result()
+    assert not any(same_bits(logprobs_of(dense, i), logprobs[i]) for i in range(len(data))), "weights in bytes are other weights"
 
 
 def test_a_server_ends_when_it_is_told_to(tmp_path):

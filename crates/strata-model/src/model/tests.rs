@@ -175,6 +175,72 @@ fn no_bit_depends_on_the_size_of_a_chunk_of_logits() {
     assert_eq!((chunked, sampled_again), (whole, sampled));
 }
 
+/// Log-probabilities of the targets of two sequences, step by step through the cache: the first token of each alone, then both sequences a token at a time,
+/// side by side as long as both last. In the order of a training pass.
+fn step_by_step(model: &Model, adapter: &Adapter, lengths: [usize; 2]) -> Vec<u32> {
+    let (training, targets) = batch(adapter, &lengths);
+    let mut cache = model.new_kv_cache(4).unwrap();
+    // Pages out of order.
+    let pages = [vec![2, 0], vec![3, 1]];
+    let mut found = vec![0; targets.ids.len()];
+    let mut step = |parts: &[(usize, usize)]| {
+        let mut cached = PackedBatch::new();
+        cached.begin_group(Some(adapter));
+        let places: Vec<usize> = parts.iter().map(|&(s, at)| training.spans[s].tokens.start + at).collect();
+        for (&(s, at), &place) in parts.iter().zip(&places) {
+            cached.push_cached(&training.tokens[place..=place], at, pages[s].clone());
+        }
+        let requests: Vec<RowRequest> =
+            places.iter().map(|&place| RowRequest { ids: vec![targets.ids[place]], ..RowRequest::default() }).collect();
+        let rows: Vec<usize> = (0..parts.len()).collect();
+        let replies = model.step(&cached, &mut cache, &rows, &requests).unwrap();
+        for (place, reply) in places.into_iter().zip(replies) {
+            found[place] = reply.unwrap().logprobs[0].to_bits();
+        }
+    };
+    for s in 0..lengths.len() {
+        step(&[(s, 0)]);
+    }
+    for at in 1..lengths.into_iter().max().unwrap() {
+        let parts: Vec<(usize, usize)> = (0..lengths.len()).filter(|&s| at < lengths[s]).map(|s| (s, at)).collect();
+        step(&parts);
+    }
+    found
+}
+
+#[test]
+fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of_threads() {
+    // Decoding reads the bytes as they are, a batch of many rows unpacks them first.
+    let lengths = [70, 33];
+    let undisturbed = &mut || ControlFlow::Continue(());
+    for (arithmetic, compute, tie_word_embeddings) in Arithmetic::available()
+        .into_iter()
+        .flat_map(|a| [(a, DType::F32, true), (a, DType::F32, false), (a, DType::BF16, true), (a, DType::BF16, false)])
+    {
+        let context = format!("{arithmetic} {compute} tied {tie_word_embeddings}");
+        let config = ModelConfig { tie_word_embeddings, ..config() };
+        let on_threads = |threads: usize, storage| {
+            let backend = Arc::new(CpuBackend::with_isa(arithmetic, threads));
+            Model::random(backend, config.clone(), 7, WeightFormat { compute, storage }).unwrap()
+        };
+        let mut of_one_thread = None;
+        for threads in [1, 3] {
+            let model = on_threads(threads, WeightStorage::Int8);
+            let (_, adapter) = adapter(&model, 4);
+            let [trained, gradients] = train(&model, &adapter, 4, &lengths, undisturbed).unwrap();
+            let (batch, targets) = batch(&adapter, &lengths);
+            assert!(bits(&model.forward(&batch, &targets).unwrap()) == trained, "scored, {context}, {threads} threads");
+            assert!(step_by_step(&model, &adapter, lengths) == trained, "decoded, {context}, {threads} threads");
+            assert!(gradients.iter().any(|&g| g != 0), "{context}");
+            let first = of_one_thread.get_or_insert_with(|| (trained.clone(), gradients.clone()));
+            assert!(*first == (trained, gradients), "{threads} threads instead of 1, {context}");
+        }
+        let dense = on_threads(1, WeightStorage::Dense);
+        let [of_dense, _] = train(&dense, &adapter(&dense, 4).1, 4, &lengths, undisturbed).unwrap();
+        assert_ne!(of_one_thread.unwrap().0, of_dense, "the weights were stored in bytes, {context}");
+    }
+}
+
 /// A checkpoint on disk whose tensors `change` has changed; the rest as [`Model::random`] has it.
 fn written(config: &ModelConfig, change: &dyn Fn(&str, &mut Vec<f32>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();

@@ -82,6 +82,72 @@ fn bf16_products_match_plain_sums() {
     all_products_match_plain_sums::<bf16>();
 }
 
+/// The three products against chains of [`f32::mul_add`], on every instruction set with fused multiply-add whose products of this dtype are chains of numbers
+/// as f32: so all of these have the same bits.
+fn products_are_plain_chains<T: Element>(isas: &[Isa]) {
+    let chain = |first: f32, factors: &mut dyn Iterator<Item = (T, T)>| {
+        factors.fold(first, |acc, (a, b)| a.to_f32().mul_add(b.to_f32(), acc)).to_bits()
+    };
+    let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+    let shapes = [
+        (1, 1, 1),
+        (2, 3, 131),
+        (7, 33, 65),
+        (13, 700, 130),
+        (50, 97, 16),
+        // Several blocks of the reduction, of columns that are laid out at a time, and of tokens.
+        (70, 1041, 71),
+        (543, 20, 33),
+    ];
+    // Of ordinary size; and with products below the normal range, which chains do not flush.
+    for ((m, k, n), size) in shapes.into_iter().flat_map(|shape| [(shape, 1.0f32), (shape, 1e-20)]) {
+        let sized = |seed, len| -> Vec<T> { values::<T>(seed, len).iter().map(|v| T::from_f32(v.to_f32() * size)).collect() };
+        let (x, w, dy) = (sized(1, m * k), sized(2, n * k), sized(3, m * n));
+        let there = |i: usize| (i % 7) as f32 * 0.3 * size * size;
+        let what_is_there = |len: usize| (0..len).map(there).collect::<Vec<f32>>();
+
+        let y: Vec<u32> =
+            (0..m * n).map(|i| chain(there(i), &mut (0..k).map(|j| (x[i / n * k + j], w[i % n * k + j])))).collect();
+        let fresh: Vec<u32> =
+            (0..m * n).map(|i| chain(0.0, &mut (0..k).map(|j| (x[i / n * k + j], w[i % n * k + j])))).collect();
+        let dx: Vec<u32> =
+            (0..m * k).map(|i| chain(there(i), &mut (0..n).map(|j| (dy[i / k * n + j], w[j * k + i % k])))).collect();
+        let dw: Vec<u32> =
+            (0..n * k).map(|i| chain(there(i), &mut (0..m).map(|t| (dy[t * n + i / k], x[t * k + i % k])))).collect();
+        for (&isa, threads) in isas.iter().flat_map(|isa| [(isa, 1), (isa, 3)]) {
+            let what = format!("{} on {isa}, {threads} threads, m={m} k={k} n={n}, numbers of size {size}", T::DTYPE);
+            let pool = Pool::new(threads);
+            let stack = packed(&pool, &w, k, n);
+            let matmul = Matmul::new(&pool, isa.into(), T::DTYPE);
+            let (mut out, mut overwritten) = (what_is_there(m * n), vec![7.0; m * n]);
+            matmul.forward(all(&x, k), stack.layer(0), into(&mut out, n, true)).unwrap();
+            matmul.forward(all(&x, k), stack.layer(0), into(&mut overwritten, n, false)).unwrap();
+            assert!(bits(out) == y && bits(overwritten) == fresh, "forward in {what}");
+            let mut out = what_is_there(m * k);
+            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut out, k, true)).unwrap();
+            assert!(bits(out) == dx, "backward_input in {what}");
+            let mut out = what_is_there(n * k);
+            let mut pairs = [(all(&dy, n), into(&mut out, k, true))];
+            matmul.backward_weights::<T>(all(&x, k), &[0..m / 3, m / 3..m], &mut pairs).unwrap();
+            assert!(bits(out) == dw, "backward_weights in {what}");
+        }
+    }
+}
+
+#[test]
+fn f32_products_have_the_same_bits_on_every_instruction_set_with_fused_multiply_add() {
+    let fused: Vec<Isa> = Isa::available().into_iter().filter(|&isa| isa != Isa::Portable).collect();
+    products_are_plain_chains::<f32>(&fused);
+}
+
+/// `vdpbf16ps` has an order of its own, and flushes numbers below the normal range; AMX adds in granules.
+#[test]
+fn bf16_products_of_widened_numbers_have_the_same_bits_on_every_instruction_set() {
+    let widening: Vec<Isa> =
+        Isa::available().into_iter().filter(|isa| [Isa::Neon, Isa::Avx2, Isa::Avx512].contains(isa)).collect();
+    products_are_plain_chains::<bf16>(&widening);
+}
+
 #[test]
 fn a_product_reads_and_writes_blocks_of_larger_matrices() {
     let pool = Pool::new(2);
