@@ -15,8 +15,8 @@ use super::oracle::{self, Numbers};
 use super::toy::{Content, Shared, Worked};
 use super::{Engine, Faults, Limits, Rng};
 
-/// Turns in which something must be answered while there is work.
-const TURNS_WITHOUT_ANSWER_MAX: u64 = 20_000;
+/// Turns in which something must be answered while there is work: some times what the largest request takes, all of whose tokens may come one after another.
+const TURNS_WITHOUT_ANSWER_MAX: u64 = 100_000;
 /// After so many attempts, a request that finds no room is refused for ever.
 const ATTEMPTS_MAX: u64 = 150;
 /// Lines of a trace.
@@ -462,7 +462,10 @@ mod tests {
     /// How long new worlds are tried.
     const EFFORT: Duration = Duration::from_secs(18);
     /// Worlds in which something was wrong once.
-    const REGRESSIONS: &[u64] = &[];
+    const REGRESSIONS: &[u64] = &[
+        // 29 samples to the end of the cache, one after another because each needs all of it: 20,600 turns without an answer.
+        6374074135314591132,
+    ];
 
     fn check(seed: u64) -> Outline {
         match run_world(seed) {
