@@ -150,7 +150,7 @@ fn scale_at(scales: &[u8], output: usize) -> f32 {
 }
 
 multiversion! {
-    /// One vector of outputs of one block, in the dtype of `_zero`: `words` begins with it, `width` outputs to a step.
+    /// One vector of outputs of one block, in the dtype of `_zero`: `words` begins with it, `width` outputs to a step, and one in `every` of `lines` is of it.
     fn unpack_vector<T: Element>(_zero: T, scales: &[f32; LANES], lines: &[u8], every: usize, width: usize, words: &mut [u32]) = unpack_vector_body;
 }
 

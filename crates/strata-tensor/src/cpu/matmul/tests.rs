@@ -253,6 +253,33 @@ fn products_with_weights_in_bytes_have_the_bits_of_those_with_the_same_weights_d
 }
 
 #[test]
+fn a_weight_that_cannot_be_stored_in_bytes_is_refused_by_output_and_value() {
+    let format = WeightFormat { compute: DType::F32, storage: WeightStorage::Int8 };
+    let mut stack = PackedStack::zeros(1, 3, 200, format).unwrap();
+    let mut rows = vec![1.0f32; 100 * 3];
+    rows[30 * 3 + 1] = f32::NEG_INFINITY;
+    let refused = pack_rows(&Pool::new(2), Isa::detect(), &rows, 70, &mut stack.layer_mut(0)).unwrap_err().to_string();
+    assert!(refused.contains("output 100 has a weight of -inf"), "{refused}");
+}
+
+#[test]
+#[should_panic(expected = "this machine has no")]
+fn a_backend_refuses_instructions_that_the_machine_lacks() {
+    let foreign = if cfg!(target_arch = "x86_64") { Isa::Neon } else { Isa::Avx2 };
+    crate::CpuBackend::with_isa(foreign, 1);
+}
+
+#[test]
+fn numerics_name_those_that_round_products_before_they_add_them() {
+    use crate::Backend;
+    let numerics = |isa| crate::CpuBackend::with_isa(Arithmetic { isa, numerics: crate::Numerics::Portable }, 1).numerics();
+    for isa in Isa::available() {
+        let expected = if isa == Isa::Portable { "portable portable" } else { "portable" };
+        assert_eq!(numerics(isa), expected, "{isa}");
+    }
+}
+
+#[test]
 fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
     let pool = Pool::new(2);
     for (k, n) in [(5, 130), (64, 64), (33, 17)] {

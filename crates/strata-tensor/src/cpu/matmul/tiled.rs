@@ -8,8 +8,7 @@ use super::kernel;
 use super::operands::{Out, Right, RightBlock, Rows, panel_columns, steps};
 use crate::Result;
 use crate::cpu::memory::Buffer;
-use crate::cpu::packed::LANES;
-use crate::cpu::packed::PANEL;
+use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::scratch::{taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
 
