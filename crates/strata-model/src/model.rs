@@ -5,9 +5,9 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use strata_tensor::{
-    Backend, Between, DType, HostRef, HostTensor, LOGITS_CHUNK_BYTES, LogprobPass, LogprobTargets, LoraGradient, LoraGradients,
-    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, random,
-    read_logits, target_logprobs,
+    Backend, Between, DType, HostRef, HostTensor, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient,
+    LoraGradients, LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows,
+    random, read_logits, target_logprobs,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -329,7 +329,7 @@ impl Model {
         let observer: Observer<'_> = Some(&mut *observe);
         let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.architecture.unembedding();
-        let logits = tape.linear(&hidden, w, None, inputs.lora(0, &[(module, 0)]))?;
+        let logits = tape.linear(&hidden, Linear { weight: w, bias: None, lora: inputs.lora(0, &[(module, 0)]) })?;
         observe(Observed::Logits, logits.value())
     }
 }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use crate::memory::Memory;
-use crate::tape::LoraGroup;
+use crate::tape::Linear;
 use crate::{DType, KvPages, PackedRef, Result, Tensor, TensorMut, TensorRef};
 
 /// Tokens of a granule. A reduction over tokens, on any device, takes the tokens of a sequence by so many at a time, in whatever order within them, and begins
@@ -95,7 +95,7 @@ pub struct LoraGradient<'a> {
     pub b: TensorMut<'a>,
 }
 
-/// What [`Backend::lora`] keeps for its backward: for each group and projection, in order, `scale · x·Aᵀ` in the compute dtype, `[tokens, rank]`.
+/// What [`Backend::linear`] keeps for its backward: for each group and projection, in order, `scale · x·Aᵀ` in the compute dtype, `[tokens, rank]`.
 #[derive(Default)]
 pub struct LowProducts(pub(crate) Vec<Tensor>);
 
@@ -169,24 +169,18 @@ pub trait Backend: Memory + Send + Sync {
     /// Names the geometry and the limit.
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()>;
 
-    /// `y = x·Wᵀ`, f32 `[tokens, out_features]`, for `x: [tokens, in_features]` in the weight's dtype.
-    fn matmul(&self, x: &Tensor, w: PackedRef<'_>, y: &mut Tensor) -> Result<()>;
+    /// `y = x·Wᵀ + bias`, f32 `[tokens, out_features]`, for `x: [tokens, in_features]` in the weight's dtype; then all low-rank products, in their order:
+    /// `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in brackets rounded to the dtype of `x`. Without `y` only what its way back needs.
+    fn linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts>;
 
-    /// `dx = dy·W`, f32 `[tokens, in_features]`, for `dy: [tokens, out_features]` in the weight's dtype.
-    fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()>;
-
-    /// Adds the low-rank products of all groups and projections to f32 `y: [tokens, out_features]`, if there is one, in their order:
-    /// `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, for `x: [tokens, in_features]`, the product in brackets rounded to the dtype of `x`.
-    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts>;
-
-    /// The way back of [`Backend::lora`], for `dy: [tokens, out_features]` in the dtype of `x`: adds to f32 `dx: [tokens, in_features]`, if there is one, and to the
-    /// gradients of the pairs, one for each group and projection, in order. Gradients add sequence after sequence.
-    fn lora_backward(
+    /// The way back of [`Backend::linear`], for `dy: [tokens, out_features]` in the dtype of `x`: `dx = dy·W + Σ (scale · dy[tokens, columns]·B)·A`, f32
+    /// `[tokens, in_features]`, if it is wanted. Adds to the gradients of the pairs, one for each group and projection, in order, sequence after sequence.
+    fn linear_backward(
         &self,
         dy: &Tensor,
         x: &Tensor,
         low: &LowProducts,
-        groups: &[LoraGroup<'_>],
+        layer: &Linear<'_>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dx: Option<&mut Tensor>,
     ) -> Result<()>;
@@ -266,9 +260,6 @@ pub trait Backend: Memory + Send + Sync {
 
     /// `y += x`, f32.
     fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
-
-    /// Adds f32 `bias: [columns]` to every row of f32 `y`.
-    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) -> Result<()>;
 
     /// Log-probabilities of the targets of every row of f32 `logits: [rows, vocab]`. Also writes the logarithm of the sum of the exponentials of
     /// each row to `log_normalizers: [rows]`, f32, for [`Backend::logits_gradient`].

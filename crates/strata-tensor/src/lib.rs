@@ -45,6 +45,6 @@ pub use ops::{
     AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
     logits_chunk_rows, read_logits, target_logprobs,
 };
-pub use tape::{Between, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
+pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
 pub use weights::{PackedRef, PackedStack, WeightFormat, WeightStorage};

@@ -7,7 +7,7 @@
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
-use crate::{Backend, DType, Error, LoraGradient, PackedRef, Result, Tensor};
+use crate::{Backend, DType, Error, LoraGradient, PackedRef, Result, Tensor, TensorRef};
 
 /// A value on a tape.
 #[derive(Clone)]
@@ -77,6 +77,20 @@ pub struct LoraGroup<'a> {
     pub sequences: Rc<[Range<usize>]>,
     /// The pairs.
     pub projections: Vec<LoraProjection<'a>>,
+}
+
+/// A frozen linear layer with low-rank additions for runs of tokens.
+///
+/// `y = x·Wᵀ + bias`, and for each run of tokens and each projection within the layer `y[:, columns] += (scale · x·Aᵀ)·Bᵀ` (Hu et al., 2021,
+/// arXiv:2106.09685). A and B are rounded to the base's dtype for the product, as is the product between them; sums are f32.
+#[derive(Clone)]
+pub struct Linear<'a> {
+    /// `in → out`.
+    pub weight: PackedRef<'a>,
+    /// f32 `[out]`.
+    pub bias: Option<TensorRef<'a>>,
+    /// The low-rank additions.
+    pub lora: Rc<[LoraGroup<'a>]>,
 }
 
 /// Called between two parts of a pass, with nothing locked and no more held than the pass needs to go on: it may run other passes on the same

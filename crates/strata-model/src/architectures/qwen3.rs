@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, PackedRef,
-    PackedStack, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, Linear,
+    PackedRef, PackedStack, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -226,16 +226,20 @@ impl Qwen3 {
         kv: KvAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let (w, dtype, eps) = (&self.layers, self.dtype, self.geometry.eps);
-        let bias = |b: &'a Option<Tensor>| b.as_ref().map(|b| b.row(l));
+        let linear = |weight: &'a PackedStack, bias: Option<&'a Tensor>, lora: &Lora<'a>| Linear {
+            weight: weight.layer(l),
+            bias: bias.map(|bias| bias.row(l)),
+            lora: lora.clone(),
+        };
 
         let h = tape.rms_norm(x, w.input_layernorm.row(l), eps, dtype)?;
-        let qkv = tape.linear(&h, w.qkv_proj.layer(l), bias(&w.qkv_bias), inputs.qkv.clone())?;
+        let qkv = tape.linear(&h, linear(&w.qkv_proj, w.qkv_bias.as_ref(), &inputs.qkv))?;
         let a = tape.attention(&qkv, &inputs.attention, kv, dtype)?;
-        let x = tape.add_linear(x, &a, w.o_proj.layer(l), bias(&w.o_bias), inputs.o.clone())?;
+        let x = tape.add_linear(x, &a, linear(&w.o_proj, w.o_bias.as_ref(), &inputs.o))?;
         let h = tape.rms_norm(&x, w.post_attention_layernorm.row(l), eps, dtype)?;
-        let gate_up = tape.linear(&h, w.gate_up_proj.layer(l), None, inputs.gate_up.clone())?;
+        let gate_up = tape.linear(&h, linear(&w.gate_up_proj, None, &inputs.gate_up))?;
         let m = tape.swiglu(&gate_up, dtype)?;
-        tape.add_linear(&x, &m, w.down_proj.layer(l), None, inputs.down.clone())
+        tape.add_linear(&x, &m, linear(&w.down_proj, None, &inputs.down))
     }
 
     /// What a batch brings to layer `l`.

@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use super::{check, linear};
 use crate::backend::{Backend, LogprobTargets, RowReply, RowRequest, TOKEN_GRANULE};
-use crate::tape::{Backward, Between, LoraGradients, LoraGroup, go_on};
+use crate::tape::{Backward, Between, Linear, LoraGradients, LoraGroup, go_on};
 use crate::{DType, Error, PackedRef, Result, Tensor};
 
 const OP: &str = "target_logprobs";
@@ -155,8 +155,8 @@ fn chunk(
     let offsets: Vec<usize> = targets.offsets[rows.start..=rows.end].iter().map(|offset| offset - own.start).collect();
     let of_chunk = LogprobTargets { ids: &targets.ids[own.clone()], offsets: &offsets };
     let chunk = backend.duplicate(x.as_ref().rows(rows.clone()))?;
-    let groups = groups_in(lora, &rows);
-    let (logits, low) = linear::forward(backend, &chunk, w, None, &groups)?;
+    let layer = Linear { weight: w, bias: None, lora: groups_in(lora, &rows).into() };
+    let (logits, low) = linear::forward(backend, &chunk, &layer)?;
     let mut log_normalizers = backend.scratch(&[rows.len()], DType::F32)?;
     logprobs.copy_from_slice(&backend.target_logprobs(&logits, of_chunk, &mut log_normalizers)?);
     let Some((loss, gradients)) = loss else { return Ok(None) };
@@ -166,7 +166,7 @@ fn chunk(
     backend.logits_gradient(&logits, &log_normalizers, of_chunk, &by_logprob, &mut dlogits)?;
     drop(logits);
     let mut pass = Backward::new(backend, gradients);
-    linear::backward(&mut pass, &chunk, &dlogits, w, &groups, &low, true)
+    linear::backward(&mut pass, &chunk, &dlogits, &layer, &low, true)
 }
 
 /// What `requests[i]` asks of the prediction after row `rows[i]` of `x`; `None` where logits are not finite numbers. About `chunk_bytes` of logits are
@@ -207,7 +207,7 @@ pub fn read_logits(
     for (chunk, requests) in rows.chunks(max).zip(requests.chunks(max)) {
         let mut gathered = backend.scratch(&[chunk.len(), x.shape().row_len()], x.dtype())?;
         backend.gather(x.as_ref(), chunk, &mut gathered)?;
-        let groups: Vec<LoraGroup<'_>> = lora
+        let groups = lora
             .iter()
             .filter_map(|g| {
                 let start = chunk.partition_point(|&r| r < g.tokens.start);
@@ -219,7 +219,7 @@ pub fn read_logits(
                 })
             })
             .collect();
-        let (logits, _) = linear::forward(backend, &gathered, w, None, &groups)?;
+        let (logits, _) = linear::forward(backend, &gathered, &Linear { weight: w, bias: None, lora: groups })?;
         replies.extend(backend.read_logits(&logits, requests)?);
     }
     Ok(replies)

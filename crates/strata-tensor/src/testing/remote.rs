@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::backend::*;
 use crate::storage::Storage;
-use crate::tape::{LoraGroup, LoraProjection};
+use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{
     CpuBackend, DType, Error, HostRef, HostTensor, KvPages, Memory, PackedRef, PackedStack, Result, Tensor, TensorMut,
     TensorRef, WeightFormat,
@@ -91,8 +91,8 @@ impl Table {
         }
     }
 
-    /// Groups whose pairs are here.
-    fn groups<'t>(&'t self, groups: &[LoraGroup<'_>]) -> Result<Vec<LoraGroup<'t>>> {
+    /// A layer whose weights are here, with a bias that was fetched.
+    fn linear<'t>(&'t self, layer: &Linear<'_>, bias: &'t Option<Tensor>) -> Result<Linear<'t>> {
         let projection = |p: &LoraProjection<'_>| {
             let (a, b) = (self.packed(p.a)?, self.packed(p.b)?);
             Ok(LoraProjection { a, b, scale: p.scale, first_column: p.first_column, site: p.site })
@@ -101,7 +101,8 @@ impl Table {
             let projections = g.projections.iter().map(projection).collect::<Result<_>>()?;
             Ok(LoraGroup { tokens: g.tokens.clone(), sequences: g.sequences.clone(), projections })
         };
-        groups.iter().map(group).collect()
+        let lora = layer.lora.iter().map(group).collect::<Result<_>>()?;
+        Ok(Linear { weight: self.packed(layer.weight)?, bias: bias.as_ref().map(Tensor::as_ref), lora })
     }
 }
 
@@ -183,6 +184,10 @@ impl RemoteBackend {
 
     fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
         Ok(Rotary { cos: self.fetch(rotary.cos.as_ref())?, sin: self.fetch(rotary.sin.as_ref())? })
+    }
+
+    fn fetch_bias(&self, layer: &Linear<'_>) -> Result<Option<Tensor>> {
+        layer.bias.map(|bias| self.fetch(bias)).transpose()
     }
 
     fn fetch_norms(&self, norms: Option<[TensorRef<'_>; 2]>) -> Result<Option<[Tensor; 2]>> {
@@ -315,39 +320,31 @@ impl Backend for RemoteBackend {
         self.cpu.check_attention(g)
     }
 
-    fn matmul(&self, x: &Tensor, w: PackedRef<'_>, y: &mut Tensor) -> Result<()> {
-        let x = self.fetch(x.as_ref())?;
-        self.change(y, |y| self.cpu.matmul(&x, self.far.table().packed(w)?, y))
-    }
-
-    fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()> {
-        let dy = self.fetch(dy.as_ref())?;
-        self.change(dx, |dx| self.cpu.matmul_transposed(&dy, self.far.table().packed(w)?, dx))
-    }
-
-    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts> {
-        let x = self.fetch(x.as_ref())?;
+    fn linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts> {
+        let (x, bias) = (self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
         let mut low = LowProducts::default();
+        let mut run = |y: Option<&mut Tensor>| {
+            let table = self.far.table();
+            low = self.cpu.linear(&x, &table.linear(layer, &bias)?, y)?;
+            Ok(())
+        };
         match y {
-            None => low = self.cpu.lora(&x, &self.far.table().groups(groups)?, None)?,
-            Some(y) => self.change(y, |y| {
-                low = self.cpu.lora(&x, &self.far.table().groups(groups)?, Some(y))?;
-                Ok(())
-            })?,
+            None => run(None)?,
+            Some(y) => self.change(y, |y| run(Some(y)))?,
         }
         Ok(LowProducts(low.0.iter().map(|product| self.keep_tensor(product)).collect::<Result<_>>()?))
     }
 
-    fn lora_backward(
+    fn linear_backward(
         &self,
         dy: &Tensor,
         x: &Tensor,
         low: &LowProducts,
-        groups: &[LoraGroup<'_>],
+        layer: &Linear<'_>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
-        let (dy, x) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?);
+        let (dy, x, bias) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
         let low = LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?);
         let fetch = |g: &Option<LoraGradient<'_>>| {
             let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
@@ -361,7 +358,7 @@ impl Backend for RemoteBackend {
             }
             let mut views: Vec<_> = here.iter_mut().map(|pair| pair.as_mut().map(view)).collect();
             let table = self.far.table();
-            self.cpu.lora_backward(&dy, &x, &low, &table.groups(groups)?, &mut views, dx_here.as_mut())?;
+            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, &mut views, dx_here.as_mut())?;
         }
         for (here, gradient) in here.iter().zip(gradients) {
             if let (Some((a, b)), Some(gradient)) = (here, gradient) {
@@ -483,11 +480,6 @@ impl Backend for RemoteBackend {
     fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
         let x = self.fetch(x.as_ref())?;
         self.change(y, |y| self.cpu.add(&x, y))
-    }
-
-    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) -> Result<()> {
-        let bias = self.fetch(bias)?;
-        self.change(y, |y| self.cpu.add_bias(bias.as_ref(), y))
     }
 
     fn target_logprobs(&self, logits: &Tensor, targets: LogprobTargets<'_>, log_normalizers: &mut Tensor) -> Result<Vec<f32>> {

@@ -1,24 +1,23 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`lora`] the low-rank products, [`logits`] what is asked of logits.
+//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`logits`] what is asked of logits.
 
+mod linear;
 mod logits;
-mod lora;
 mod memory;
 
 use std::ops::Range;
 
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
-use super::matmul::{self, Matmul, Target, TileKernel};
+use super::matmul::{self, Matmul, TileKernel};
 use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
 use crate::memory::Memory;
-use crate::tape::LoraGroup;
+use crate::tape::Linear;
 use crate::{DType, Element, Error, KvPages, PackedRef, Result, Tensor, TensorRef};
-use lora::Block;
 use memory::{pages, pages_mut, weights};
 
 /// Elements of a row op that are worth a task of their own: some microseconds of streaming.
@@ -143,30 +142,20 @@ impl Backend for CpuBackend {
         )))
     }
 
-    fn matmul(&self, x: &Tensor, w: PackedRef<'_>, y: &mut Tensor) -> Result<()> {
-        let (x, w) = (Block::whole(x), weights(w)?);
-        self.forward(&x, w, y, &Target::overwrite())
+    fn linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts> {
+        self.forward_linear(x, layer, y)
     }
 
-    fn matmul_transposed(&self, dy: &Tensor, w: PackedRef<'_>, dx: &mut Tensor) -> Result<()> {
-        let (dy, w) = (Block::whole(dy), weights(w)?);
-        self.backward_input(&dy, w, dx, &Target::overwrite())
-    }
-
-    fn lora(&self, x: &Tensor, groups: &[LoraGroup<'_>], y: Option<&mut Tensor>) -> Result<LowProducts> {
-        self.lora_forward(x, groups, y)
-    }
-
-    fn lora_backward(
+    fn linear_backward(
         &self,
         dy: &Tensor,
         x: &Tensor,
         low: &LowProducts,
-        groups: &[LoraGroup<'_>],
+        layer: &Linear<'_>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
-        self.lora_gradients(dy, x, low, groups, gradients, dx)
+        self.backward_linear(dy, x, low, layer, gradients, dx)
     }
 
     fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
@@ -406,11 +395,6 @@ impl Backend for CpuBackend {
             let y = unsafe { rows_mut(&y, &range, 1) };
             convert::add(self.isa, &x[range], y);
         });
-        Ok(())
-    }
-
-    fn add_bias(&self, bias: TensorRef<'_>, y: &mut Tensor) -> Result<()> {
-        convert::add_bias(self.isa, bias.slice::<f32>()?, y.slice_mut::<f32>()?);
         Ok(())
     }
 

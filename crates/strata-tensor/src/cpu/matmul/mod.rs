@@ -6,8 +6,11 @@
 //!
 //! Work is split over threads by outputs: panels of 64 columns, and runs of rows where there are few panels.
 //!
+//! To the first two other products may be added on the way (`addends`).
+//!
 //! Kernels, `chains` and `granules`, are one file for each family of instructions; `kernel` chooses.
 
+mod addends;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod chains;
@@ -30,12 +33,13 @@ mod transpose;
 
 use std::ops::Range;
 
+use addends::PanelAddends;
+pub(crate) use addends::{Addend, Addends};
 use int8::{BytesKernel, BytesTile};
 use kernel::Chains;
 pub(crate) use kernel::{Tile, TileKernel};
-pub(crate) use operands::{Out, Rows, Target};
-use operands::{Right, RightBlock, panel_columns, steps};
-use pack::unpack_int8;
+pub(crate) use operands::{Out, RightSide, Rows, Target};
+use operands::{Right, panel_columns, steps};
 pub(crate) use pack::{pack_columns, pack_rows, pack_step, unpack_row};
 use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
 
@@ -87,80 +91,80 @@ impl<'a> Matmul<'a> {
         }
     }
 
-    /// `y = x·Wᵀ`.
+    /// `y = x·Wᵀ`, and what is added to it.
     ///
     /// # Errors
     /// Of this and the other products: if there is no memory to work in.
-    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: Out) -> Result<()> {
+    pub(crate) fn forward(&self, x: Rows<'_>, w: PackedRef<'_>, y: Out, addends: &Addends<'_>) -> Result<()> {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
         assert!(y.rows == x.rows && y.columns == w.out_features);
-        let num_steps = steps(w.in_features, self.dtype);
         let mut padded = None;
         let x = x.whole_steps(&mut padded)?;
-        let width = |panel| panel_columns(panel, w.out_features).next_multiple_of(LANES);
-        match w.storage {
-            WeightStorage::Dense => self.product(x, y, self.block_steps(), |panel, steps, _| {
-                let stride = width(panel) * 4;
-                let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
-                RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
-            }),
-            WeightStorage::Int8 => {
-                if let TileKernel::Chains(Chains { of_bytes: Some(kernel), .. }) = self.kernel
-                    && x.rows <= kernel.rows_max
-                {
-                    self.product_of_bytes(&kernel, x, &w, &y);
-                    return Ok(());
-                }
-                // What a few rows are multiplied with is read once: it should not leave the first-level cache.
-                let block_steps = if x.rows < LAID_OUT_ROWS_MIN { NEAR_BLOCK_STEPS } else { self.block_steps() };
-                self.product(x, y, block_steps, |panel, steps, scratch| {
-                    let width = width(panel);
-                    unpack_int8(self.isa, &w, panel, width, steps, scratch);
-                    RightBlock::written(scratch, width)
-                })
+        let mut block_steps = self.block_steps();
+        if w.storage == WeightStorage::Int8 && x.rows < LAID_OUT_ROWS_MIN {
+            if let TileKernel::Chains(Chains { of_bytes: Some(kernel), .. }) = self.kernel
+                && x.rows <= kernel.rows_max
+            {
+                self.product_of_bytes(&kernel, x, &w, &y, addends);
+                return Ok(());
             }
+            // What a few rows are multiplied with is read once: it should not leave the first-level cache.
+            block_steps = NEAR_BLOCK_STEPS;
         }
+        let right = RightSide::Weights(w);
+        self.product(x, y, block_steps, |panel, steps, scratch| right.block(self.isa, panel, steps, scratch), addends)
     }
 
-    /// `dx = dy·W`.
-    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out) -> Result<()> {
+    /// `dx = dy·W`, and what is added to it.
+    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out, addends: &Addends<'_>) -> Result<()> {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
         let mut padded = None;
-        self.product(dy.whole_steps(&mut padded)?, dx, self.block_steps(), |panel, steps, scratch| {
-            let columns = panel_columns(panel, w.in_features);
-            transpose::block(self.isa, w, panel * PANEL..panel * PANEL + columns, steps, scratch);
-            RightBlock::written(scratch, columns.next_multiple_of(LANES))
-        })
+        let dy = dy.whole_steps(&mut padded)?;
+        let right = RightSide::Transposed(w);
+        self.product(dy, dx, self.block_steps(), |panel, steps, scratch| right.block(self.isa, panel, steps, scratch), addends)
     }
 
-    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps.
-    fn product(&self, left: Rows<'_>, out: Out, block_steps: usize, right: impl Right) -> Result<()> {
+    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps; then what is added to it.
+    fn product(&self, left: Rows<'_>, out: Out, block_steps: usize, right: impl Right, addends: &Addends<'_>) -> Result<()> {
+        for Addend { first_row, first_column, left, right } in &addends.products {
+            assert!(first_row + left.rows <= out.rows && first_column + right.columns() <= out.columns);
+            assert!(first_column.is_multiple_of(PANEL) && left.dtype == self.dtype);
+        }
+        assert!(addends.bias.is_none_or(|bias| bias.len() == out.columns));
         match self.kernel {
             TileKernel::Chains(chains) => {
-                self.product_of_chains(&chains, left, &out, block_steps, &right);
+                self.product_of_chains(&chains, left, &out, block_steps, &right, addends);
                 Ok(())
             }
-            TileKernel::Granules(run) => self.product_of_granules(run, left, &out, block_steps, &right),
+            TileKernel::Granules(run) => self.product_of_granules(run, left, &out, block_steps, &right, addends),
         }
     }
 
     /// Left sides as they lie.
-    fn product_of_chains(&self, chains: &Chains, left: Rows<'_>, out: &Out, block_steps: usize, right: &impl Right) {
+    fn product_of_chains(
+        &self,
+        chains: &Chains,
+        left: Rows<'_>,
+        out: &Out,
+        block_steps: usize,
+        right: &impl Right,
+        addends: &Addends<'_>,
+    ) {
         let num_steps = steps(left.width, left.dtype);
         self.over_panels(left.rows, out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
             let words = block_steps * columns.next_multiple_of(LANES);
-            with_scratch(taken_bytes::<u32>(words), |mut arena| {
+            with_scratch(taken_bytes::<u32>(words) + addends.scratch_bytes(), |mut arena| {
                 let scratch = arena.take(words);
+                let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
                     let block = right(panel, steps.clone(), scratch);
-                    // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
-                    unsafe {
+                    let product = |rows: Range<usize>| {
                         let tile = Tile {
                             steps: steps.len(),
-                            a: left.bytes.as_ptr().add(rows.start * left.stride + first * 4),
+                            a: left.bytes[rows.start * left.stride + first * 4..].as_ptr(),
                             a_stride: left.stride,
                             b: block.first,
                             b_stride: block.stride,
@@ -169,7 +173,17 @@ impl<'a> Matmul<'a> {
                             columns,
                             accumulate: out.accumulate || first > 0,
                         };
-                        chains.block(rows.len(), &tile);
+                        // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
+                        unsafe { chains.block(rows.len(), &tile) };
+                    };
+                    if steps.end < num_steps {
+                        product(rows.clone());
+                    } else {
+                        addends.runs(rows.clone(), |rows| {
+                            product(rows.clone());
+                            // SAFETY: as above.
+                            unsafe { added.add(out, rows) };
+                        });
                     }
                 }
             });
@@ -177,7 +191,7 @@ impl<'a> Matmul<'a> {
     }
 
     /// A few rows with weights in bytes.
-    fn product_of_bytes(&self, kernel: &BytesKernel, x: Rows<'_>, w: &PackedRef<'_>, y: &Out) {
+    fn product_of_bytes(&self, kernel: &BytesKernel, x: Rows<'_>, w: &PackedRef<'_>, y: &Out, addends: &Addends<'_>) {
         self.over_panels(x.rows, y.columns, kernel.rows_max, |panel, rows| {
             let columns = panel_columns(panel, y.columns);
             let width = columns.next_multiple_of(LANES);
@@ -197,6 +211,11 @@ impl<'a> Matmul<'a> {
                 };
                 (kernel.run)(rows.len(), &tile);
             }
+            with_scratch(addends.scratch_bytes(), |mut arena| {
+                let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
+                // SAFETY: as above.
+                unsafe { added.add(y, rows) };
+            });
         });
     }
 
@@ -226,5 +245,5 @@ pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtyp
         TileKernel::Chains(_) => (0, CHAIN_BLOCK_STEPS * PANEL * 4),
         TileKernel::Granules(_) => (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows)),
     };
-    left.max(tokens::panels_bytes(width, dtype)) + threads * of_a_thread
+    left.max(tokens::panels_bytes(width, dtype)) + threads * (of_a_thread + addends::SCRATCH_BYTES_MAX)
 }

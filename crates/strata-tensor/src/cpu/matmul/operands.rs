@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 
+use super::pack::unpack_int8;
+use super::transpose;
+use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
-use crate::cpu::packed::PANEL;
+use crate::cpu::packed::{LANES, PANEL, PackedRef};
 use crate::cpu::threads::SharedMut;
-use crate::{DType, Element, Result};
+use crate::{DType, Element, Result, WeightStorage};
 
 /// A block of a row-major matrix of `dtype`, to be read.
 #[derive(Clone, Copy)]
@@ -30,6 +33,18 @@ impl<'a> Rows<'a> {
         Rows { bytes, rows: rows.len(), width: columns.len(), stride: matrix_columns * size, dtype: T::DTYPE }
     }
 
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(crate) fn width(&self) -> usize {
+        self.width
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     pub(super) fn row<T: Element>(&self, row: usize) -> &'a [T] {
         assert_eq!(self.dtype, T::DTYPE);
         let bytes = &self.bytes[row * self.stride..][..self.width * size_of::<T>()];
@@ -41,7 +56,7 @@ impl<'a> Rows<'a> {
     ///
     /// # Errors
     /// If there is no memory for them.
-    pub(super) fn whole_steps(self, padded: &'a mut Option<Buffer>) -> Result<Rows<'a>> {
+    pub(crate) fn whole_steps(self, padded: &'a mut Option<Buffer>) -> Result<Rows<'a>> {
         let size = self.width * self.dtype.size_bytes();
         if size.is_multiple_of(4) {
             return Ok(self);
@@ -117,6 +132,7 @@ pub(super) fn panel_columns(panel: usize, columns: usize) -> usize {
 }
 
 /// A block of the right side of a product: where its steps lie, a panel of columns each, and bytes from one to the next.
+#[derive(Clone, Copy)]
 pub(super) struct RightBlock {
     pub(super) first: *const u8,
     pub(super) stride: usize,
@@ -133,3 +149,60 @@ impl RightBlock {
 /// the scratch, which holds a block.
 pub(super) trait Right: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync {}
 impl<F: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync> Right for F {}
+
+/// Packed weights as the right side of a product.
+#[derive(Clone, Copy)]
+pub(crate) enum RightSide<'a> {
+    /// Columns are outputs, the reduction is over inputs.
+    Weights(PackedRef<'a>),
+    /// Columns are inputs, the reduction is over outputs.
+    Transposed(PackedRef<'a>),
+}
+
+impl RightSide<'_> {
+    pub(crate) fn columns(&self) -> usize {
+        match self {
+            RightSide::Weights(w) => w.out_features,
+            RightSide::Transposed(w) => w.in_features,
+        }
+    }
+
+    /// Steps of the reduction.
+    pub(super) fn steps(&self) -> usize {
+        match self {
+            RightSide::Weights(w) => steps(w.in_features, w.dtype),
+            RightSide::Transposed(w) => steps(w.out_features, w.dtype),
+        }
+    }
+
+    /// Words of scratch for a block of `columns` columns, at most a panel.
+    pub(super) fn written_words(&self, steps: usize, columns: usize) -> usize {
+        match self {
+            RightSide::Weights(PackedRef { storage: WeightStorage::Dense, .. }) => 0,
+            _ => steps * columns.next_multiple_of(LANES),
+        }
+    }
+
+    /// See [`Right`].
+    pub(super) fn block(&self, isa: Isa, panel: usize, range: Range<usize>, scratch: &mut [u32]) -> RightBlock {
+        let columns = panel_columns(panel, self.columns());
+        let width = columns.next_multiple_of(LANES);
+        match self {
+            RightSide::Weights(w) => match w.storage {
+                WeightStorage::Dense => {
+                    let (num_steps, stride) = (steps(w.in_features, w.dtype), width * 4);
+                    let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
+                    RightBlock { first: panel[range.start * stride..range.end * stride].as_ptr(), stride }
+                }
+                WeightStorage::Int8 => {
+                    unpack_int8(isa, w, panel, width, range, scratch);
+                    RightBlock::written(scratch, width)
+                }
+            },
+            RightSide::Transposed(w) => {
+                transpose::block(isa, *w, panel * PANEL..panel * PANEL + columns, range, scratch);
+                RightBlock::written(scratch, width)
+            }
+        }
+    }
+}

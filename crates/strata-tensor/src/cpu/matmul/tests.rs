@@ -46,14 +46,14 @@ fn all_products_match_plain_sums<T: Element>() {
                 let get = |v: &[T], i: usize| v[i].to_f32() as f64;
 
                 let mut y = vec![1.0; m * n];
-                matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, true)).unwrap();
+                matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, true), &Addends::default()).unwrap();
                 let expected: Vec<f64> = (0..m * n)
                     .map(|i| 1.0 + (0..k).map(|j| get(&x, i / n * k + j) * get(&w, i % n * k + j)).sum::<f64>())
                     .collect();
                 close(&y, &expected, &what);
 
                 let mut dx = vec![0.5; m * k];
-                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true)).unwrap();
+                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true), &Addends::default()).unwrap();
                 let expected: Vec<f64> = (0..m * k)
                     .map(|i| 0.5 + (0..n).map(|j| get(&dy, i / k * n + j) * get(&w, j * k + i % k)).sum::<f64>())
                     .collect();
@@ -120,11 +120,11 @@ fn products_are_plain_chains<T: Element>(isas: &[Isa]) {
             let stack = packed(&pool, &w, k, n);
             let matmul = Matmul::new(&pool, isa.into(), T::DTYPE);
             let (mut out, mut overwritten) = (what_is_there(m * n), vec![7.0; m * n]);
-            matmul.forward(all(&x, k), stack.layer(0), into(&mut out, n, true)).unwrap();
-            matmul.forward(all(&x, k), stack.layer(0), into(&mut overwritten, n, false)).unwrap();
+            matmul.forward(all(&x, k), stack.layer(0), into(&mut out, n, true), &Addends::default()).unwrap();
+            matmul.forward(all(&x, k), stack.layer(0), into(&mut overwritten, n, false), &Addends::default()).unwrap();
             assert!(bits(out) == y && bits(overwritten) == fresh, "forward in {what}");
             let mut out = what_is_there(m * k);
-            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut out, k, true)).unwrap();
+            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut out, k, true), &Addends::default()).unwrap();
             assert!(bits(out) == dx, "backward_input in {what}");
             let mut out = what_is_there(n * k);
             let mut pairs = [(all(&dy, n), into(&mut out, k, true))];
@@ -157,9 +157,11 @@ fn a_product_reads_and_writes_blocks_of_larger_matrices() {
     let block: Vec<bf16> = (1..3).flat_map(|r| x[r * 9 + 3..r * 9 + 9].to_vec()).collect();
     let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
     let (mut expected, mut y) = (vec![0.0; 2 * 10], vec![7.0; 5 * 13]);
-    matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false)).unwrap();
+    matmul.forward(all(&block, 6), stack.layer(0), into(&mut expected, 10, false), &Addends::default()).unwrap();
     let target = Target { first_row: 2, first_column: 3, accumulate: false };
-    matmul.forward(Rows::new(&x, 9, 1..3, 3..9), stack.layer(0), Out::new(&mut y, 13, &target, 2, 10)).unwrap();
+    matmul
+        .forward(Rows::new(&x, 9, 1..3, 3..9), stack.layer(0), Out::new(&mut y, 13, &target, 2, 10), &Addends::default())
+        .unwrap();
     for (i, &value) in y.iter().enumerate() {
         let (r, c) = (i / 13, i % 13);
         let inside = (2..4).contains(&r) && c >= 3;
@@ -177,13 +179,15 @@ fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
         let stack = packed(&many, &w, k, n);
         let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
         let matmul = Matmul::new(&many, arithmetic, DType::BF16);
-        matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
-        matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
+        matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false), &Addends::default()).unwrap();
+        matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
         let matmul = Matmul::new(&one, arithmetic, DType::BF16);
         for r in 0..m {
             let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
-            matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false)).unwrap();
-            matmul.backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false)).unwrap();
+            matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false), &Addends::default()).unwrap();
+            matmul
+                .backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false), &Addends::default())
+                .unwrap();
             assert_eq!(alone, y[r * n..][..n], "{arithmetic} row {r}");
             assert_eq!(dx_alone, dx[r * k..][..k], "{arithmetic} row {r}");
         }
@@ -236,9 +240,9 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
             let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
             let run = |stack: &PackedStack| {
                 let (mut y, mut added, mut dx) = (vec![7.0; m * n], vec![0.25; m * n], vec![7.0; m * k]);
-                matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false)).unwrap();
-                matmul.forward(all(&x, k), stack.layer(0), into(&mut added, n, true)).unwrap();
-                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false)).unwrap();
+                matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false), &Addends::default()).unwrap();
+                matmul.forward(all(&x, k), stack.layer(0), into(&mut added, n, true), &Addends::default()).unwrap();
+                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
                 (y, added, dx)
             };
             assert!(run(&quantized) == run(&dense), "{arithmetic} {} {m} rows", T::DTYPE);
@@ -295,4 +299,103 @@ fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
             assert!(row.iter().zip(&w[o * k..]).all(|(a, b)| *a == b.to_f32()));
         }
     }
+}
+
+/// A low-rank product for some rows of a result.
+struct Pair<T> {
+    first_row: usize,
+    first_column: usize,
+    /// `[rows, rank]`.
+    low: Vec<T>,
+    rank: usize,
+    /// `rank → columns` of y.
+    b: PackedStack,
+    /// `in → rank`; transposed it adds to all of dx.
+    a: PackedStack,
+}
+
+/// A bias and low-rank products that are added on the way, against the same products one after another.
+fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage) {
+    let (k, n) = (1300, 200);
+    let (w, bias): (Vec<T>, Vec<f32>) = (values(2, n * k), values(3, n));
+    // (rank, first row, rows, first column, columns): within a panel, over several, up to the last, for rows that others have too;
+    // and of the last ranks, blocks that take turns on a thread.
+    let mut places =
+        vec![(5, 0, 3, 0, 64), (32, 2, 60, 64, 130), (33, 10, 52, 128, 72), (1, 61, 1, 192, 8), (128, 0, 62, 0, 200)];
+    places.extend((0..9).map(|i| (2 + i, 4 * i, 7, 64, 64)));
+    for (arithmetic, threads) in Arithmetic::available().into_iter().flat_map(|a| [(a, 1), (a, 3)]) {
+        let pool = Pool::new(threads);
+        let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
+        let mut stack = PackedStack::zeros(1, k, n, WeightFormat { compute: T::DTYPE, storage }).unwrap();
+        pack_rows(&pool, Isa::detect(), &w, 0, &mut stack.layer_mut(0)).unwrap();
+        for m in [1, 4, 47, 62, 101] {
+            let what = format!("{arithmetic} {}, {threads} threads, {m} rows", T::DTYPE);
+            let (x, dy): (Vec<T>, Vec<T>) = (values(4, m * k), values(5, m * n));
+            let clipped = places.iter().filter(|(_, first_row, ..)| *first_row < m);
+            let pairs: Vec<Pair<T>> = clipped
+                .map(|&(rank, first_row, rows, first_column, columns)| Pair {
+                    first_row,
+                    first_column,
+                    low: values(6, rows.min(m - first_row) * rank),
+                    rank,
+                    b: packed(&pool, &values::<T>(7, columns * rank), rank, columns),
+                    a: packed(&pool, &values::<T>(8, rank * k), k, rank),
+                })
+                .collect();
+            for transposed in [false, true] {
+                let width = if transposed { k } else { n };
+                let multiply = |left: Rows<'_>, right: RightSide<'_>, out: Out, addends: &Addends<'_>| match right {
+                    RightSide::Weights(w) => matmul.forward(left, w, out, addends).unwrap(),
+                    RightSide::Transposed(w) => matmul.backward_input(left, w, out, addends).unwrap(),
+                };
+                let (left, right) = match transposed {
+                    false => (all(&x, k), RightSide::Weights(stack.layer(0))),
+                    true => (all(&dy, n), RightSide::Transposed(stack.layer(0))),
+                };
+                let (mut joined, mut apart) = (vec![7.0; m * width], vec![7.0; m * width]);
+                multiply(left, right, into(&mut apart, width, false), &Addends::default());
+                if !transposed {
+                    apart.chunks_mut(n).flat_map(|row| row.iter_mut().zip(&bias)).for_each(|(y, bias)| *y += bias);
+                }
+                let mut padded: Vec<_> = pairs.iter().map(|_| None).collect();
+                let mut products = Vec::new();
+                for (pair, padded) in pairs.iter().zip(&mut padded) {
+                    let (first_column, right) = match transposed {
+                        false => (pair.first_column, RightSide::Weights(pair.b.layer(0))),
+                        true => (0, RightSide::Transposed(pair.a.layer(0))),
+                    };
+                    let low = all(&pair.low, pair.rank);
+                    let target = Target { first_row: pair.first_row, first_column, accumulate: true };
+                    multiply(low, right, Out::new(&mut apart, width, &target, low.rows, right.columns()), &Addends::default());
+                    assert!(Addend::can_join(first_column, &right));
+                    products.push(Addend {
+                        first_row: pair.first_row,
+                        first_column,
+                        left: low.whole_steps(padded).unwrap(),
+                        right,
+                    });
+                }
+                let bias = (!transposed).then_some(&bias[..]);
+                multiply(left, right, into(&mut joined, width, false), &Addends { bias, products });
+                assert!(joined == apart, "{what}, transposed: {transposed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_that_are_added_on_the_way_have_the_bits_of_products_in_turn() {
+    addends_have_the_bits_of_products_in_turn::<f32>(WeightStorage::Dense);
+    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Dense);
+    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Int8);
+}
+
+#[test]
+fn what_has_other_panels_or_no_room_on_a_thread_is_added_apart() {
+    let layer = |in_features, out_features| PackedStack::zeros(1, in_features, out_features, DType::F32.into()).unwrap();
+    let (small, large) = (layer(64, 256), layer(64, 257));
+    assert!(Addend::can_join(128, &RightSide::Weights(small.layer(0))));
+    assert!(!Addend::can_join(32, &RightSide::Weights(small.layer(0))));
+    assert!(Addend::can_join(0, &RightSide::Transposed(small.layer(0))));
+    assert!(!Addend::can_join(0, &RightSide::Transposed(large.layer(0))));
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Matmul;
+use super::addends::{Addends, PanelAddends};
 use super::granules::{self, GranuleFn, GranuleTile};
 use super::kernel;
 use super::operands::{Out, Right, RightBlock, Rows, panel_columns, steps};
@@ -30,6 +31,7 @@ impl Matmul<'_> {
         out: &Out,
         block_steps: usize,
         right: &impl Right,
+        addends: &Addends<'_>,
     ) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
         for first_row in (0..left.rows).step_by(TILED_ROWS_MAX) {
@@ -38,11 +40,19 @@ impl Matmul<'_> {
             let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
             for first_step in (0..num_steps).step_by(steps_max) {
                 let steps = first_step..(first_step + steps_max).min(num_steps);
-                let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps)?;
+                let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps.clone())?;
                 let accumulate = out.accumulate || first_step > 0;
                 self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
                     // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
-                    unsafe { panel_of_granules(run, &tiles, part, out, accumulate, panel, block_steps, right) };
+                    unsafe { panel_of_granules(run, &tiles, part.clone(), out, accumulate, panel, block_steps, right) };
+                    if steps.end == num_steps {
+                        let part = rows.start + part.start..rows.start + part.end;
+                        with_scratch(addends.scratch_bytes(), |mut arena| {
+                            let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
+                            // SAFETY: as above.
+                            addends.runs(part, |rows| unsafe { added.add(out, rows) });
+                        });
+                    }
                 });
             }
         }

@@ -31,7 +31,7 @@ pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
             WeightStorage::Dense => &words[panel * PANEL * num_steps..][in_steps.start * width..num_steps * width],
             WeightStorage::Int8 => {
                 unpacked = [0; PANEL * PANEL];
-                super::unpack_int8(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
+                super::pack::unpack_int8(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
                 &unpacked[..in_steps.len() * width]
             }
         };

@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use super::*;
 use crate::backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
-use crate::tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
+use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
 use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Memory, PackedStack};
 use toy::{Gradients, Quadratic};
@@ -139,6 +139,10 @@ impl Layer {
         Layer::new((0..).zip(PAIRS).map(pair).collect())
     }
 
+    fn linear(&self) -> Linear<'_> {
+        Linear { weight: self.w.layer(0), bias: Some(self.bias.as_ref()), lora: self.groups() }
+    }
+
     fn groups(&self) -> Rc<[LoraGroup<'_>]> {
         let projection = |i: usize| LoraProjection {
             a: self.packed[i][0].layer(0),
@@ -170,7 +174,7 @@ fn linear_adds_low_rank_products_to_the_tokens_and_columns_of_their_group() {
     let (b, layer, x) = (backend(), Layer::random(), tensor(&[9, 7], DType::F32, 3));
     let mut tape = Tape::inference(&b);
     let input = tape.constant(x.clone());
-    let y = tape.linear(&input, layer.w.layer(0), Some(layer.bias.as_ref()), layer.groups()).unwrap();
+    let y = tape.linear(&input, layer.linear()).unwrap();
     let (x, w, bias) = (x.to_f32_vec(), normal(77, 1), layer.bias.to_f32_vec());
     let expected: Vec<f64> = (0..9 * 11)
         .map(|i| {
@@ -194,15 +198,14 @@ fn linear_adds_low_rank_products_to_the_tokens_and_columns_of_their_group() {
 #[test]
 fn the_gradients_of_linear_are_those_of_finite_differences() {
     let (b, layer, x) = (backend(), Layer::random(), tensor(&[9, 7], DType::F32, 3));
-    let (w, bias) = (layer.w.layer(0), layer.bias.as_ref());
-    check_gradient(&b, &x, |tape, x| tape.linear(x, w, Some(bias), layer.groups()));
+    check_gradient(&b, &x, |tape, x| tape.linear(x, layer.linear()));
 
     let mut gradients = layer_gradients(None);
-    let (_, dx) = go_back(&b, &x, &mut gradients, |tape, x| tape.linear(x, w, Some(bias), layer.groups()));
+    let (_, dx) = go_back(&b, &x, &mut gradients, |tape, x| tape.linear(x, layer.linear()));
     let loss = |layer: &Layer| {
         let mut tape = Tape::inference(&b);
         let x = tape.constant(x.clone());
-        weigh(tape.linear(&x, layer.w.layer(0), Some(layer.bias.as_ref()), layer.groups()).unwrap().value())
+        weigh(tape.linear(&x, layer.linear()).unwrap().value())
     };
     for i in 0..PAIRS.len() {
         let with = |pair| {
@@ -218,11 +221,11 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
 
     // A group that only scores, and an input that needs no gradient, take nothing from the others.
     let mut fewer = layer_gradients(Some(1));
-    let (_, dx_of_fewer) = go_back(&b, &x, &mut fewer, |tape, x| tape.linear(x, w, Some(bias), layer.groups()));
+    let (_, dx_of_fewer) = go_back(&b, &x, &mut fewer, |tape, x| tape.linear(x, layer.linear()));
     let mut leaf = layer_gradients(Some(1));
     let mut tape = Tape::recording(&b);
     let constant = tape.constant(x.clone());
-    let y = tape.linear(&constant, w, Some(bias), layer.groups()).unwrap();
+    let y = tape.linear(&constant, layer.linear()).unwrap();
     tape.backward(y, tensor(&[9, 11], DType::F32, 99), &mut leaf).unwrap();
     assert_eq!(dx, dx_of_fewer);
     for site in [0, 2].map(|module| LoraSite { group: 0, module, layer: 0 }) {
@@ -330,7 +333,8 @@ fn what_does_not_fit_is_an_error() {
     let linear = |x, bias: &Tensor, change: &dyn Fn(&mut Vec<LoraGroup<'_>>)| {
         let mut groups = layer.groups().to_vec();
         change(&mut groups);
-        tape().linear(&var(x), layer.w.layer(0), Some(bias.as_ref()), groups.into()).is_err()
+        let (weight, bias) = (layer.w.layer(0), Some(bias.as_ref()));
+        tape().linear(&var(x), Linear { weight, bias, lora: groups.into() }).is_err()
     };
     let (x, bias) = (|| f32s(&[9, 7]), f32s(&[11]));
     assert!(!linear(x(), &bias, &|_| ()));
@@ -470,7 +474,7 @@ fn log_probabilities_and_their_gradient_are_those_of_a_plain_softmax() {
 
     let mut tape = Tape::inference(&b);
     let input = tape.constant(x.clone());
-    let logits = tape.linear(&input, w, None, layer.groups()).unwrap().value().to_f32_vec();
+    let logits = tape.linear(&input, Linear { bias: None, ..layer.linear() }).unwrap().value().to_f32_vec();
     let expected: Vec<f64> = (0..9)
         .flat_map(|row| {
             let logits = &logits[row * 11..][..11];

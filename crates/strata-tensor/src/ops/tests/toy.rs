@@ -6,7 +6,7 @@ use std::rc::Rc;
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
-use crate::tape::{LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
+use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
 use crate::testing::{normal, packed};
 use crate::{CpuBackend, DType, HostRef, KvPages, Memory, PackedStack};
 
@@ -216,18 +216,19 @@ impl Toy {
         kv: KvAccess<'_>,
     ) -> Result<Var> {
         let (dtype, eps) = (self.dtype, GEOMETRY.eps);
-        let linear = |tape: &mut Tape<'a>, x: &Var, i: usize| {
-            let bias = (i == 0).then(|| self.biases[layer].as_ref());
-            tape.linear(x, self.linears[i].layer(layer), bias, self.groups(batch, i, layer))
+        let linear = |i: usize| Linear {
+            weight: self.linears[i].layer(layer),
+            bias: (i == 0).then(|| self.biases[layer].as_ref()),
+            lora: self.groups(batch, i, layer),
         };
         let h = tape.rms_norm(x, self.norms[0].as_ref(), eps, dtype)?;
-        let qkv = linear(tape, &h, 0)?;
+        let qkv = tape.linear(&h, linear(0))?;
         let a = tape.attention(&qkv, attention, kv, dtype)?;
-        let x = tape.add_linear(x, &a, self.linears[1].layer(layer), None, self.groups(batch, 1, layer))?;
+        let x = tape.add_linear(x, &a, linear(1))?;
         let h = tape.rms_norm(&x, self.norms[3].as_ref(), eps, dtype)?;
-        let gate_up = linear(tape, &h, 2)?;
+        let gate_up = tape.linear(&h, linear(2))?;
         let m = tape.swiglu(&gate_up, dtype)?;
-        tape.add_linear(&x, &m, self.linears[3].layer(layer), None, self.groups(batch, 3, layer))
+        tape.add_linear(&x, &m, linear(3))
     }
 
     fn training_layer<'a>(

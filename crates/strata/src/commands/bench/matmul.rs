@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde_json::json;
 use strata_model::ModelConfig;
-use strata_tensor::{Backend, CpuBackend, DType, Memory, WeightFormat, WeightStorage, random};
+use strata_tensor::{Backend, CpuBackend, DType, Linear, Memory, WeightFormat, WeightStorage, random};
 
 use super::limits::Limits;
 use super::peer::{self, Peer};
@@ -102,7 +102,11 @@ fn operands(
     let mut w = backend.packed(1, in_features, out_features, format)?;
     backend.pack_rows(&mut w, 0, uniform(out_features, 1)?.as_ref())?;
     let mut y = backend.zeros(&[tokens, out_features], DType::F32)?;
-    Ok(move || Ok(backend.matmul(&x, w.layer(0), &mut y)?))
+    Ok(move || {
+        let layer = Linear { weight: w.layer(0), bias: None, lora: [].into() };
+        backend.linear(&x, &layer, Some(&mut y))?;
+        Ok(())
+    })
 }
 
 /// Seconds of the fastest product of a round.

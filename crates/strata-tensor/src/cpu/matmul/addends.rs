@@ -1,0 +1,158 @@
+//! What is added to a product while its rows are in cache: a bias, and the low-rank products of runs of rows.
+//!
+//! Rows of a result lie so far apart that reading and writing them again costs as much as a low-rank product itself. So the task that has a panel of a product adds to each
+//! run of its rows, once their reduction has come to its end, what belongs to them. The bits are those of one product after another: an addend goes on from what is there.
+
+use std::ops::Range;
+
+use super::kernel::{Tile, TileKernel};
+use super::operands::{Out, RightBlock, RightSide, Rows, panel_columns, steps};
+use crate::cpu::isa::Isa;
+use crate::cpu::packed::{LANES, PANEL};
+use crate::cpu::rows::convert;
+use crate::cpu::scratch::{Arena, taken_bytes};
+
+/// Rows of a panel that are added to at a time: with their addends they stay in the first-level cache. Whole tiles of every kernel.
+const ROWS: usize = 48;
+/// Blocks of right sides that a task keeps at a time, at most: those of a run of rows are read in turn.
+const BLOCKS_MAX: usize = 8;
+/// Words that they take, at most.
+const BLOCKS_WORDS: usize = 16 << 10;
+/// Bytes of a task's arena for addends, at most.
+pub(super) const SCRATCH_BYTES_MAX: usize = BLOCKS_WORDS * 4;
+
+/// A product of some rows, added to as many rows and some columns of another.
+pub(crate) struct Addend<'a> {
+    /// First row of the result.
+    pub(crate) first_row: usize,
+    /// First column of the result; a multiple of [`PANEL`].
+    pub(crate) first_column: usize,
+    /// Rows of whole steps.
+    pub(crate) left: Rows<'a>,
+    pub(crate) right: RightSide<'a>,
+}
+
+impl Addend<'_> {
+    /// Whether a product with columns from here on can be added on the way: its panels are those of the result, and its blocks have room on a thread.
+    pub(crate) fn can_join(first_column: usize, right: &RightSide<'_>) -> bool {
+        first_column.is_multiple_of(PANEL) && right.written_words(right.steps(), right.columns().min(PANEL)) <= BLOCKS_WORDS
+    }
+
+    /// Words of the largest block that has to be written for it.
+    fn block_words(&self) -> usize {
+        self.right.written_words(self.right.steps(), self.right.columns().min(PANEL))
+    }
+}
+
+/// All that is added to a product, in this order.
+#[derive(Default)]
+pub(crate) struct Addends<'a> {
+    /// To every row; as long as there are columns.
+    pub(crate) bias: Option<&'a [f32]>,
+    pub(crate) products: Vec<Addend<'a>>,
+}
+
+impl Addends<'_> {
+    /// Bytes of the arena of a task.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        taken_bytes::<u32>(self.words())
+    }
+
+    fn words(&self) -> usize {
+        self.block_words() * self.blocks()
+    }
+
+    /// Words of the largest block.
+    fn block_words(&self) -> usize {
+        self.products.iter().map(Addend::block_words).max().unwrap_or(0)
+    }
+
+    /// Blocks that there is room for.
+    fn blocks(&self) -> usize {
+        (BLOCKS_WORDS / self.block_words().max(1)).clamp(1, BLOCKS_MAX.min(self.products.len()).max(1))
+    }
+
+    /// Runs `product` on all of `rows`, in runs if there is something to add to each.
+    pub(super) fn runs(&self, rows: Range<usize>, mut product: impl FnMut(Range<usize>)) {
+        let is_empty = self.bias.is_none() && self.products.is_empty();
+        let run = if is_empty { rows.len() } else { rows.len().div_ceil(rows.len().div_ceil(ROWS)).next_multiple_of(12) };
+        for first in rows.clone().step_by(run.max(1)) {
+            product(first..(first + run).min(rows.end));
+        }
+    }
+}
+
+/// What a task adds to its panel.
+pub(super) struct PanelAddends<'a, 's> {
+    addends: &'a Addends<'a>,
+    kernel: &'a TileKernel,
+    isa: Isa,
+    panel: usize,
+    /// Room for blocks, and the addends whose they are.
+    words: &'s mut [u32],
+    blocks: [Option<(usize, RightBlock)>; BLOCKS_MAX],
+    next_block: usize,
+}
+
+impl<'a, 's> PanelAddends<'a, 's> {
+    pub(super) fn new(addends: &'a Addends<'a>, kernel: &'a TileKernel, isa: Isa, panel: usize, arena: &mut Arena<'s>) -> Self {
+        let words = arena.take(addends.words());
+        PanelAddends { addends, kernel, isa, panel, words, blocks: [const { None }; BLOCKS_MAX], next_block: 0 }
+    }
+
+    /// Adds to `rows` of the panel of `out`.
+    ///
+    /// # Safety
+    /// They are in bounds, and nobody else's.
+    pub(super) unsafe fn add(&mut self, out: &Out, rows: Range<usize>) {
+        let first_column = self.panel * PANEL;
+        let columns = panel_columns(self.panel, out.columns);
+        if let Some(bias) = self.addends.bias {
+            for row in rows.clone() {
+                // SAFETY: the caller's promise.
+                let values = unsafe { std::slice::from_raw_parts_mut(out.at(row, first_column), columns) };
+                convert::add_bias(self.isa, &bias[first_column..][..columns], values);
+            }
+        }
+        for (i, addend) in self.addends.products.iter().enumerate() {
+            let own = rows.start.max(addend.first_row)..rows.end.min(addend.first_row + addend.left.rows);
+            let of_addend = first_column.checked_sub(addend.first_column).filter(|&first| first < addend.right.columns());
+            let Some(first) = of_addend.filter(|_| !own.is_empty()) else { continue };
+            let (panel, left) = (first / PANEL, &addend.left);
+            let steps = steps(left.width, left.dtype);
+            let columns = panel_columns(panel, addend.right.columns());
+            let block = self.block(i, addend, panel, steps);
+            // SAFETY: as above; the block has these steps and columns, the left side these rows.
+            unsafe {
+                let tile = Tile {
+                    steps,
+                    a: left.bytes.as_ptr().add((own.start - addend.first_row) * left.stride),
+                    a_stride: left.stride,
+                    b: block.first,
+                    b_stride: block.stride,
+                    c: out.at(own.start, first_column),
+                    c_stride: out.stride,
+                    columns,
+                    accumulate: true,
+                };
+                self.kernel.block(own.len(), &tile);
+            }
+        }
+    }
+
+    /// The right side of addend `i`.
+    fn block(&mut self, i: usize, addend: &Addend<'_>, panel: usize, steps: usize) -> RightBlock {
+        if let Some((_, block)) = self.blocks.iter().flatten().find(|(of, _)| *of == i) {
+            return *block;
+        }
+        let slot = self.next_block % self.addends.blocks();
+        self.next_block += 1;
+        let room = self.addends.block_words();
+        let words = &mut self.words[slot * room..][..addend.block_words()];
+        let block = addend.right.block(self.isa, panel, 0..steps, words);
+        self.blocks[slot] = Some((i, block));
+        block
+    }
+}
+
+const _: () = assert!(ROWS.is_multiple_of(12) && ROWS.is_multiple_of(LANES), "whole tiles of every kernel");
