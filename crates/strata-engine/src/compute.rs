@@ -39,6 +39,8 @@ pub(crate) struct StepSpan<'a, F> {
     pub(crate) tokens: Vec<u32>,
     /// Tokens of the sequence that are in the cache already.
     pub(crate) past: usize,
+    /// Tokens that the sequence may come to have.
+    pub(crate) length_max: usize,
     /// Pages of the sequence, enough for `past + tokens.len()` tokens.
     pub(crate) pages: Vec<u32>,
     /// What is wanted of the predictions after some of the tokens, in their order.

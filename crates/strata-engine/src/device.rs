@@ -145,7 +145,7 @@ impl Compute for Device {
                 batch.begin_group(span.weights.1.as_deref());
             }
             let start = batch.len();
-            batch.push_cached(&span.tokens, span.past, span.pages.clone());
+            batch.push_cached(&span.tokens, span.past, span.length_max, span.pages.clone());
             for (row, task) in &span.rows {
                 rows.push(start + row);
                 tasks.push(task);

@@ -119,6 +119,7 @@ impl EngineHandle {
             sampler_limits: SamplerLimits {
                 vocab_size: info.vocab_size,
                 max_context_tokens: info.max_context_tokens,
+                short_sequence_max: model.short_sequence_max(),
                 eos_token_ids: model.config().eos_token_ids.clone(),
                 page_tokens: PAGE_TOKENS,
                 pages: budget.kv_pages,

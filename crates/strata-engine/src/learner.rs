@@ -130,8 +130,8 @@ pub(crate) fn pack(model: &Model, config: LoraConfig, weights: &LoraParams) -> R
 pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes {
     let (mut parameters, mut frozen) = (0, 0);
     for (_, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
-        parameters += m.num_layers as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64;
-        let packed = |n_in, n_out| model.backend().packed_bytes(m.num_layers, n_in, n_out, model.dtype().into()) as u64;
+        parameters += m.layers.len() as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64;
+        let packed = |n_in, n_out| model.backend().packed_bytes(m.layers.len(), n_in, n_out, model.dtype().into()) as u64;
         frozen += packed(m.in_features, config.rank) + packed(config.rank, m.out_features);
     }
     // In training: weights, gradient and two moments in f32, and the packed copy.

@@ -11,6 +11,8 @@ pub struct Span {
     pub tokens: Range<usize>,
     /// Position of its first token: the number of tokens of the sequence that are already in the KV cache.
     pub past: usize,
+    /// Tokens that the sequence has, or may come to have while its keys are in the cache. Some models turn positions otherwise in long sequences.
+    pub length_max: usize,
     /// Pages of the KV cache that hold the sequence, in order, enough for `past + tokens.len()` positions. Empty for a
     /// sequence that is computed whole without a cache, as in training.
     pub pages: Vec<u32>,
@@ -54,11 +56,11 @@ impl<'a> PackedBatch<'a> {
 
     /// Adds a whole sequence that needs no cache (training, scoring).
     pub fn push_sequence(&mut self, tokens: &[u32]) {
-        self.push_cached(tokens, 0, Vec::new());
+        self.push_cached(tokens, 0, tokens.len(), Vec::new());
     }
 
-    /// Adds `tokens` that follow `past` tokens already held in `pages` of the KV cache.
-    pub fn push_cached(&mut self, tokens: &[u32], past: usize, pages: Vec<u32>) {
+    /// Adds `tokens` that follow `past` tokens already held in `pages` of the KV cache, of a sequence that may come to have `length_max`.
+    pub fn push_cached(&mut self, tokens: &[u32], past: usize, length_max: usize, pages: Vec<u32>) {
         if self.groups.is_empty() {
             self.begin_group(None);
         }
@@ -66,7 +68,7 @@ impl<'a> PackedBatch<'a> {
         self.tokens.extend_from_slice(tokens);
         self.positions.extend((past..past + tokens.len()).map(|p| p as u32));
         let end = self.tokens.len();
-        self.spans.push(Span { tokens: start..end, past, pages });
+        self.spans.push(Span { tokens: start..end, past, length_max, pages });
         self.groups.last_mut().expect("a group was begun above").end = end;
     }
 

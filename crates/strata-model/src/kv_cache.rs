@@ -2,7 +2,7 @@
 //!
 //! This is the memory only. Which page belongs to whom, and when one is free, is the engine's business.
 
-use strata_tensor::{Backend, DType, KvPages};
+use strata_tensor::{AttentionGeometry, Backend, DType, KvPages};
 
 use crate::Result;
 
@@ -15,18 +15,17 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `num_pages` pages for `num_layers` layers of `num_kv_heads` heads of `head_dim`. Memory is touched only as pages are used.
+    /// A cache of `num_pages` pages for layers of these shapes. Memory is touched only as pages are used.
     ///
     /// # Errors
     /// If the backend has no memory.
-    pub fn new(
+    pub(crate) fn new(
         backend: &dyn Backend,
-        num_layers: usize,
-        [num_kv_heads, head_dim]: [usize; 2],
+        layers: impl Iterator<Item = AttentionGeometry>,
         dtype: DType,
         num_pages: usize,
     ) -> Result<Self> {
-        let layers = (0..num_layers).map(|_| backend.kv_pages(num_pages, num_kv_heads, head_dim, dtype));
+        let layers = layers.map(|g| backend.kv_pages(num_pages, g.kv_heads, g.head_dim, dtype));
         Ok(KvCache { layers: layers.collect::<strata_tensor::Result<_>>()? })
     }
 

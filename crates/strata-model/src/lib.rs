@@ -23,7 +23,9 @@ mod model;
 mod source;
 mod tokenizer;
 
-pub use architectures::{Observed, parameter_shapes};
+pub use architectures::{
+    AttentionConfig, AttentionWork, DenseConfig, Family, LinearWork, MatrixShape, MlpConfig, Observed, Work, parameter_shapes,
+};
 pub use batch::{AdapterGroup, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};
 pub use config::ModelConfig;

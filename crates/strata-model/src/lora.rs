@@ -27,8 +27,8 @@ pub struct LoraModule {
     pub path: &'static str,
     /// The part it belongs to.
     pub part: Part,
-    /// Number of layers that have it (1 for the unembedding).
-    pub num_layers: usize,
+    /// Numbers in a checkpoint of the decoder layers that have it, in the order of its stacks; one entry for the unembedding.
+    pub layers: Vec<usize>,
     /// Input features.
     pub in_features: usize,
     /// Output features.
@@ -132,8 +132,8 @@ impl LoraStack {
     /// If the backend has no memory.
     pub(crate) fn zeros(backend: &dyn Backend, module: &LoraModule, rank: usize) -> Result<Self> {
         Ok(LoraStack {
-            a: backend.zeros(&[module.num_layers, rank, module.in_features], DType::F32)?,
-            b: backend.zeros(&[module.num_layers, rank, module.out_features], DType::F32)?,
+            a: backend.zeros(&[module.layers.len(), rank, module.in_features], DType::F32)?,
+            b: backend.zeros(&[module.layers.len(), rank, module.out_features], DType::F32)?,
         })
     }
 }
@@ -169,7 +169,7 @@ impl LoraParams {
             let Some(stack) = stack else { continue };
             let bound = 1.0 / (module.in_features as f32).sqrt();
             let mut values = vec![0.0; config.rank * module.in_features];
-            for layer in 0..module.num_layers {
+            for layer in 0..module.layers.len() {
                 let key = [seed, (index as u64) << 32 | layer as u64];
                 for (place, value) in values.iter_mut().enumerate() {
                     *value = (strata_tensor::random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
@@ -245,9 +245,9 @@ impl Adapter {
                 pairs.push(None);
                 continue;
             };
-            let mut a = backend.packed(module.num_layers, module.in_features, config.rank, dtype.into())?;
-            let mut b = backend.packed(module.num_layers, config.rank, module.out_features, dtype.into())?;
-            for layer in 0..module.num_layers {
+            let mut a = backend.packed(module.layers.len(), module.in_features, config.rank, dtype.into())?;
+            let mut b = backend.packed(module.layers.len(), config.rank, module.out_features, dtype.into())?;
+            for layer in 0..module.layers.len() {
                 backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
                 backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
             }

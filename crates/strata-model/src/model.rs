@@ -10,8 +10,9 @@ use strata_tensor::{
     random, read_logits, target_logprobs,
 };
 
-use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
+use crate::architectures::{self, BatchInputs, Decoder, Observed, Observer, WeightSource};
 use crate::checkpoint::{Checkpoint, CheckpointReader, first_not_finite};
+use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
@@ -48,7 +49,7 @@ pub struct Model {
     backend: Arc<dyn Backend>,
     config: ModelConfig,
     dtype: DType,
-    architecture: Box<dyn Architecture>,
+    decoder: Decoder,
     logits_chunk_bytes: usize,
 }
 
@@ -84,9 +85,8 @@ impl Model {
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
         let format = WeightFormat { compute: dtype, storage };
-        let architecture =
-            architectures::build(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
-        let model = Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
+        let decoder = Decoder::load(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
+        let model = Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
         model.probe().map_err(|message| checkpoint.error(message))?;
         Ok(model)
     }
@@ -94,13 +94,14 @@ impl Model {
     /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.
     ///
     /// # Errors
-    /// If the architecture is not known.
+    /// If the configuration cannot be computed, or the backend has no memory.
     pub fn random(backend: Arc<dyn Backend>, config: ModelConfig, seed: u64, format: impl Into<WeightFormat>) -> Result<Self> {
         let format = format.into();
         let dtype = format.compute;
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
-        let architecture = architectures::build(&*backend, &config, format, &mut weights)?;
-        Ok(Model { backend, config, dtype, architecture, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+        architectures::check(&*backend, &config)?;
+        let decoder = Decoder::load(&*backend, &config, format, &mut weights)?;
+        Ok(Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
     }
 
     /// Computes two tokens, and says where the numbers stop being finite if they do.
@@ -151,19 +152,19 @@ impl Model {
 
     /// The linear layers that can carry LoRA; adapters index by place in this list.
     pub fn lora_modules(&self) -> &[LoraModule] {
-        self.architecture.lora_modules()
+        self.decoder.lora_modules()
     }
 
     /// Bytes of the weights.
     pub fn weight_bytes(&self) -> usize {
-        self.architecture.weight_bytes()
+        self.decoder.weight_bytes()
     }
 
     /// Bytes that a training pass takes for each token at its peak, at most. A pass over `n` tokens with adapters of ranks up to `r` takes no more than
     /// `n * (train_bytes_per_token() + lora_bytes_per_token(r)) + workspace_bytes()`, and 64 bytes for each target; a pass that only scores and a
     /// [`Model::step`] take less. The batch, weights, adapters and gradients are not in it.
     pub fn train_bytes_per_token(&self) -> usize {
-        with_rounding(self.architecture.train_bytes_per_token(self.backend()) + TOKEN_LISTS_BYTES)
+        with_rounding(self.decoder.train_bytes_per_token(self.backend()) + TOKEN_LISTS_BYTES)
     }
 
     /// Bytes that adapters of ranks up to `rank` add to [`Model::train_bytes_per_token`].
@@ -181,7 +182,7 @@ impl Model {
         let rows = logits_chunk_rows(self.config.vocab_size, self.logits_chunk_bytes);
         let row = (wide + narrow) * (self.config.vocab_size + self.config.hidden_size)
             + narrow * (self.config.vocab_size % 2) * self.config.vocab_size;
-        with_rounding(rows * row + self.architecture.fixed_bytes(self.backend())) + SMALL_BUFFERS_BYTES
+        with_rounding(rows * row + self.decoder.fixed_bytes(self.backend())) + SMALL_BUFFERS_BYTES
     }
 
     /// Packs adapter parameters for this model.
@@ -197,14 +198,21 @@ impl Model {
     /// # Errors
     /// If the backend has no memory.
     pub fn new_kv_cache(&self, num_pages: usize) -> Result<KvCache> {
-        let c = &self.config;
-        KvCache::new(self.backend(), c.num_layers, [c.num_kv_heads, c.head_dim], self.dtype, num_pages)
+        KvCache::new(self.backend(), self.decoder.geometries(), self.dtype, num_pages)
+    }
+
+    /// The longest sequence whose keys lie in the cache as those of short ones do: a sequence that may come to be longer shares no pages with shorter ones.
+    pub fn short_sequence_max(&self) -> usize {
+        let rope = self.decoder.rope();
+        match &rope.scaling {
+            RopeScaling::LongRope(long) => long.original_max_position_embeddings,
+            _ => usize::MAX,
+        }
     }
 
     /// Bytes of one page of this model's KV cache.
     pub fn kv_page_bytes(&self) -> usize {
-        let c = &self.config;
-        c.num_layers * self.backend.kv_page_bytes(c.num_kv_heads, c.head_dim, self.dtype)
+        self.decoder.geometries().map(|g| self.backend.kv_page_bytes(g.kv_heads, g.head_dim, self.dtype)).sum()
     }
 
     /// Log-probabilities of all targets, with no gradient. Bits equal those of [`Model::forward_backward`] and [`Model::step`].
@@ -227,7 +235,7 @@ impl Model {
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, None, None, between)?;
+        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, None, None, between)?;
         Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
     }
 
@@ -267,7 +275,7 @@ impl Model {
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::recording(self.backend());
-        let hidden = self.architecture.hidden(&mut tape, &inputs, None, None, between)?;
+        let hidden = self.decoder.hidden(&mut tape, &inputs, None, None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
         let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
         let dhidden = dhidden.expect("a loss was given");
@@ -284,7 +292,7 @@ impl Model {
         loss: Option<(&'p dyn TargetLoss, &'p mut dyn LoraGradients)>,
         between: &'p mut Between<'p>,
     ) -> Result<(Vec<f32>, Option<Tensor>)> {
-        let (w, module) = self.architecture.unembedding();
+        let (w, module) = self.decoder.unembedding();
         let pass = LogprobPass {
             sequences: &inputs.sequences,
             targets: LogprobTargets { ids: &targets.ids, offsets: &targets.offsets },
@@ -309,8 +317,8 @@ impl Model {
     ) -> Result<Vec<Option<RowReply>>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let undisturbed = &mut || ControlFlow::Continue(());
-        let hidden = self.architecture.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None, undisturbed)?;
-        let (w, module) = self.architecture.unembedding();
+        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None, undisturbed)?;
+        let (w, module) = self.decoder.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
         Ok(read_logits(self.backend(), hidden.value(), w, &lora, rows, requests, self.logits_chunk_bytes)?)
     }
@@ -327,8 +335,8 @@ impl Model {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
-        let hidden = self.architecture.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
-        let (w, module) = self.architecture.unembedding();
+        let hidden = self.decoder.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
+        let (w, module) = self.decoder.unembedding();
         let logits = tape.linear(&hidden, Linear { weight: w, bias: None, lora: inputs.lora(0, &[(module, 0)]) })?;
         observe(Observed::Logits, logits.value())
     }
@@ -370,7 +378,7 @@ fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     if config.tie_word_embeddings {
         reader.ignore("lm_head.weight");
     }
-    for (name, shape) in architectures::parameter_shapes(config)? {
+    for (name, shape) in architectures::parameter_shapes(config) {
         reader.require(&name, &shape);
     }
     reader.finish()

@@ -13,21 +13,12 @@ const VOCAB: usize = 101;
 
 /// Biases, a table of embeddings of its own or not, and sizes that no vector register divides.
 fn config(tied: bool) -> ModelConfig {
-    ModelConfig {
-        vocab_size: VOCAB,
-        hidden_size: 20,
-        intermediate_size: 28,
-        num_layers: 2,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 6,
-        attention_bias: !tied,
-        tie_word_embeddings: tied,
-        initializer_range: 0.2,
-        eos_token_ids: vec![],
-        bos_token_id: None,
-        ..ModelConfig::named_shape("qwen3-0.6b").unwrap()
-    }
+    let json = serde_json::json!({
+        "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "attention_bias": !tied, "tie_word_embeddings": tied,
+        "max_position_embeddings": 40_960, "initializer_range": 0.2
+    });
+    ModelConfig::from_json(&json.to_string(), None).unwrap()
 }
 
 fn lora() -> LoraConfig {
@@ -92,7 +83,7 @@ fn sample(model: &Model, adapter: &Adapter, cache: &mut KvCache) -> Result<Vec<u
     for (chunk, past) in [(tokens(66, 1), 0), (tokens(4, 2), 66)] {
         let mut batch = PackedBatch::new();
         batch.begin_group(Some(adapter));
-        batch.push_cached(&chunk, past, vec![2, 0]);
+        batch.push_cached(&chunk, past, 71, vec![2, 0]);
         let last = chunk.len() - 1;
         let wanted = [draw(0.0, None, 1.0), draw(1.0, None, 1.0)];
         replies.extend(model.step(&batch, cache, &[last - 1, last], &wanted)?);
@@ -100,8 +91,8 @@ fn sample(model: &Model, adapter: &Adapter, cache: &mut KvCache) -> Result<Vec<u
     cache.copy_page(model.backend(), 0, 1)?;
     let mut batch = PackedBatch::new();
     batch.begin_group(Some(adapter));
-    batch.push_cached(&[7], 70, vec![2, 0]);
-    batch.push_cached(&[8], 70, vec![2, 1]);
+    batch.push_cached(&[7], 70, 71, vec![2, 0]);
+    batch.push_cached(&[8], 70, 71, vec![2, 1]);
     replies.extend(model.step(&batch, cache, &[0, 1], &[draw(0.7, Some(5), 1.0), draw(1.3, None, 0.8)])?);
     cache.release_pages(model.backend(), &[1, 3])?;
     let flat = |reply: Option<RowReply>| {

@@ -197,8 +197,8 @@ pub trait Backend: Memory + Send + Sync {
     /// Adds to f32 `dx` the gradient of [`Backend::rms_norm`] by its input.
     fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) -> Result<()>;
 
-    /// Cosines and sines for these positions: frequencies `theta^(-2i/head_dim)` as Hugging Face computes them, in f32.
-    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Result<Rotary>;
+    /// Cosines and sines for these positions, times `factor`: angles are f32 products of a position and a frequency in radians, one for each pair of a head.
+    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary>;
 
     /// Splits f32 `qkv: [tokens, qkv_width]`, normalises heads of q and k where weights are given, and rotates them.
     fn norm_rotate(

@@ -103,7 +103,7 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     check_weights_fit(&source.config()?, storage, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
     let model = Model::load_stored(Arc::new(backend), &source, None, storage).with_context(|| format!("loading {name}"))?;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
-    let architecture = model.config().model_type.clone();
+    let architecture = model.config().model_type().to_string();
     let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
     let tokenizer = load_tokenizer(&source, model.config()).with_context(|| format!("loading {name}"))?.map(Arc::new);
     let engine = machine::with_low_priority(|| EngineHandle::start(model, tokenizer, config)).context("starting the engine")?;
@@ -130,7 +130,7 @@ fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::R
 /// Refuses a model whose weights alone take more than all memory, before any of it is loaded.
 fn check_weights_fit(config: &ModelConfig, storage: WeightStorage, memory_bytes: u64) -> anyhow::Result<()> {
     let elements =
-        parameter_shapes(config)?.iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum::<u64>();
+        parameter_shapes(config).iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum::<u64>();
     let element_bytes = match storage {
         WeightStorage::Dense => config.dtype.map_or(2, |dtype| dtype.size_bytes() as u64),
         WeightStorage::Int8 => 1,

@@ -4,7 +4,6 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use super::job::{Sequence, Want};
-use super::pages::Prefix;
 use super::{Batcher, SEQUENCES_MAX, Session, TOKENS_BEFORE_EVICTION};
 use crate::api::Client;
 use crate::compute::Compute;
@@ -75,7 +74,7 @@ impl<C: Compute> Batcher<C> {
                 sequence.tokens_at_start = sequence.tokens.len();
                 sequence.cached = 0;
                 sequence.registered = 0;
-                sequence.prefix = Prefix::Root(job.weights.0);
+                sequence.prefix = job.plan.root(job.weights.0);
                 // What others left of its text need not be computed again.
                 let whole_pages = sequence.known(&job.plan) / self.page_tokens;
                 for page in 0..whole_pages {
@@ -207,7 +206,7 @@ impl<C: Compute> Batcher<C> {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.computed = 0;
         job.looked_up = false;
-        job.prefix = Prefix::Root(job.weights.0);
+        job.prefix = job.plan.root(job.weights.0);
     }
 
     /// Lets go of the prompt of a job that has no pages left for its samples; those that have begun begin again from their first token.

@@ -30,6 +30,8 @@ pub(crate) struct Plan {
     /// First prompt position whose prediction by its predecessors is wanted: the prompt's length if none is.
     pub(crate) first_scored: usize,
     pub(crate) report_samples_topk: bool,
+    /// Whether it may come to be longer than what shares pages with short sequences.
+    is_long: bool,
 }
 
 impl Plan {
@@ -91,6 +93,7 @@ impl Plan {
             topk_prompt: request.topk_prompt_logprobs,
             first_scored: if scores_prompt { length.saturating_sub(last_n).max(1) } else { length },
             report_samples_topk: request.topk_sample_logprobs > 0,
+            is_long: length + max_tokens > limits.short_sequence_max,
             prompt,
         };
         // The partly filled page of a prompt is there twice: for the prompt and for its first sample.
@@ -103,6 +106,16 @@ impl Plan {
             ));
         }
         Ok(plan)
+    }
+
+    /// Tokens of a whole sample, prompt included, at most.
+    pub(crate) fn length_max(&self) -> usize {
+        self.prompt.len() + self.max_tokens
+    }
+
+    /// What precedes the first page, computed with `weights`.
+    pub(crate) fn root(&self, weights: WeightsId) -> Prefix {
+        Prefix::Root { weights, is_long: self.is_long }
     }
 
     /// Pages of the prompt.
@@ -204,7 +217,7 @@ impl<F> Job<F> {
             admitted: false,
             pages: Vec::new(),
             reserved: 0,
-            prefix: Prefix::Root(weights.0),
+            prefix: plan.root(weights.0),
             looked_up: false,
             cache_hit_tokens: 0,
             computed: 0,

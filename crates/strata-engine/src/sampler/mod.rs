@@ -58,6 +58,8 @@ const TOKENS_BEFORE_EVICTION: usize = 16;
 pub(crate) struct SamplerLimits {
     pub(crate) vocab_size: usize,
     pub(crate) max_context_tokens: usize,
+    /// The longest sequence that shares pages with short ones.
+    pub(crate) short_sequence_max: usize,
     pub(crate) eos_token_ids: Vec<u32>,
     /// Tokens in a page of the cache.
     pub(crate) page_tokens: usize,

@@ -11,10 +11,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::snapshot::WeightsId;
 
-/// What precedes a page: nothing but the weights, or another registered page.
+/// What precedes a page: nothing but the weights and the kind of sequence, or another registered page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Prefix {
-    Root(WeightsId),
+    Root { weights: WeightsId, is_long: bool },
     Page(u64),
 }
 
@@ -205,7 +205,7 @@ impl PagePool {
 mod tests {
     use super::*;
 
-    const ROOT: Prefix = Prefix::Root(WeightsId(1));
+    const ROOT: Prefix = Prefix::Root { weights: WeightsId(1), is_long: false };
     const PAGE_TOKENS: usize = 64;
 
     fn tokens(seed: u32) -> Vec<u32> {
@@ -251,7 +251,10 @@ mod tests {
         assert_eq!((page, prefix), (a, after_a));
         assert_eq!(pool.find_and_hold(prefix, &tokens(2)).unwrap().0, b);
         assert_eq!(pool.available(), 2, "a page that was found cannot be promised to others");
-        assert!(pool.find_and_hold(Prefix::Root(WeightsId(2)), &tokens(1)).is_none());
+        for (weights, is_long) in [(2, false), (1, true)] {
+            let root = Prefix::Root { weights: WeightsId(weights), is_long };
+            assert!(pool.find_and_hold(root, &tokens(1)).is_none());
+        }
         assert!(pool.find_and_hold(ROOT, &tokens(2)).is_none());
     }
 

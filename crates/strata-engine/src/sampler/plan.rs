@@ -195,6 +195,7 @@ pub(super) fn span<'s, F>(
                 weights,
                 tokens: vec![s.token(plan, s.cached)],
                 past: s.cached,
+                length_max: plan.length_max(),
                 pages: s.pages.clone(),
                 rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
             }
@@ -202,7 +203,14 @@ pub(super) fn span<'s, F>(
         Part::Again { sequence, tokens } => {
             let s = &running[sequence];
             let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
-            StepSpan { weights, tokens, past: s.cached, pages: s.pages.clone(), rows: Vec::new() }
+            StepSpan {
+                weights,
+                tokens,
+                past: s.cached,
+                length_max: plan.length_max(),
+                pages: s.pages.clone(),
+                rows: Vec::new(),
+            }
         }
         Part::Prompt { tokens, .. } => {
             let first = job.computed;
@@ -218,7 +226,7 @@ pub(super) fn span<'s, F>(
                 targets.push(RowFor::First { job: id });
             }
             let tokens = plan.prompt[first..first + tokens].to_vec();
-            StepSpan { weights, tokens, past: first, pages: job.pages.clone(), rows }
+            StepSpan { weights, tokens, past: first, length_max: plan.length_max(), pages: job.pages.clone(), rows }
         }
     }
 }

@@ -93,6 +93,7 @@ mod tests {
         SamplerLimits {
             vocab_size: 272,
             max_context_tokens: 100,
+            short_sequence_max: usize::MAX,
             eos_token_ids: vec![2],
             page_tokens: 64,
             pages: 10,

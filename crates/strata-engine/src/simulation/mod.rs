@@ -125,6 +125,11 @@ impl Limits {
         (self.pages - 1) * self.page_tokens
     }
 
+    /// The longest sequence that shares pages with short ones.
+    pub fn short_sequence_max(&self) -> usize {
+        self.max_context_tokens() / 2
+    }
+
     /// The longest training example.
     pub fn max_example_tokens(&self) -> usize {
         self.max_context_tokens().min(self.activation_tokens / 4 * 3)
@@ -167,6 +172,7 @@ impl Engine {
             sampler_limits: SamplerLimits {
                 vocab_size: oracle::VOCAB as usize,
                 max_context_tokens: limits.max_context_tokens(),
+                short_sequence_max: limits.short_sequence_max(),
                 eos_token_ids: oracle::END_OF_SEQUENCE.to_vec(),
                 page_tokens: limits.page_tokens,
                 pages: limits.pages,

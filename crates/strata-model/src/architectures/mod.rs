@@ -1,44 +1,107 @@
-//! The architectures, one file each, and the registry that chooses by `model_type`.
+//! The architectures: one file for each family, and the registry that chooses by `model_type`.
+//!
+//! A family reads its own part of `config.json`, declares its weights (`declaration`: each is named once), and says what a decoder layer computes. What all have in common is
+//! `decoder`, and what several have because it is the same mathematics is in `blocks` and `dense`.
 
+mod blocks;
+mod declaration;
+mod decoder;
+mod dense;
+mod llama;
+mod mistral;
+mod qwen2;
 mod qwen3;
 
 use std::rc::Rc;
 
-use strata_tensor::{
-    AttentionSpan, Backend, Between, DType, HostRef, LoraGroup, LoraProjection, LoraSite, PackedRef, Rotary, Tape, Tensor, Var,
-    WeightFormat,
-};
+use serde_json::{Map, Value};
+use strata_tensor::{AttentionSpan, Backend, DType, HostRef, LoraGroup, LoraProjection, LoraSite, Rotary, Tensor};
 
-use crate::lora::LoraModule;
-use crate::{Error, KvCache, ModelConfig, PackedBatch, Result};
+use crate::config::fields::{Fields, unsupported};
+use crate::config::{Rope, RopeTable};
+use crate::{Error, ModelConfig, PackedBatch, Result};
+use declaration::Declaration;
+use decoder::{DecoderLayers, Plan};
 
-/// What an architecture computes, and what the passes over it need to know.
-pub(crate) trait Architecture: Send + Sync {
-    /// Hidden states after the final norm, `[tokens, hidden_size]` in the compute dtype. With a cache, keys and values of the batch
-    /// are added to it; without, every decoder layer is a checkpoint of the tape, and `between` is called after each.
-    fn hidden<'a>(
-        &'a self,
-        tape: &mut Tape<'a>,
-        inputs: &BatchInputs<'a>,
-        cache: Option<&mut KvCache>,
-        observe: Observer<'_>,
-        between: &mut Between<'_>,
-    ) -> Result<Var>;
+pub use blocks::{AttentionConfig, MlpConfig};
+pub(crate) use decoder::Decoder;
+pub use dense::DenseConfig;
 
-    /// The unembedding, and its place among [`Architecture::lora_modules`].
-    fn unembedding(&self) -> (PackedRef<'_>, usize);
+/// A family, with what its models have beside what all models have.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Family {
+    /// Qwen3.
+    Qwen3(DenseConfig),
+    /// Qwen2 and Qwen2.5.
+    Qwen2(DenseConfig),
+    /// Llama, up to 3.3.
+    Llama(DenseConfig),
+    /// Mistral.
+    Mistral(DenseConfig),
+}
 
-    /// The linear layers that can carry LoRA.
-    fn lora_modules(&self) -> &[LoraModule];
+/// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
+type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
-    /// Bytes of the weights.
-    fn weight_bytes(&self) -> usize;
+/// `model_type`s, and who reads them.
+const REGISTRY: [(&str, Read); 4] =
+    [("qwen3", qwen3::read), ("qwen2", qwen2::read), ("llama", llama::read), ("mistral", mistral::read)];
 
-    /// As [`crate::Model::train_bytes_per_token`].
-    fn train_bytes_per_token(&self, backend: &dyn Backend) -> usize;
+/// Reads a configuration by its `model_type`.
+///
+/// # Errors
+/// If it is not in the registry, or its family refuses it.
+pub(crate) fn read_config(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig> {
+    let supported = || REGISTRY.map(|(name, _)| format!("{name:?}")).join(", ");
+    let Some(value) = fields.get("model_type") else {
+        return Err(Error::Config(format!("model_type is missing; supported: {}", supported())));
+    };
+    match REGISTRY.iter().find(|(name, _)| value == name) {
+        Some((_, read)) => read(fields, generation),
+        None => Err(unsupported("model_type", value, &supported())),
+    }
+}
 
-    /// What a pass takes whatever its tokens, logits aside.
-    fn fixed_bytes(&self, backend: &dyn Backend) -> usize;
+impl Family {
+    pub(crate) fn model_type(&self) -> &'static str {
+        match self {
+            Family::Qwen3(_) => "qwen3",
+            Family::Qwen2(_) => "qwen2",
+            Family::Llama(_) => "llama",
+            Family::Mistral(_) => "mistral",
+        }
+    }
+
+    pub(crate) fn validate(&self, model: &ModelConfig) -> Result<()> {
+        match self {
+            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c.validate(model),
+        }
+    }
+
+    pub(crate) fn rope(&self) -> &Rope {
+        match self {
+            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => &c.attention.rope,
+        }
+    }
+
+    /// Adds the family's keys to a `config.json`.
+    pub(crate) fn write(&self, model: &ModelConfig, map: &mut Map<String, Value>) {
+        match self {
+            Family::Qwen3(c) => qwen3::write(c, map),
+            Family::Qwen2(c) => qwen2::write(model, c, map),
+            Family::Llama(c) => llama::write(c, map),
+            Family::Mistral(c) => mistral::write(c, map),
+        }
+    }
+
+    /// Declares the decoder layers.
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
+        match self {
+            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => {
+                Box::new(dense::DenseLayers::declare(d, model, c))
+            }
+        }
+    }
 }
 
 impl std::fmt::Display for Observed {
@@ -80,55 +143,94 @@ pub(crate) trait WeightSource {
     ) -> Result<()>;
 }
 
-/// A parameter of a checkpoint.
-pub(crate) struct Parameter<S> {
-    /// Its Hugging Face name.
-    pub name: String,
-    /// Its shape there.
-    pub shape: Vec<usize>,
-    /// Where it goes.
-    pub slot: S,
-}
-
 /// Names and shapes of all parameters of a model of this configuration, in the order of a checkpoint.
-///
-/// # Errors
-/// If the architecture is not known.
-pub fn parameter_shapes(config: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>> {
-    match config.model_type.as_str() {
-        "qwen3" => Ok(qwen3::parameters(config).into_iter().map(|p| (p.name, p.shape)).collect()),
-        other => Err(unknown(other)),
-    }
+pub fn parameter_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
+    let plan = Plan::of(config);
+    plan.declaration.parameters().into_iter().map(|p| (p.name.clone(), p.shape.clone())).collect()
 }
 
 /// Refuses a configuration that no kernel of `backend` computes.
 pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
     config.validate()?;
-    match config.model_type.as_str() {
-        "qwen3" => {
-            let refused = |e| Error::Config(format!("head_dim {}: {e}", config.head_dim));
-            backend.check_attention(&qwen3::geometry(config)).map_err(refused)
+    let plan = Plan::of(config);
+    for l in 0..config.num_layers {
+        let g = plan.geometry(l);
+        backend.check_attention(&g).map_err(|e| Error::Config(format!("head_dim {}: {e}", g.head_dim)))?;
+    }
+    Ok(())
+}
+
+/// A linear layer as work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearWork {
+    /// Input features.
+    pub in_features: usize,
+    /// Output features.
+    pub out_features: usize,
+    /// How many layers have it.
+    pub layers: usize,
+    /// Whether it is the last op of its layer, whose product is not computed again for the layer's gradients.
+    pub ends_layer: bool,
+}
+
+/// Attention of one layer as work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionWork {
+    /// Numbers of a query, all heads.
+    pub query_width: usize,
+    /// Numbers of keys and values that a token leaves in the cache.
+    pub cached_width: usize,
+}
+
+/// A fused matrix as it is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// What it is, for people: `q+k+v`.
+    pub label: &'static str,
+    /// Input features.
+    pub in_features: usize,
+    /// Output features.
+    pub out_features: usize,
+}
+
+/// What a token costs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Work {
+    /// Linear layers of the decoder; each can carry LoRA.
+    pub linears: Vec<LinearWork>,
+    /// The unembedding.
+    pub unembedding: LinearWork,
+    /// Attention, layer by layer.
+    pub attention: Vec<AttentionWork>,
+    /// Kinds of matrices as they lie in memory, the unembedding last.
+    pub matrices: Vec<MatrixShape>,
+}
+
+impl Work {
+    /// Of a model of this configuration.
+    pub fn of(config: &ModelConfig) -> Self {
+        let plan = Plan::of(config);
+        let linear = |m: &crate::lora::LoraModule| LinearWork {
+            in_features: m.in_features,
+            out_features: m.out_features,
+            layers: m.layers.len(),
+            ends_layer: m.path == "mlp.down_proj",
+        };
+        let (unembedding, linears): (Vec<_>, Vec<_>) =
+            plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);
+        let attention = |l: usize| {
+            let g = plan.geometry(l);
+            AttentionWork { query_width: g.heads * g.head_dim, cached_width: 2 * g.kv_heads * g.head_dim }
+        };
+        let mut matrices: Vec<MatrixShape> = plan.declaration.matrices().collect();
+        matrices.sort_by_key(|m| m.label == "unembedding");
+        Work {
+            linears: linears.into_iter().map(linear).collect(),
+            unembedding: linear(unembedding[0]),
+            attention: (0..config.num_layers).map(attention).collect(),
+            matrices,
         }
-        other => Err(unknown(other)),
     }
-}
-
-/// Builds the architecture that `config` names.
-pub(crate) fn build(
-    backend: &dyn Backend,
-    config: &ModelConfig,
-    format: WeightFormat,
-    weights: &mut dyn WeightSource,
-) -> Result<Box<dyn Architecture>> {
-    check(backend, config)?;
-    match config.model_type.as_str() {
-        "qwen3" => Ok(Box::new(qwen3::Qwen3::build(backend, config, format, weights)?)),
-        other => Err(unknown(other)),
-    }
-}
-
-fn unknown(model_type: &str) -> Error {
-    Error::Config(format!("model_type {model_type:?} is not supported; supported: \"qwen3\""))
 }
 
 /// A batch in the form that ops take: borrowed pages, shared angles, low-rank groups by module.
@@ -143,7 +245,7 @@ pub(crate) struct BatchInputs<'a> {
 }
 
 impl<'a> BatchInputs<'a> {
-    pub(crate) fn new(backend: &dyn Backend, config: &ModelConfig, batch: &'a PackedBatch<'a>) -> Result<Self> {
+    pub(crate) fn new(backend: &dyn Backend, config: &ModelConfig, batch: &'a PackedBatch<'a>) -> Result<Rc<Self>> {
         let spans: Rc<[AttentionSpan<'a>]> =
             batch.spans.iter().map(|s| AttentionSpan { tokens: s.tokens.clone(), past: s.past, pages: &s.pages }).collect();
         if let Some(s) = batch.spans.iter().find(|s| s.past + s.tokens.len() > config.max_position_embeddings) {
@@ -161,9 +263,9 @@ impl<'a> BatchInputs<'a> {
                 within.map(|s| s.tokens.clone()).collect()
             })
             .collect();
-        let rotary = Rc::new(backend.rotary(&batch.positions, config.head_dim, config.rope_theta)?);
+        let rotary = Rc::new(angles(backend, config.family.rope(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
-        Ok(BatchInputs { batch, spans, rotary, sequences, group_sequences })
+        Ok(Rc::new(BatchInputs { batch, spans, rotary, sequences, group_sequences }))
     }
 
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.
@@ -189,4 +291,22 @@ impl<'a> BatchInputs<'a> {
             })
             .collect()
     }
+}
+
+/// The angles of a batch: of each sequence those of its length, where that matters.
+fn angles(backend: &dyn Backend, rope: &Rope, batch: &PackedBatch<'_>) -> Result<Rotary> {
+    let turn =
+        |positions: &[u32], RopeTable { frequencies, factor }: &RopeTable| backend.rotary(positions, frequencies, *factor);
+    let any = |long: bool| batch.spans.iter().find(|s| rope.is_long(s.length_max) == long).map(|s| rope.table(s.length_max));
+    let (short, long) = match (any(false), any(true)) {
+        (Some(short), Some(long)) => (short, long),
+        (short, long) => return Ok(turn(&batch.positions, &short.or(long).unwrap_or_else(|| rope.table(0)))?),
+    };
+    let (mut all, of_long) = (turn(&batch.positions, &short)?, turn(&batch.positions, &long)?);
+    for s in batch.spans.iter().filter(|s| rope.is_long(s.length_max)) {
+        for (all, of_long) in [(&mut all.cos, &of_long.cos), (&mut all.sin, &of_long.sin)] {
+            backend.copy(of_long.as_ref().rows(s.tokens.clone()), all.rows_mut(s.tokens.clone()))?;
+        }
+    }
+    Ok(all)
 }

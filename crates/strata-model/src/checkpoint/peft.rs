@@ -190,11 +190,11 @@ pub fn read_optimizer(
     Ok(OptimizerState { m: m?, v: v?, step, numerics: checkpoint.metadata(NUMERICS) })
 }
 
-/// Path of a module in a layer, under which its `lora_A.weight` and `lora_B.weight` are.
-fn module_path(module: &LoraModule, layer: usize) -> String {
+/// Path of a module in the decoder layer of this number in a checkpoint, under which its `lora_A.weight` and `lora_B.weight` are.
+fn module_path(module: &LoraModule, number: usize) -> String {
     match module.part {
         Part::Unembed => UNEMBED_PATHS[0].into(),
-        Part::Attention | Part::Mlp => format!("base_model.model.model.layers.{layer}.{}", module.path),
+        Part::Attention | Part::Mlp => format!("base_model.model.model.layers.{number}.{}", module.path),
     }
 }
 
@@ -214,7 +214,7 @@ fn holds(checkpoint: &Checkpoint, path: &str) -> bool {
 fn is_carried(checkpoint: &Checkpoint, module: &LoraModule) -> bool {
     match module.part {
         Part::Unembed => UNEMBED_PATHS.iter().any(|path| holds(checkpoint, path)),
-        Part::Attention | Part::Mlp => (0..module.num_layers).any(|layer| holds(checkpoint, &module_path(module, layer))),
+        Part::Attention | Part::Mlp => module.layers.iter().any(|&number| holds(checkpoint, &module_path(module, number))),
     }
 }
 
@@ -232,9 +232,9 @@ fn read_params(
             stacks.push(None);
             continue;
         }
-        let mut pairs = Vec::with_capacity(module.num_layers);
-        for layer in 0..module.num_layers {
-            let mut path = module_path(module, layer);
+        let mut pairs = Vec::with_capacity(module.layers.len());
+        for &number in &module.layers {
+            let mut path = module_path(module, number);
             if module.part == Part::Unembed
                 && !reader.contains(&a_name(prefix, &path))
                 && reader.contains(&a_name(prefix, UNEMBED_PATHS[1]))
@@ -246,7 +246,7 @@ fn read_params(
             pairs.extend(a.zip(b));
         }
         // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
-        if pairs.len() == module.num_layers {
+        if pairs.len() == module.layers.len() {
             stacks.push(Some(read_stack(backend, module, config.rank, &pairs)?));
         }
     }
@@ -358,8 +358,8 @@ fn tensors<'a>(
     let from = (backend, lost);
     let stacks = modules.iter().zip(&params.stacks).filter_map(|(module, stack)| Some((module, stack.as_ref()?)));
     stacks.flat_map(move |(module, stack)| {
-        (0..module.num_layers).flat_map(move |layer| {
-            let path = module_path(module, layer);
+        module.layers.iter().enumerate().flat_map(move |(layer, &number)| {
+            let path = module_path(module, number);
             let (a, b) = (stack.a.row(layer), stack.b.row(layer));
             let rank = a.shape().leading();
             [

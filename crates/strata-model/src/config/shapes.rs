@@ -2,7 +2,8 @@
 
 use strata_tensor::DType;
 
-use super::ModelConfig;
+use super::{ModelConfig, Rope, RopeScaling};
+use crate::architectures::{AttentionConfig, DenseConfig, Family, MlpConfig};
 
 struct NamedShape {
     name: &'static str,
@@ -38,24 +39,30 @@ impl ModelConfig {
     /// The configuration of a public model by its short name, such as `qwen3-0.6b`. `None`: no such name.
     pub fn named_shape(name: &str) -> Option<ModelConfig> {
         let shape = QWEN3.iter().find(|s| s.name == name)?;
-        Some(ModelConfig {
-            model_type: "qwen3".into(),
-            vocab_size: 151_936,
-            hidden_size: shape.hidden_size,
-            intermediate_size: shape.intermediate_size,
-            num_layers: shape.num_layers,
+        let head_dim = 128;
+        let attention = AttentionConfig {
             num_heads: shape.num_heads,
             num_kv_heads: 8,
-            head_dim: 128,
+            head_dim,
+            qkv_bias: false,
+            o_bias: false,
+            qk_norm: true,
+            windows: vec![None; shape.num_layers],
+            rope: Rope { theta: 1e6, rotary_dim: head_dim, scaling: RopeScaling::Default },
+        };
+        let mlp = MlpConfig { intermediate_size: shape.intermediate_size, bias: false };
+        Some(ModelConfig {
+            vocab_size: 151_936,
+            hidden_size: shape.hidden_size,
+            num_layers: shape.num_layers,
             rms_norm_eps: 1e-6,
-            rope_theta: 1e6,
-            attention_bias: false,
             tie_word_embeddings: shape.tie_word_embeddings,
             max_position_embeddings: 40_960,
             initializer_range: 0.02,
             bos_token_id: Some(151_643),
             eos_token_ids: vec![151_645, 151_643],
             dtype: Some(DType::BF16),
+            family: Family::Qwen3(DenseConfig { attention, mlp }),
         })
     }
 

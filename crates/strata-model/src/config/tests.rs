@@ -1,6 +1,8 @@
 use serde_json::{Value, json};
 use strata_tensor::DType;
 
+use crate::architectures::DenseConfig;
+
 use super::*;
 
 const TINY_CONFIG: &str = include_str!("../../../../assets/tiny-base/config.json");
@@ -22,6 +24,12 @@ fn read_with(changes: Value) -> Result<ModelConfig> {
     ModelConfig::from_json(&config.to_string(), None)
 }
 
+/// What a dense model has of its own.
+fn dense(config: &ModelConfig) -> &DenseConfig {
+    let (Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c)) = &config.family;
+    c
+}
+
 fn error_with(changes: Value) -> String {
     read_with(changes.clone()).expect_err(&changes.to_string()).to_string()
 }
@@ -29,9 +37,10 @@ fn error_with(changes: Value) -> String {
 #[test]
 fn the_embedded_config_is_read() {
     let config = ModelConfig::from_json(TINY_CONFIG, Some(TINY_GENERATION_CONFIG)).unwrap();
-    assert_eq!((config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads), (5, 192, 6, 2));
-    assert_eq!((config.head_dim, config.intermediate_size, config.vocab_size), (32, 512, 272));
-    assert_eq!((config.rope_theta, config.rms_norm_eps, config.max_position_embeddings), (1e4, 1e-6, 2048));
+    let DenseConfig { attention: a, mlp } = dense(&config);
+    assert_eq!((config.num_layers, config.hidden_size, a.num_heads, a.num_kv_heads), (5, 192, 6, 2));
+    assert_eq!((a.head_dim, mlp.intermediate_size, config.vocab_size), (32, 512, 272));
+    assert_eq!((a.rope.theta, config.rms_norm_eps, config.max_position_embeddings), (1e4, 1e-6, 2048));
     assert_eq!((config.dtype, config.tie_word_embeddings), (Some(DType::BF16), true));
     assert_eq!((config.bos_token_id, &config.eos_token_ids[..]), (Some(0), &[2][..]));
 }
@@ -39,17 +48,40 @@ fn the_embedded_config_is_read() {
 #[test]
 fn defaults_are_those_of_transformers() {
     let config = ModelConfig::from_json(r#"{"model_type": "qwen3"}"#, None).unwrap();
-    assert_eq!((config.vocab_size, config.hidden_size, config.intermediate_size), (151_936, 4096, 22_016));
-    assert_eq!((config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim), (32, 32, 32, 128));
-    assert_eq!((config.rms_norm_eps, config.rope_theta, config.max_position_embeddings), (1e-6, 1e4, 32_768));
-    assert_eq!((config.attention_bias, config.tie_word_embeddings), (false, false));
-    assert_eq!((config.eos_token_ids, config.dtype), (vec![], None));
-    assert_eq!(read_with(json!({"num_key_value_heads": null})).unwrap().num_kv_heads, 4);
+    let DenseConfig { attention: a, mlp } = dense(&config);
+    assert_eq!((config.vocab_size, config.hidden_size, mlp.intermediate_size), (151_936, 4096, 22_016));
+    assert_eq!((config.num_layers, a.num_heads, a.num_kv_heads, a.head_dim), (32, 32, 32, 128));
+    assert_eq!((config.rms_norm_eps, a.rope.theta, config.max_position_embeddings), (1e-6, 1e4, 32_768));
+    assert_eq!((a.qkv_bias, a.o_bias, mlp.bias, config.tie_word_embeddings), (false, false, false, false));
+    assert_eq!((&a.windows[..], &a.rope.scaling), (&[None; 32][..], &RopeScaling::Default));
+    assert_eq!((config.eos_token_ids.len(), config.dtype), (0, None));
+    assert_eq!(dense(&read_with(json!({"num_key_value_heads": null})).unwrap()).attention.num_kv_heads, 4);
+
+    let llama = ModelConfig::from_json(r#"{"model_type": "llama"}"#, None).unwrap();
+    let DenseConfig { attention: a, mlp } = dense(&llama);
+    assert_eq!((llama.vocab_size, a.num_kv_heads, a.head_dim, mlp.intermediate_size), (32_000, 32, 128, 11_008));
+    assert_eq!((llama.bos_token_id, &llama.eos_token_ids[..], llama.max_position_embeddings), (Some(1), &[2][..], 2048));
+    let none = ModelConfig::from_json(r#"{"model_type": "llama", "bos_token_id": null, "eos_token_id": null}"#, None).unwrap();
+    assert_eq!((none.bos_token_id, none.eos_token_ids.len()), (None, 0));
+
+    let qwen2 = ModelConfig::from_json(
+        r#"{"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}"#,
+        None,
+    );
+    let DenseConfig { attention: a, .. } = dense(qwen2.as_ref().unwrap_or_else(|e| panic!("{e}")));
+    assert_eq!((a.head_dim, a.qkv_bias, a.o_bias, a.qk_norm), (64, true, false, false));
+
+    let mistral = ModelConfig::from_json(r#"{"model_type": "mistral"}"#, None).unwrap();
+    let DenseConfig { attention: a, mlp } = dense(&mistral);
+    assert_eq!((a.num_kv_heads, mlp.intermediate_size, mistral.max_position_embeddings), (8, 14_336, 131_072));
+    assert_eq!(a.windows, [Some(4096); 32]);
+    let all = ModelConfig::from_json(r#"{"model_type": "mistral", "sliding_window": null}"#, None).unwrap();
+    assert_eq!(dense(&all).attention.windows, [None; 32]);
 }
 
 #[test]
 fn rope_theta_is_read_from_either_layout() {
-    let theta = |changes| read_with(changes).unwrap().rope_theta;
+    let theta = |changes| dense(&read_with(changes).unwrap()).attention.rope.theta;
     assert_eq!(theta(json!({"rope_theta": 5e5, "rope_scaling": null})), 5e5);
     assert_eq!(theta(json!({"rope_theta": 1000000})), 1e6);
     assert_eq!(theta(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}})), 7.0);
@@ -59,24 +91,78 @@ fn rope_theta_is_read_from_either_layout() {
 }
 
 #[test]
-fn scaled_rope_is_refused_by_name() {
+fn every_kind_of_rope_is_read_from_either_layout() {
+    let scaling = |changes: Value| {
+        dense(&read_with(changes.clone()).unwrap_or_else(|e| panic!("{changes}: {e}"))).attention.rope.scaling.clone()
+    };
     for key in ["rope_scaling", "rope_parameters"] {
-        let error = error_with(json!({key: {"rope_type": "yarn", "factor": 4.0}}));
-        assert!(error.contains(key) && error.contains("yarn") && error.contains("supported"), "{error}");
+        assert_eq!(scaling(json!({key: {"type": "linear", "factor": 2}})), RopeScaling::Linear { factor: 2.0 });
+        assert_eq!(scaling(json!({key: {"rope_type": "dynamic", "factor": 2.5}})), RopeScaling::Dynamic { factor: 2.5 });
+        let yarn = Yarn {
+            factor: 4.0,
+            original_max_position_embeddings: 32_768,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: true,
+        };
+        assert_eq!(scaling(json!({key: {"rope_type": "yarn", "factor": 4.0}})), RopeScaling::Yarn(yarn.clone()));
+        let given = json!({key: {"rope_type": "yarn", "original_max_position_embeddings": 8192, "beta_fast": 0, "beta_slow": 2,
+            "mscale": 1.0, "truncate": false}});
+        let implied =
+            Yarn { original_max_position_embeddings: 8192, beta_slow: 2.0, mscale: Some(1.0), truncate: false, ..yarn };
+        assert_eq!(scaling(given), RopeScaling::Yarn(implied));
+        let llama3 = json!({key: {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}});
+        assert!(matches!(scaling(llama3), RopeScaling::Llama3 { original_max_position_embeddings: 8192, .. }));
+        let long = json!({key: {"rope_type": "longrope", "short_factor": vec![1.0; 8], "long_factor": vec![2.0; 8],
+            "original_max_position_embeddings": 1024}});
+        let RopeScaling::LongRope(long) = scaling(long) else { panic!("longrope is read as something else") };
+        assert!((long.attention_factor - (1.0 + 32f64.ln() / 1024f64.ln()).sqrt()).abs() < 1e-12);
     }
-    assert!(error_with(json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}})).contains("rope_parameters"));
-    assert!(error_with(json!({"rope_scaling": {"type": "linear", "factor": 2.0}})).contains("linear"));
 }
 
 #[test]
-fn only_an_effective_sliding_window_is_refused() {
-    assert!(read_with(json!({"use_sliding_window": false, "sliding_window": 4096})).is_ok());
-    assert!(read_with(json!({"use_sliding_window": true, "sliding_window": null, "max_window_layers": 0})).is_ok());
-    assert!(read_with(json!({"use_sliding_window": true, "max_window_layers": 2})).is_ok());
-    assert!(error_with(json!({"use_sliding_window": true, "max_window_layers": 1})).contains("max_window_layers 1"));
-    assert!(error_with(json!({"layer_types": ["full_attention", "sliding_attention"]})).contains("layer_types[1]"));
-    assert!(error_with(json!({"layer_types": ["full_attention", "linear_attention"]})).contains("linear_attention"));
-    assert!(error_with(json!({"layer_types": ["full_attention"]})).contains("1 entries"));
+fn rope_that_cannot_be_computed_is_refused_by_name() {
+    for key in ["rope_scaling", "rope_parameters"] {
+        let refused = |rope: Value| error_with(json!({key: rope}));
+        for (rope, expected) in [
+            (json!({"rope_type": "cubist"}), "cubist"),
+            (json!({"rope_type": 7}), "rope_type is 7"),
+            (json!({"rope_type": "linear"}), "has no factor"),
+            (json!({"rope_type": "linear", "factor": "big"}), "factor is \"big\""),
+            (json!({"rope_type": "linear", "factor": 0}), "inf"),
+            (json!({"rope_type": "linear", "factor": -1}), "-1"),
+            (json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), "has no high_freq_factor"),
+            (json!({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}), "1 factors for 8 pairs"),
+            (json!({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}), "short_factor is 1.0"),
+            (json!({"partial_rotary_factor": 0.0}), "partial_rotary_factor 0"),
+            (json!({"partial_rotary_factor": 0.5}), "8 of 16"),
+            (json!({"full_attention": {"rope_type": "default"}}), "full_attention"),
+            (json!(4), "is 4"),
+        ] {
+            let error = refused(rope.clone());
+            assert!(error.contains(expected), "{rope}: {error}");
+        }
+    }
+}
+
+#[test]
+fn windows_are_those_of_the_layers_that_have_them() {
+    let windows = |changes| dense(&read_with(changes).unwrap()).attention.windows.clone();
+    assert_eq!(windows(json!({"use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 0})), [None; 2]);
+    assert_eq!(windows(json!({"use_sliding_window": true, "sliding_window": null, "max_window_layers": 0})), [None; 2]);
+    assert_eq!(windows(json!({"use_sliding_window": true, "max_window_layers": 2})), [None; 2]);
+    assert_eq!(windows(json!({"use_sliding_window": true, "max_window_layers": 1})), [None, Some(4096)]);
+    let types = |names: Value| json!({"use_sliding_window": true, "sliding_window": 7, "layer_types": names});
+    assert_eq!(windows(types(json!(["sliding_attention", "full_attention"]))), [Some(7), None]);
+    assert!(error_with(types(json!(["full_attention", "linear_attention"]))).contains("linear_attention"));
+    assert!(error_with(types(json!(["full_attention"]))).contains("1 entries"));
+    assert!(error_with(types(json!(["full_attention", 3]))).contains("layer_types[1]"));
+    let without = json!({"layer_types": ["full_attention", "sliding_attention"]});
+    assert!(error_with(without).contains("layer_types[1]"));
 }
 
 #[test]
@@ -103,7 +189,7 @@ fn the_dtype_is_read_from_either_key_and_half_precision_is_widened() {
 #[test]
 fn hostile_values_are_refused_by_key_and_value() {
     for (changes, expected) in [
-        (json!({"model_type": "llama"}), "model_type \"llama\""),
+        (json!({"model_type": "gpt2"}), "model_type \"gpt2\""),
         (json!({"model_type": "absent"}), "model_type is missing"),
         (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
         (json!({"quantization_config": {"quant_method": "fp8"}}), "fp8"),
@@ -141,6 +227,19 @@ fn what_is_written_is_read_back() {
         let config = ModelConfig::named_shape(name).unwrap();
         config.validate().unwrap();
         assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config, "{name}");
+    }
+    for changes in [
+        json!({"model_type": "llama", "attention_bias": true, "mlp_bias": true, "head_dim": 20}),
+        json!({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+        json!({"model_type": "qwen2", "use_sliding_window": true, "max_window_layers": 1}),
+        json!({"model_type": "qwen2", "head_dim": 18, "rope_scaling": {"rope_type": "dynamic", "factor": 3.5}}),
+        json!({"model_type": "mistral", "sliding_window": null, "rope_scaling": {"rope_type": "linear", "factor": 3}}),
+        json!({"model_type": "mistral", "sliding_window": 9}),
+        json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "attention_bias": true}),
+        json!({"rope_scaling": {"rope_type": "longrope", "short_factor": vec![1.5; 8], "long_factor": vec![2.0; 8], "factor": 3.0}}),
+    ] {
+        let config = read_with(changes.clone()).unwrap_or_else(|e| panic!("{changes}: {e}"));
+        assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config, "{changes}");
     }
     let mut config = read_with(json!({"dtype": "float32", "eos_token_id": 3, "rms_norm_eps": 1e-5})).unwrap();
     assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config);

@@ -1,30 +1,24 @@
 //! Passes over a small random model.
 
+use serde_json::{Value, json};
 use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
 use super::*;
 
 /// A model of a few thousand parameters, with a head width and a vocabulary that no vector register divides.
 pub(super) fn config() -> ModelConfig {
-    ModelConfig {
-        model_type: "qwen3".into(),
-        vocab_size: 301,
-        hidden_size: 48,
-        intermediate_size: 80,
-        num_layers: 3,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 12,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        attention_bias: false,
-        tie_word_embeddings: true,
-        max_position_embeddings: 4096,
-        initializer_range: 0.2,
-        bos_token_id: None,
-        eos_token_ids: vec![0],
-        dtype: None,
-    }
+    config_with(json!({}))
+}
+
+/// With other values of some keys.
+fn config_with(changes: Value) -> ModelConfig {
+    let mut config = json!({
+        "model_type": "qwen3", "vocab_size": 301, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": true, "max_position_embeddings": 4096, "initializer_range": 0.2,
+        "eos_token_id": 0
+    });
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    ModelConfig::from_json(&config.to_string(), None).unwrap()
 }
 
 pub(super) fn backend() -> Arc<CpuBackend> {
@@ -98,11 +92,11 @@ fn decode(model: &Model, adapter: &Adapter) -> Vec<u32> {
     let mut cache = model.new_kv_cache(2).unwrap();
     let mut batch = PackedBatch::new();
     batch.begin_group(Some(adapter));
-    batch.push_cached(&tokens(70, 1), 0, vec![1, 0]);
+    batch.push_cached(&tokens(70, 1), 0, 71, vec![1, 0]);
     let mut replies = model.step(&batch, &mut cache, &[69], &[whole_row()]).unwrap();
     let mut batch = PackedBatch::new();
     batch.begin_group(Some(adapter));
-    batch.push_cached(&[9], 70, vec![1, 0]);
+    batch.push_cached(&[9], 70, 71, vec![1, 0]);
     replies.extend(model.step(&batch, &mut cache, &[0], &[whole_row()]).unwrap());
     replies.into_iter().flat_map(|reply| bits(&reply.unwrap().logprobs)).collect()
 }
@@ -188,7 +182,7 @@ fn step_by_step(model: &Model, adapter: &Adapter, lengths: [usize; 2]) -> Vec<u3
         cached.begin_group(Some(adapter));
         let places: Vec<usize> = parts.iter().map(|&(s, at)| training.spans[s].tokens.start + at).collect();
         for (&(s, at), &place) in parts.iter().zip(&places) {
-            cached.push_cached(&training.tokens[place..=place], at, pages[s].clone());
+            cached.push_cached(&training.tokens[place..=place], at, usize::MAX, pages[s].clone());
         }
         let requests: Vec<RowRequest> =
             places.iter().map(|&place| RowRequest { ids: vec![targets.ids[place]], ..RowRequest::default() }).collect();
@@ -245,7 +239,7 @@ fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of
 fn written(config: &ModelConfig, change: &dyn Fn(&str, &mut Vec<f32>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_json()).unwrap();
-    let tensors = crate::parameter_shapes(config).unwrap().into_iter().enumerate().map(|(i, (name, shape))| {
+    let tensors = crate::parameter_shapes(config).into_iter().enumerate().map(|(i, (name, shape))| {
         let mut values = vec![0.0; shape.iter().product()];
         random_parameter(&name, &shape, config.initializer_range, [1, i as u64], 0, &mut values);
         change(&name, &mut values);
@@ -310,27 +304,30 @@ fn a_model_that_two_tokens_blow_up_is_refused_where_they_do() {
 
 #[test]
 fn a_configuration_that_no_kernel_computes_is_refused_by_the_value() {
-    for (change, complaint) in [
-        (ModelConfig { head_dim: 640, ..config() }, "head_dim 640"),
-        (ModelConfig { head_dim: 11, ..config() }, "head_dim 11"),
-        (ModelConfig { head_dim: 0, ..config() }, "head_dim 0"),
-        (ModelConfig { num_kv_heads: 3, ..config() }, "num_key_value_heads 3"),
-        (ModelConfig { num_kv_heads: 0, ..config() }, "num_key_value_heads 0"),
-        (ModelConfig { intermediate_size: 0, ..config() }, "intermediate_size 0"),
+    for (changes, complaint) in [
+        (json!({"head_dim": 640}), "head_dim 640"),
+        (json!({"head_dim": 11}), "head_dim 11"),
+        (json!({"head_dim": 0}), "head_dim 0"),
+        (json!({"num_key_value_heads": 3}), "num_key_value_heads 3"),
+        (json!({"num_key_value_heads": 0}), "num_key_value_heads 0"),
+        (json!({"intermediate_size": 0}), "intermediate_size 0"),
     ] {
-        let error = Model::random(backend(), change.clone(), 0, DType::F32).err().unwrap().to_string();
-        assert!(error.contains(complaint), "{error}");
         let dir = written(&config(), &|_, _| ());
-        std::fs::write(dir.path().join("config.json"), change.to_json()).unwrap();
-        assert!(load_error(&dir, None).contains(complaint));
+        let mut json: Value = serde_json::from_str(&config().to_json()).unwrap();
+        json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
+        assert!(load_error(&dir, None).contains(complaint), "{complaint}");
     }
+    let wide = config_with(json!({"head_dim": 640}));
+    let error = Model::random(backend(), wide, 0, DType::F32).err().unwrap().to_string();
+    assert!(error.contains("head_dim 640"), "{error}");
 }
 
 #[test]
 fn a_model_that_its_files_do_not_hold_takes_no_memory() {
     let dir = written(&config(), &|_, _| ());
     // Fifty trillion parameters: had it been made first, the system would have refused and ended the program.
-    let huge = ModelConfig { hidden_size: 1 << 16, intermediate_size: 1 << 18, num_layers: 1000, ..config() };
+    let huge = config_with(json!({"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 1000}));
     std::fs::write(dir.path().join("config.json"), huge.to_json()).unwrap();
     let error = load_error(&dir, None);
     assert!(error.contains("has shape [301, 48], expected [301, 65536]"), "{}", &error[..300]);
@@ -340,27 +337,16 @@ fn a_model_that_its_files_do_not_hold_takes_no_memory() {
 #[test]
 fn unusual_sizes_compute_finite_numbers_on_every_instruction_set() {
     let sizes = [
-        ModelConfig { head_dim: 512, num_heads: 1, num_kv_heads: 1, ..config() },
-        ModelConfig { head_dim: 2, num_heads: 130, num_kv_heads: 1, ..config() },
-        ModelConfig {
-            hidden_size: 1,
-            intermediate_size: 1,
-            vocab_size: 1,
-            num_heads: 1,
-            num_kv_heads: 1,
-            head_dim: 2,
-            eos_token_ids: vec![],
-            ..config()
-        },
-        ModelConfig {
-            hidden_size: 65,
-            intermediate_size: 33,
-            num_layers: 1,
-            tie_word_embeddings: false,
-            attention_bias: true,
-            ..config()
-        },
-        ModelConfig { max_position_embeddings: 1, ..config() },
+        config_with(json!({"head_dim": 512, "num_attention_heads": 1, "num_key_value_heads": 1})),
+        config_with(json!({"head_dim": 2, "num_attention_heads": 130, "num_key_value_heads": 1})),
+        config_with(json!({
+            "hidden_size": 1, "intermediate_size": 1, "vocab_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2,
+            "eos_token_id": null
+        })),
+        config_with(json!({
+            "hidden_size": 65, "intermediate_size": 33, "num_hidden_layers": 1, "tie_word_embeddings": false, "attention_bias": true
+        })),
+        config_with(json!({"max_position_embeddings": 1})),
     ];
     for (config, dtype) in sizes.iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
         for isa in Arithmetic::available() {

@@ -391,8 +391,8 @@ impl Backend for RemoteBackend {
         self.change(dx, |dx| self.cpu.rms_norm_backward(&dy, &x, weight.as_ref(), eps, dx))
     }
 
-    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Result<Rotary> {
-        let Rotary { cos, sin } = self.cpu.rotary(positions, head_dim, theta)?;
+    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
+        let Rotary { cos, sin } = self.cpu.rotary(positions, frequencies, factor)?;
         Ok(Rotary { cos: self.keep_tensor(&cos)?, sin: self.keep_tensor(&sin)? })
     }
 

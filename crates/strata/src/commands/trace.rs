@@ -218,9 +218,10 @@ fn trace_greedy(
         let mut batch = PackedBatch::new();
         batch.begin_group(adapter);
         for ((tokens, own), continuation) in sequences.iter().zip(&pages).zip(&continuations) {
+            let length_max = tokens.len() + num_tokens;
             match continuation.last() {
-                None => batch.push_cached(tokens, 0, own.clone()),
-                Some(&(token, _)) => batch.push_cached(&[token], tokens.len() + step - 1, own.clone()),
+                None => batch.push_cached(tokens, 0, length_max, own.clone()),
+                Some(&(token, _)) => batch.push_cached(&[token], tokens.len() + step - 1, length_max, own.clone()),
             }
         }
         let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();

@@ -325,6 +325,7 @@ impl World {
             let limits = SamplerLimits {
                 vocab_size: VOCAB as usize,
                 max_context_tokens: self.limits.max_context_tokens(),
+                short_sequence_max: self.limits.short_sequence_max(),
                 eos_token_ids: oracle::END_OF_SEQUENCE.to_vec(),
                 page_tokens: self.limits.page_tokens,
                 pages: self.limits.pages,

@@ -146,7 +146,7 @@ fn paths(module: &LoraModule) -> Vec<String> {
     match module.part {
         Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
         Part::Attention | Part::Mlp => {
-            (0..module.num_layers).map(|layer| format!("model.layers.{layer}.{}", module.path)).collect()
+            module.layers.iter().map(|number| format!("model.layers.{number}.{}", module.path)).collect()
         }
     }
 }

@@ -14,8 +14,13 @@ static BACKEND: LazyLock<CpuBackend> = LazyLock::new(|| CpuBackend::new(Some(1))
 
 /// Modules in the shape of a two-layer model.
 fn modules() -> Vec<LoraModule> {
-    let module =
-        |path, part, num_layers, in_features, out_features| LoraModule { path, part, num_layers, in_features, out_features };
+    let module = |path, part, num_layers, in_features, out_features| LoraModule {
+        path,
+        part,
+        layers: (0..num_layers).collect(),
+        in_features,
+        out_features,
+    };
     vec![
         module("self_attn.q_proj", Part::Attention, 2, 4, 6),
         module("self_attn.v_proj", Part::Attention, 2, 4, 2),
@@ -299,8 +304,13 @@ fn rank_stabilised_adapters_keep_their_scale() {
 #[test]
 fn adapters_that_peft_wrote_are_read() {
     let fixtures = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/fixtures/bias_untied_sharded_f32");
-    let module =
-        |path, part, num_layers, in_features, out_features| LoraModule { path, part, num_layers, in_features, out_features };
+    let module = |path, part, num_layers, in_features, out_features| LoraModule {
+        path,
+        part,
+        layers: (0..num_layers).collect(),
+        in_features,
+        out_features,
+    };
     let modules = [
         module("self_attn.q_proj", Part::Attention, 3, 32, 48),
         module("self_attn.k_proj", Part::Attention, 3, 32, 24),

@@ -11,7 +11,7 @@ use std::ops::Range;
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
-use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
+use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, angles};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
@@ -215,9 +215,8 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn rotary(&self, positions: &[u32], head_dim: usize, theta: f64) -> Result<Rotary> {
-        let half = head_dim / 2;
-        let table = RopeTable::new(head_dim, theta as f32);
+    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
+        let half = frequencies.len();
         let shape = [positions.len(), half];
         let (mut cos, mut sin) = (self.scratch(&shape, DType::F32)?, self.scratch(&shape, DType::F32)?);
         {
@@ -226,7 +225,7 @@ impl Backend for CpuBackend {
             self.over_rows(positions.len(), 100 * half, |rows| {
                 // SAFETY: tasks have rows of their own.
                 let (cos, sin) = unsafe { (rows_mut(&cos, &rows, half), rows_mut(&sin, &rows, half)) };
-                table.angles(&positions[rows], cos, sin);
+                angles(&positions[rows], frequencies, factor, cos, sin);
             });
         }
         Ok(Rotary { cos, sin })

@@ -10,33 +10,15 @@ use crate::cpu::isa::{Fma, multiversion};
 /// The largest head that the kernels' scratch on the stack has room for.
 pub(crate) const MAX_HEAD_DIM: usize = 512;
 
-/// Angles of rotary positions.
-#[derive(Clone, Debug)]
-pub(crate) struct RopeTable {
-    /// Radians per position of each pair of a head, `[head_dim / 2]`.
-    inverse_frequencies: Vec<f32>,
-}
-
-impl RopeTable {
-    /// `theta^(-2i / head_dim)` for pair `i`, rounded where Hugging Face's default initialisation rounds.
-    pub(crate) fn new(head_dim: usize, theta: f32) -> Self {
-        let inverse_frequency = |i: usize| {
-            let exponent = (2 * i) as f32 / head_dim as f32;
-            1.0 / (theta as f64).powf(exponent as f64) as f32
-        };
-        RopeTable { inverse_frequencies: (0..head_dim / 2).map(inverse_frequency).collect() }
-    }
-
-    /// Cosines and sines of these positions, both `[positions, head_dim / 2]`. The angle is an f32 product, as in the
-    /// reference; its cosine and sine are rounded once.
-    pub(crate) fn angles(&self, positions: &[u32], cos: &mut [f32], sin: &mut [f32]) {
-        let half = self.inverse_frequencies.len();
-        assert!(cos.len() == positions.len() * half && sin.len() == cos.len());
-        for ((&position, cos), sin) in positions.iter().zip(cos.chunks_exact_mut(half)).zip(sin.chunks_exact_mut(half)) {
-            for ((&frequency, cos), sin) in self.inverse_frequencies.iter().zip(cos).zip(sin) {
-                let (s, c) = ((position as f32 * frequency) as f64).sin_cos();
-                (*cos, *sin) = (c as f32, s as f32);
-            }
+/// Cosines and sines of these positions times `factor`, both `[positions, frequencies]`. The angle is an f32 product, as in the
+/// reference; its cosine and sine are rounded once, and so is their product with the factor.
+pub(crate) fn angles(positions: &[u32], frequencies: &[f32], factor: f32, cos: &mut [f32], sin: &mut [f32]) {
+    let half = frequencies.len();
+    assert!(cos.len() == positions.len() * half && sin.len() == cos.len());
+    for ((&position, cos), sin) in positions.iter().zip(cos.chunks_exact_mut(half)).zip(sin.chunks_exact_mut(half)) {
+        for ((&frequency, cos), sin) in frequencies.iter().zip(cos).zip(sin) {
+            let (s, c) = ((position as f32 * frequency) as f64).sin_cos();
+            (*cos, *sin) = (c as f32 * factor, s as f32 * factor);
         }
     }
 }
@@ -278,6 +260,11 @@ mod tests {
     const ROWS: usize = 2;
     const HEADS: usize = 3;
 
+    /// `theta^(-2i / head_dim)`.
+    fn frequencies(head_dim: usize, theta: f32) -> Vec<f32> {
+        (0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f32 / head_dim as f32)).collect()
+    }
+
     /// The definition, for one head.
     fn head_reference(x: &[f64], norm: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32]) -> Vec<f64> {
         let d = x.len();
@@ -308,7 +295,7 @@ mod tests {
 
     fn with_params(head_dim: usize, kv_heads: usize, normed: bool, check: impl Fn(&QkvNormRope<'_>)) {
         let (mut cos, mut sin) = (vec![0.0; ROWS * head_dim / 2], vec![0.0; ROWS * head_dim / 2]);
-        RopeTable::new(head_dim, 10_000.0).angles(&[3, 70], &mut cos, &mut sin);
+        angles(&[3, 70], &frequencies(head_dim, 10_000.0), 1.0, &mut cos, &mut sin);
         let (q_norm, k_norm) = (random(head_dim, 5), random(head_dim, 6));
         check(&QkvNormRope {
             heads: HEADS,
@@ -364,11 +351,11 @@ mod tests {
     }
 
     #[test]
-    fn angles_are_positions_times_powers_of_theta() {
+    fn angles_are_positions_times_frequencies() {
         let (mut cos, mut sin) = ([0.0; 4], [0.0; 4]);
-        RopeTable::new(4, 10_000.0).angles(&[0, 100], &mut cos, &mut sin);
-        assert_eq!((cos[..2].to_vec(), sin[..2].to_vec()), (vec![1.0; 2], vec![0.0; 2]));
-        assert_close(&cos[2..], &[100f64.cos(), 1f64.cos()], 1e-7, "cos");
-        assert_close(&sin[2..], &[100f64.sin(), 1f64.sin()], 1e-7, "sin");
+        angles(&[0, 100], &[1.0, 0.01], 2.0, &mut cos, &mut sin);
+        assert_eq!((cos[..2].to_vec(), sin[..2].to_vec()), (vec![2.0; 2], vec![0.0; 2]));
+        assert_close(&cos[2..], &[2.0 * 100f64.cos(), 2.0 * 1f64.cos()], 1e-7, "cos");
+        assert_close(&sin[2..], &[2.0 * 100f64.sin(), 2.0 * 1f64.sin()], 1e-7, "sin");
     }
 }

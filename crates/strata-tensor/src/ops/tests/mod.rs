@@ -243,7 +243,7 @@ fn attention_input<'a>(
     spans: &[AttentionSpan<'a>],
 ) -> AttentionInput<'a> {
     let positions: Vec<u32> = spans.iter().flat_map(|s| (0..s.tokens.len()).map(|i| (s.past + i) as u32)).collect();
-    let rotary = Rc::new(b.rotary(&positions, g.head_dim, 100.0).unwrap());
+    let rotary = Rc::new(b.rotary(&positions, &frequencies(g.head_dim), 1.0).unwrap());
     AttentionInput { geometry: g, norms: Some([norms[0].as_ref(), norms[1].as_ref()]), rotary, spans: spans.into() }
 }
 
@@ -387,8 +387,8 @@ fn what_does_not_fit_is_an_error() {
         let width = (heads + 2 * kv_heads) * head_dim;
         assert!(attention(f32s(&[8, width]), &[whole(0..8)], &change, None));
     }
-    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], 6, 100.0).unwrap()), None));
-    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], 8, 100.0).unwrap()), None));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], &[1.0; 3], 1.0).unwrap()), None));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], &[1.0; 4], 1.0).unwrap()), None));
     let wide = f32s(&[8]);
     let wide: &'static Tensor = Box::leak(Box::new(wide));
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.norms = Some([wide.as_ref(), wide.as_ref()]), None));
@@ -425,6 +425,11 @@ fn what_does_not_fit_is_an_error() {
     };
     assert!(adamw(DType::BF16, 5) && adamw(DType::F32, 4) && !adamw(DType::F32, 5));
     assert!(b.sum_squares(&bf16s(&[3])).is_err());
+}
+
+/// `100^(-2i / head_dim)`.
+fn frequencies(head_dim: usize) -> Vec<f32> {
+    (0..head_dim / 2).map(|i| 100f32.powf(-2.0 * i as f32 / head_dim as f32)).collect()
 }
 
 /// [`target_logprobs`] in one chunk, undisturbed.

@@ -3,6 +3,7 @@
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
+use super::frequencies;
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
@@ -245,7 +246,7 @@ impl Toy {
         AttentionInput {
             geometry: GEOMETRY,
             norms: Some([self.norms[1].as_ref(), self.norms[2].as_ref()]),
-            rotary: Rc::new(b.rotary(&positions, GEOMETRY.head_dim, 100.0).unwrap()),
+            rotary: Rc::new(b.rotary(&positions, &frequencies(GEOMETRY.head_dim), 1.0).unwrap()),
             spans: spans.into(),
         }
     }

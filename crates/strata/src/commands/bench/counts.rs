@@ -4,7 +4,7 @@
 //! activations, softmax, sampling and the optimizer are not; they are less than a hundredth. What is computed a second time to save memory is
 //! kept apart, as recompute.
 
-use strata_model::{ModelConfig, PAGE_TOKENS};
+use strata_model::{LinearWork, ModelConfig, PAGE_TOKENS, Work};
 use strata_tensor::WeightStorage;
 
 /// Operations of a training pass.
@@ -16,59 +16,48 @@ pub(super) struct TrainFlops {
     pub recompute: f64,
 }
 
-/// A linear layer: input and output features.
-type Linear = (usize, usize);
-
-/// The linear layers of a decoder layer: q, k, v, o, gate, up and down.
-fn layer_linears(c: &ModelConfig) -> [Linear; 7] {
-    let (hidden, q, kv) = (c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
-    let mlp = c.intermediate_size;
-    [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden)]
+/// Elements of a matrix in all its layers.
+fn elements(linear: &LinearWork) -> f64 {
+    (linear.layers * linear.in_features * linear.out_features) as f64
 }
 
-fn unembedding(c: &ModelConfig) -> Linear {
-    (c.hidden_size, c.vocab_size)
+/// Elements of a low-rank pair in all its layers.
+fn pair_elements(linear: &LinearWork, rank: usize) -> f64 {
+    (linear.layers * rank * (linear.in_features + linear.out_features)) as f64
 }
 
-/// Elements of all layers' matrices.
-fn layer_elements(c: &ModelConfig) -> f64 {
-    (c.num_layers * layer_linears(c).iter().map(|(i, o)| i * o).sum::<usize>()) as f64
+/// Elements of the decoder's matrices.
+fn decoder_elements(work: &Work) -> f64 {
+    work.linears.iter().map(elements).sum()
 }
 
-/// Elements of the unembedding.
-fn unembedding_elements(c: &ModelConfig) -> f64 {
-    (c.hidden_size * c.vocab_size) as f64
-}
-
-/// Elements of the low-rank pairs of all layers.
-fn layer_pair_elements(c: &ModelConfig, rank: usize) -> f64 {
-    (c.num_layers * rank * layer_linears(c).iter().map(|(i, o)| i + o).sum::<usize>()) as f64
-}
-
-/// Elements of the low-rank pair of the unembedding.
-fn unembedding_pair_elements(c: &ModelConfig, rank: usize) -> f64 {
-    let (i, o) = unembedding(c);
-    (rank * (i + o)) as f64
+/// Elements of the decoder's low-rank pairs.
+fn decoder_pair_elements(work: &Work, rank: usize) -> f64 {
+    work.linears.iter().map(|linear| pair_elements(linear, rank)).sum()
 }
 
 /// Scores and weighted values of one forward pass over whole sequences: every token sees itself and those before it.
-fn attention_flops(c: &ModelConfig, sequences: usize, tokens: usize) -> f64 {
+fn attention_flops(work: &Work, sequences: usize, tokens: usize) -> f64 {
     let pairs = tokens as f64 * (tokens + 1) as f64 / 2.0;
-    4.0 * pairs * (sequences * c.num_heads * c.head_dim * c.num_layers) as f64
+    let width: usize = work.attention.iter().map(|layer| layer.query_width).sum();
+    4.0 * pairs * (sequences * width) as f64
 }
 
 /// One adapter's forward and backward over whole sequences, every token with a target.
 pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usize) -> TrainFlops {
+    let work = Work::of(c);
     let per_element = 2.0 * (sequences * tokens) as f64;
-    let pairs = layer_pair_elements(c, rank) + unembedding_pair_elements(c, rank);
-    let attention = attention_flops(c, sequences, tokens);
+    let matrices = decoder_elements(&work) + elements(&work.unembedding);
+    let pairs = decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
+    let attention = attention_flops(&work, sequences, tokens);
     // A layer that runs again stops before the product of its last matrix, whose value nobody needs; of its pair only A is multiplied.
-    let layers = c.num_layers as f64;
-    let again = layer_elements(c) - layers * (c.intermediate_size * c.hidden_size) as f64;
-    let pairs_again = layer_pair_elements(c, rank) - layers * (rank * c.hidden_size) as f64;
+    let last = || work.linears.iter().filter(|linear| linear.ends_layer);
+    let again = decoder_elements(&work) - last().map(elements).sum::<f64>();
+    let pairs_again =
+        decoder_pair_elements(&work, rank) - last().map(|l| (l.layers * rank * l.out_features) as f64).sum::<f64>();
     TrainFlops {
         // Frozen matrices: forward and the gradient by the input. Pairs: their own gradient too. Attention: two products forward, four backward.
-        model: per_element * (2.0 * (layer_elements(c) + unembedding_elements(c)) + 3.0 * pairs) + 3.0 * attention,
+        model: per_element * (2.0 * matrices + 3.0 * pairs) + 3.0 * attention,
         // Attention's layer runs again, and its backward computes the scores once more, which are half of a forward.
         recompute: per_element * (again + pairs_again) + 1.5 * attention,
     }
@@ -76,10 +65,10 @@ pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usiz
 
 /// Prefill of one prompt, with the prediction after its last token. `rank`: that of the adapter, if there is one.
 pub(super) fn prefill(c: &ModelConfig, rank: Option<usize>, tokens: usize) -> f64 {
-    let rank = rank.unwrap_or(0);
-    let layers = layer_elements(c) + layer_pair_elements(c, rank);
-    let last = unembedding_elements(c) + unembedding_pair_elements(c, rank);
-    2.0 * (tokens as f64 * layers + last) + attention_flops(c, 1, tokens)
+    let (work, rank) = (Work::of(c), rank.unwrap_or(0));
+    let layers = decoder_elements(&work) + decoder_pair_elements(&work, rank);
+    let last = elements(&work.unembedding) + pair_elements(&work.unembedding, rank);
+    2.0 * (tokens as f64 * layers + last) + attention_flops(&work, 1, tokens)
 }
 
 /// Bytes of an element of a frozen matrix, and of all else.
@@ -104,9 +93,11 @@ impl ElementBytes {
 /// Bytes that a decode step must read: each matrix once, the pairs of each adapter once, and the keys and values of every sequence.
 /// `contexts`: tokens that each sequence sees, on average over the steps.
 pub(super) fn decode_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize], sequences: usize, context: f64) -> f64 {
-    let pairs: f64 = ranks.iter().map(|&rank| layer_pair_elements(c, rank) + unembedding_pair_elements(c, rank)).sum();
-    let cached = 2.0 * (c.num_layers * c.num_kv_heads * c.head_dim) as f64 * context * sequences as f64;
-    bytes.matrix * (layer_elements(c) + unembedding_elements(c)) + bytes.other as f64 * (pairs + cached)
+    let work = Work::of(c);
+    let pairs_of = |&rank: &usize| decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
+    let pairs: f64 = ranks.iter().map(pairs_of).sum();
+    let cached = work.attention.iter().map(|layer| layer.cached_width).sum::<usize>() as f64 * context * sequences as f64;
+    bytes.matrix * (decoder_elements(&work) + elements(&work.unembedding)) + bytes.other as f64 * (pairs + cached)
 }
 
 /// Tokens of the cache that sequences take: whole pages, and one more for the page in which prompt and sample meet.
@@ -120,16 +111,9 @@ mod tests {
 
     /// One layer of width 4 with two query heads and one key head of width 2, an MLP of 6, and 10 words.
     fn tiny() -> ModelConfig {
-        ModelConfig {
-            hidden_size: 4,
-            intermediate_size: 6,
-            num_layers: 1,
-            num_heads: 2,
-            num_kv_heads: 1,
-            head_dim: 2,
-            vocab_size: 10,
-            ..ModelConfig::named_shape("qwen3-0.6b").unwrap()
-        }
+        let json = r#"{"model_type": "qwen3", "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10}"#;
+        ModelConfig::from_json(json, None).unwrap()
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde_json::json;
-use strata_model::ModelConfig;
+use strata_model::{MatrixShape, ModelConfig, Work};
 use strata_tensor::{Backend, CpuBackend, DType, Linear, Memory, WeightFormat, WeightStorage, random};
 
 use super::limits::Limits;
@@ -72,16 +72,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// The matrices of a decoder layer as they are stored, fused, and the unembedding.
-fn products(c: &ModelConfig, tokens: usize) -> [Product; 5] {
-    let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
-    let product = |name, in_features, out_features| Product { name, tokens, in_features, out_features };
-    [
-        product("q+k+v", c.hidden_size, q + 2 * kv),
-        product("o", q, c.hidden_size),
-        product("gate+up", c.hidden_size, 2 * c.intermediate_size),
-        product("down", c.intermediate_size, c.hidden_size),
-        product("unembedding", c.hidden_size, c.vocab_size),
-    ]
+fn products(config: &ModelConfig, tokens: usize) -> Vec<Product> {
+    let product = |m: MatrixShape| Product { name: m.label, tokens, in_features: m.in_features, out_features: m.out_features };
+    Work::of(config).matrices.into_iter().map(product).collect()
 }
 
 /// A closure that multiplies through the backend, as the forward pass does.

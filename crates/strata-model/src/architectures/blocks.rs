@@ -1,0 +1,221 @@
+//! What several families have in common because it is the same mathematics: grouped-query attention and gated MLPs.
+
+use std::rc::Rc;
+
+use strata_tensor::{
+    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, Linear, LoraGroup, Tape, TensorRef, Var,
+    attention_pages_bytes,
+};
+
+use super::BatchInputs;
+use super::declaration::{Declaration, MatrixId, VectorId, Weights};
+use crate::config::Rope;
+use crate::lora::Part;
+
+/// What the layers of a pass read.
+#[derive(Clone)]
+pub(crate) struct Pass<'a> {
+    pub weights: &'a Weights,
+    pub inputs: Rc<BatchInputs<'a>>,
+    /// Of matmul inputs, keys and values.
+    pub dtype: DType,
+    /// Epsilon of norms.
+    pub eps: f32,
+}
+
+impl<'a> Pass<'a> {
+    /// A frozen layer with the low-rank pairs of `projections`: modules and their first output columns.
+    pub(crate) fn linear(
+        &self,
+        (matrix, l): (MatrixId, usize),
+        bias: Option<VectorId>,
+        projections: &[(usize, usize)],
+    ) -> Linear<'a> {
+        let lora: Rc<[LoraGroup<'a>]> = self.inputs.lora(l, projections);
+        Linear { weight: self.weights.matrix(matrix, l), bias: bias.map(|bias| self.weights.vector(bias, l)), lora }
+    }
+
+    /// RMSNorm with vector `l` of a stack.
+    pub(crate) fn norm(&self, tape: &mut Tape<'a>, x: &Var, weight: VectorId, l: usize) -> strata_tensor::Result<Var> {
+        tape.rms_norm(x, self.weights.vector(weight, l), self.eps, self.dtype)
+    }
+}
+
+/// Bytes for each token.
+pub(crate) struct TokenBytes {
+    /// What a forward pass leaves for the way back.
+    pub saved: usize,
+    /// What goes back through it, at its peak.
+    pub gradients: usize,
+}
+
+/// Grouped-query attention with rotary positions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionConfig {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of a head; even.
+    pub head_dim: usize,
+    /// Whether q, k and v projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection has one.
+    pub o_bias: bool,
+    /// Whether each head of q and k has an RMSNorm (Qwen3).
+    pub qk_norm: bool,
+    /// How many keys a query of each layer sees, its own the last; `None`: all before it.
+    pub windows: Vec<Option<usize>>,
+    /// Rotary positions.
+    pub rope: Rope,
+}
+
+impl AttentionConfig {
+    /// Shapes of the op.
+    pub(crate) fn geometry(&self, eps: f32) -> AttentionGeometry {
+        AttentionGeometry {
+            heads: self.num_heads,
+            kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
+            eps,
+        }
+    }
+}
+
+/// The weights of attention in some layers. q, k and v are one matrix; each keeps its own low-rank pair.
+pub(crate) struct Attention {
+    geometry: AttentionGeometry,
+    qkv_proj: MatrixId,
+    qkv_bias: Option<VectorId>,
+    norms: Option<[VectorId; 2]>,
+    o_proj: MatrixId,
+    o_bias: Option<VectorId>,
+    /// Modules of q, k and v with their first columns.
+    qkv_modules: [(usize, usize); 3],
+    o_module: usize,
+}
+
+impl Attention {
+    /// Of the decoder layers `layers`.
+    pub(crate) fn declare(d: &mut Declaration, c: &AttentionConfig, hidden: usize, eps: f32, layers: &[usize]) -> Self {
+        let geometry = c.geometry(eps);
+        let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
+        let qkv_proj = d.matrix("q+k+v", layers.len(), hidden, geometry.qkv_width());
+        let o_proj = d.matrix("o", layers.len(), q, hidden);
+        let qkv_modules = [("self_attn.q_proj", 0, q), ("self_attn.k_proj", q, kv), ("self_attn.v_proj", q + kv, kv)]
+            .map(|(path, first, rows)| (d.projection((qkv_proj, first), path, Part::Attention, layers, rows), first));
+        let o_module = d.projection((o_proj, 0), "self_attn.o_proj", Part::Attention, layers, hidden);
+        let qkv_bias = c.qkv_bias.then(|| {
+            let id = d.vector(layers.len(), geometry.qkv_width());
+            for (path, first, len) in [("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)] {
+                d.vectors((id, first), &format!("self_attn.{path}.bias"), layers, len);
+            }
+            id
+        });
+        let o_bias = c.o_bias.then(|| d.norm("self_attn.o_proj.bias", layers, hidden));
+        let norm = |d: &mut Declaration, name: &str| d.norm(&format!("self_attn.{name}.weight"), layers, c.head_dim);
+        let norms = c.qk_norm.then(|| ["q_norm", "k_norm"].map(|name| norm(d, name)));
+        Attention { geometry, qkv_proj, qkv_bias, norms, o_proj, o_bias, qkv_modules, o_module }
+    }
+
+    /// `residual + o(attention(h))`.
+    pub(crate) fn forward<'a>(
+        &self,
+        pass: &Pass<'a>,
+        tape: &mut Tape<'a>,
+        l: usize,
+        residual: &Var,
+        h: &Var,
+        kv: KvAccess<'_>,
+    ) -> strata_tensor::Result<Var> {
+        let qkv = tape.linear(h, pass.linear((self.qkv_proj, l), self.qkv_bias, &self.qkv_modules))?;
+        let input = AttentionInput {
+            geometry: self.geometry,
+            norms: self.norms.map(|norms| norms.map(|id| -> TensorRef<'a> { pass.weights.vector(id, l) })),
+            rotary: pass.inputs.rotary.clone(),
+            spans: pass.inputs.spans.clone(),
+        };
+        let a = tape.attention(&qkv, &input, kv, pass.dtype)?;
+        tape.add_linear(residual, &a, pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
+    }
+
+    pub(crate) fn geometry(&self) -> AttentionGeometry {
+        self.geometry
+    }
+
+    /// Bytes for each token of a training pass, keys and values in pages included in what goes back; of attention's own scratch, see
+    /// [`Backend::attention_scratch_bytes`].
+    pub(crate) fn token_bytes(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> TokenBytes {
+        let g = &self.geometry;
+        let (qkv, attention) = (g.qkv_width(), g.heads * g.head_dim);
+        let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
+        let gradients = (wide + narrow) * qkv + 6 * wide * attention + 5 * wide * g.head_dim + 2 * wide * hidden;
+        let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, g, dtype) / (KV_PAGE_TOKENS * 64);
+        TokenBytes { saved: (wide + narrow) * qkv + narrow * attention + wide * g.heads, gradients: gradients.max(pages) }
+    }
+}
+
+/// A gated MLP: `down(silu(gate(x)) * up(x))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MlpConfig {
+    /// Width between the projections.
+    pub intermediate_size: usize,
+    /// Whether the projections have biases.
+    pub bias: bool,
+}
+
+/// The weights of gated MLPs in some layers. Gate and up are one matrix; each keeps its own low-rank pair.
+pub(crate) struct GatedMlp {
+    intermediate_size: usize,
+    gate_up_proj: MatrixId,
+    gate_up_bias: Option<VectorId>,
+    down_proj: MatrixId,
+    down_bias: Option<VectorId>,
+    gate_up_modules: [(usize, usize); 2],
+    down_module: usize,
+}
+
+impl GatedMlp {
+    /// Of the decoder layers `layers`.
+    pub(crate) fn declare(d: &mut Declaration, c: &MlpConfig, hidden: usize, layers: &[usize]) -> Self {
+        let mlp = c.intermediate_size;
+        let gate_up_proj = d.matrix("gate+up", layers.len(), hidden, 2 * mlp);
+        let down_proj = d.matrix("down", layers.len(), mlp, hidden);
+        let gate_up_modules = [("mlp.gate_proj", 0), ("mlp.up_proj", mlp)]
+            .map(|(path, first)| (d.projection((gate_up_proj, first), path, Part::Mlp, layers, mlp), first));
+        let down_module = d.projection((down_proj, 0), "mlp.down_proj", Part::Mlp, layers, hidden);
+        let gate_up_bias = c.bias.then(|| {
+            let id = d.vector(layers.len(), 2 * mlp);
+            d.vectors((id, 0), "mlp.gate_proj.bias", layers, mlp);
+            d.vectors((id, mlp), "mlp.up_proj.bias", layers, mlp);
+            id
+        });
+        let down_bias = c.bias.then(|| d.norm("mlp.down_proj.bias", layers, hidden));
+        let intermediate_size = mlp;
+        GatedMlp { intermediate_size, gate_up_proj, gate_up_bias, down_proj, down_bias, gate_up_modules, down_module }
+    }
+
+    /// `residual + mlp(h)`.
+    pub(crate) fn forward<'a>(
+        &self,
+        pass: &Pass<'a>,
+        tape: &mut Tape<'a>,
+        l: usize,
+        residual: &Var,
+        h: &Var,
+    ) -> strata_tensor::Result<Var> {
+        let gate_up = tape.linear(h, pass.linear((self.gate_up_proj, l), self.gate_up_bias, &self.gate_up_modules))?;
+        let m = tape.swiglu(&gate_up, pass.dtype)?;
+        tape.add_linear(residual, &m, pass.linear((self.down_proj, l), self.down_bias, &[(self.down_module, 0)]))
+    }
+
+    /// Bytes for each token of a training pass, the norm before it included.
+    pub(crate) fn token_bytes(&self, hidden: usize, dtype: DType) -> TokenBytes {
+        let (mlp, wide, narrow) = (self.intermediate_size, DType::F32.size_bytes(), dtype.size_bytes());
+        TokenBytes {
+            saved: wide * hidden + 2 * narrow * hidden + (2 * wide + narrow) * mlp,
+            gradients: (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden,
+        }
+    }
+}

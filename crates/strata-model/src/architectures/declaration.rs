@@ -1,0 +1,237 @@
+//! What weights a model has: each is named once, with its place in a checkpoint, in a stack, and in adapters.
+//!
+//! An architecture declares its stacks, and what of a checkpoint fills which rows of which layer of them. From the declaration come the list of a checkpoint's
+//! parameters, the stacks in memory, the modules that can carry LoRA, and the count of work.
+
+use strata_tensor::{Backend, DType, HostRef, PackedRef, PackedStack, Tensor, TensorRef, WeightFormat};
+
+use super::{MatrixShape, WeightSource};
+use crate::Result;
+use crate::lora::{LoraModule, Part};
+
+/// A stack of matrices, `[layers, out_features, in_features]`, in the layout of products.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MatrixId(usize);
+
+/// A stack of f32 vectors, `[layers, width]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct VectorId(usize);
+
+/// A parameter of a checkpoint.
+pub(crate) struct Parameter {
+    /// Its Hugging Face name.
+    pub name: String,
+    /// Its shape there.
+    pub shape: Vec<usize>,
+    /// The decoder layer it belongs to; `None` for the model's own.
+    layer: Option<usize>,
+    place: Place,
+}
+
+/// Where a parameter goes: the first row that it fills.
+#[derive(Clone, Copy)]
+enum Place {
+    Matrix { id: MatrixId, layer: usize, first: usize },
+    Vector { id: VectorId, layer: usize, first: usize },
+    Table,
+}
+
+struct MatrixSpec {
+    label: &'static str,
+    layers: usize,
+    in_features: usize,
+    out_features: usize,
+}
+
+struct VectorSpec {
+    layers: usize,
+    width: usize,
+}
+
+/// The weights of a model that is yet to be loaded.
+#[derive(Default)]
+pub(crate) struct Declaration {
+    matrices: Vec<MatrixSpec>,
+    vectors: Vec<VectorSpec>,
+    /// `[rows, width]` of a table of embeddings of its own.
+    table: Option<[usize; 2]>,
+    parameters: Vec<Parameter>,
+    modules: Vec<LoraModule>,
+}
+
+impl Declaration {
+    /// A stack of matrices, `label` being a word for people.
+    pub(crate) fn matrix(&mut self, label: &'static str, layers: usize, in_features: usize, out_features: usize) -> MatrixId {
+        self.matrices.push(MatrixSpec { label, layers, in_features, out_features });
+        MatrixId(self.matrices.len() - 1)
+    }
+
+    /// A stack of vectors.
+    pub(crate) fn vector(&mut self, layers: usize, width: usize) -> VectorId {
+        self.vectors.push(VectorSpec { layers, width });
+        VectorId(self.vectors.len() - 1)
+    }
+
+    /// A table of embeddings, read whole from `name`.
+    pub(crate) fn table(&mut self, name: &str, rows: usize, width: usize) {
+        self.table = Some([rows, width]);
+        self.parameters.push(Parameter { name: name.into(), shape: vec![rows, width], layer: None, place: Place::Table });
+    }
+
+    /// A matrix of one layer, read whole from `name`.
+    pub(crate) fn single_matrix(
+        &mut self,
+        label: &'static str,
+        name: &str,
+        in_features: usize,
+        out_features: usize,
+    ) -> MatrixId {
+        let id = self.matrix(label, 1, in_features, out_features);
+        let place = Place::Matrix { id, layer: 0, first: 0 };
+        self.parameters.push(Parameter { name: name.into(), shape: vec![out_features, in_features], layer: None, place });
+        id
+    }
+
+    /// A vector of one layer, read whole from `name`.
+    pub(crate) fn single_vector(&mut self, name: &str, width: usize) -> VectorId {
+        let id = self.vector(1, width);
+        let place = Place::Vector { id, layer: 0, first: 0 };
+        self.parameters.push(Parameter { name: name.into(), shape: vec![width], layer: None, place });
+        id
+    }
+
+    /// `{path}.weight` of the decoder layers `layers`, in order, as rows `first..first + rows` of a stack, and the module of adapters of this name. Its place among the modules.
+    pub(crate) fn projection(
+        &mut self,
+        (id, first): (MatrixId, usize),
+        path: &'static str,
+        part: Part,
+        layers: &[usize],
+        rows: usize,
+    ) -> usize {
+        let in_features = self.matrices[id.0].in_features;
+        for (layer, number) in layers.iter().enumerate() {
+            let name = format!("model.layers.{number}.{path}.weight");
+            let place = Place::Matrix { id, layer, first };
+            self.parameters.push(Parameter { name, shape: vec![rows, in_features], layer: Some(*number), place });
+        }
+        self.modules.push(LoraModule { path, part, layers: layers.to_vec(), in_features, out_features: rows });
+        self.modules.len() - 1
+    }
+
+    /// `{path}` of the decoder layers `layers`, in order, as elements `first..first + len` of a stack of vectors.
+    pub(crate) fn vectors(&mut self, (id, first): (VectorId, usize), path: &str, layers: &[usize], len: usize) {
+        for (layer, number) in layers.iter().enumerate() {
+            let place = Place::Vector { id, layer, first };
+            let name = format!("model.layers.{number}.{path}");
+            self.parameters.push(Parameter { name, shape: vec![len], layer: Some(*number), place });
+        }
+    }
+
+    /// A stack of the vectors `{path}` of the decoder layers `layers`.
+    pub(crate) fn norm(&mut self, path: &str, layers: &[usize], width: usize) -> VectorId {
+        let id = self.vector(layers.len(), width);
+        self.vectors((id, 0), path, layers, width);
+        id
+    }
+
+    /// A module of adapters that is no part of a decoder layer. Its place among the modules.
+    pub(crate) fn module(&mut self, path: &'static str, part: Part, in_features: usize, out_features: usize) -> usize {
+        self.modules.push(LoraModule { path, part, layers: vec![0], in_features, out_features });
+        self.modules.len() - 1
+    }
+
+    /// The parameters of a checkpoint, what is before the layers first, then layer after layer, and then the rest.
+    pub(crate) fn parameters(&self) -> Vec<&Parameter> {
+        let first_layer = self.parameters.iter().position(|p| p.layer.is_some()).unwrap_or(0);
+        let mut all: Vec<(usize, &Parameter)> = self.parameters.iter().enumerate().collect();
+        // Stable: within a layer as they were declared.
+        all.sort_by_key(|(i, p)| match p.layer {
+            Some(layer) => 1 + layer,
+            None if *i < first_layer => 0,
+            None => usize::MAX,
+        });
+        all.into_iter().map(|(_, p)| p).collect()
+    }
+
+    /// The modules that can carry LoRA.
+    pub(crate) fn modules(&self) -> &[LoraModule] {
+        &self.modules
+    }
+
+    /// The matrices as they are multiplied.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = MatrixShape> {
+        self.matrices.iter().map(|&MatrixSpec { label, in_features, out_features, .. }| MatrixShape {
+            label,
+            in_features,
+            out_features,
+        })
+    }
+
+    /// Widths of the left sides of all products, forward and back.
+    pub(crate) fn widths(&self) -> impl Iterator<Item = usize> {
+        let of_modules = self.modules.iter().flat_map(|m| [m.in_features, m.out_features]);
+        self.matrices.iter().flat_map(|m| [m.in_features, m.out_features]).chain(of_modules)
+    }
+
+    /// Allocates the stacks and fills them.
+    pub(crate) fn load(&self, backend: &dyn Backend, format: WeightFormat, source: &mut dyn WeightSource) -> Result<Weights> {
+        let matrix = |m: &MatrixSpec| backend.packed(m.layers, m.in_features, m.out_features, format);
+        let vector = |v: &VectorSpec| backend.zeros(&[v.layers, v.width], DType::F32);
+        let mut weights = Weights {
+            matrices: self.matrices.iter().map(matrix).collect::<strata_tensor::Result<_>>()?,
+            vectors: self.vectors.iter().map(vector).collect::<strata_tensor::Result<_>>()?,
+            table: self.table.map(|shape| backend.zeros(&shape, format.compute)).transpose()?,
+        };
+        for p in self.parameters() {
+            let dtype = if matches!(p.place, Place::Vector { .. }) { DType::F32 } else { format.compute };
+            source.read(&p.name, &p.shape, dtype, &mut |first, rows| weights.store(backend, p.place, first, rows))?;
+        }
+        Ok(weights)
+    }
+}
+
+/// The weights of a model in memory.
+pub(crate) struct Weights {
+    matrices: Vec<PackedStack>,
+    vectors: Vec<Tensor>,
+    table: Option<Tensor>,
+}
+
+impl Weights {
+    /// One matrix of a stack.
+    pub(crate) fn matrix(&self, id: MatrixId, layer: usize) -> PackedRef<'_> {
+        self.matrices[id.0].layer(layer)
+    }
+
+    /// One vector of a stack.
+    pub(crate) fn vector(&self, id: VectorId, layer: usize) -> TensorRef<'_> {
+        self.vectors[id.0].row(layer)
+    }
+
+    /// The table of embeddings, if it is one of its own.
+    pub(crate) fn table(&self) -> Option<TensorRef<'_>> {
+        self.table.as_ref().map(Tensor::as_ref)
+    }
+
+    pub(crate) fn size_bytes(&self) -> usize {
+        let matrices = self.matrices.iter().map(PackedStack::size_bytes).sum::<usize>();
+        matrices + self.vectors.iter().chain(&self.table).map(Tensor::size_bytes).sum::<usize>()
+    }
+
+    /// Writes rows of a parameter, the first of which is row `first`, to their place.
+    fn store(&mut self, backend: &dyn Backend, place: Place, first: usize, rows: HostRef<'_>) -> Result<()> {
+        match place {
+            Place::Matrix { id, layer, first: at } => backend.upload_rows(&mut self.matrices[id.0], layer, at + first, rows)?,
+            Place::Vector { id, layer, first: at } => {
+                let elements = at + first..at + first + rows.shape().len();
+                backend.upload(rows, self.vectors[id.0].row_mut(layer).into_rows(elements))?;
+            }
+            Place::Table => {
+                let table = self.table.as_mut().expect("a table that is read is allocated");
+                backend.upload(rows, table.rows_mut(first..first + rows.shape().leading()))?;
+            }
+        }
+        Ok(())
+    }
+}

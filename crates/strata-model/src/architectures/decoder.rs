@@ -1,0 +1,183 @@
+//! What all families are: an embedding, a scan over decoder layers, a norm, an unembedding.
+
+use std::rc::Rc;
+
+use strata_tensor::{
+    AttentionGeometry, Backend, Between, DType, EmbeddingTable, KvAccess, PackedRef, Tape, Var, WeightFormat,
+    attention_pages_bytes, go_on,
+};
+
+use super::blocks::Pass;
+use super::declaration::{Declaration, MatrixId, VectorId, Weights};
+use super::{BatchInputs, Observed, Observer, WeightSource};
+use crate::config::Rope;
+use crate::lora::{LoraModule, Part};
+use crate::{KvCache, ModelConfig, Result};
+
+/// The decoder layers of a family.
+pub(crate) trait DecoderLayers: Send + Sync {
+    /// Layer `l`. `x`: the residual stream, f32 `[tokens, hidden_size]`.
+    fn layer<'a>(
+        &self,
+        pass: &Pass<'a>,
+        tape: &mut Tape<'a>,
+        l: usize,
+        x: &Var,
+        kv: KvAccess<'_>,
+    ) -> strata_tensor::Result<Var>;
+
+    /// Shapes of attention in layer `l`.
+    fn geometry(&self, l: usize) -> AttentionGeometry;
+
+    /// Bytes that a layer of a training pass takes for each token at its peak, the residual stream aside.
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize;
+}
+
+/// The unembedding's place in adapters.
+const UNEMBEDDING: &str = "lm_head";
+
+/// A declared model.
+pub(crate) struct Plan {
+    pub(crate) declaration: Declaration,
+    layers: Box<dyn DecoderLayers>,
+    norm: VectorId,
+    lm_head: MatrixId,
+    unembed_module: usize,
+    rope: Rope,
+}
+
+impl Plan {
+    /// Of a configuration.
+    pub(crate) fn of(c: &ModelConfig) -> Self {
+        let mut d = Declaration::default();
+        // A tied embedding is read into the unembedding, which serves as both.
+        if !c.tie_word_embeddings {
+            d.table("model.embed_tokens.weight", c.vocab_size, c.hidden_size);
+        }
+        let tied_head =
+            |d: &mut Declaration| d.single_matrix("unembedding", "model.embed_tokens.weight", c.hidden_size, c.vocab_size);
+        let tied = c.tie_word_embeddings.then(|| tied_head(&mut d));
+        let layers = c.family.declare(&mut d, c);
+        let norm = d.single_vector("model.norm.weight", c.hidden_size);
+        let lm_head = tied.unwrap_or_else(|| d.single_matrix("unembedding", "lm_head.weight", c.hidden_size, c.vocab_size));
+        let unembed_module = d.module(UNEMBEDDING, Part::Unembed, c.hidden_size, c.vocab_size);
+        Plan { declaration: d, layers, norm, lm_head, unembed_module, rope: c.family.rope().clone() }
+    }
+
+    /// Shapes of attention in layer `l`.
+    pub(crate) fn geometry(&self, l: usize) -> AttentionGeometry {
+        self.layers.geometry(l)
+    }
+}
+
+/// A model in memory.
+pub(crate) struct Decoder {
+    plan: Plan,
+    weights: Weights,
+    hidden_size: usize,
+    num_layers: usize,
+    eps: f32,
+    dtype: DType,
+}
+
+impl Decoder {
+    /// Fills a model from `source`.
+    pub(crate) fn load(
+        backend: &dyn Backend,
+        c: &ModelConfig,
+        format: WeightFormat,
+        source: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let plan = Plan::of(c);
+        let weights = plan.declaration.load(backend, format, source)?;
+        let (hidden_size, num_layers) = (c.hidden_size, c.num_layers);
+        Ok(Decoder { plan, weights, hidden_size, num_layers, eps: c.rms_norm_eps, dtype: format.compute })
+    }
+
+    /// Hidden states after the final norm, `[tokens, hidden_size]` in the compute dtype. With a cache, keys and values of the batch
+    /// are added to it; without, every decoder layer is a checkpoint of the tape, and `between` is called after each.
+    pub(crate) fn hidden<'a>(
+        &'a self,
+        tape: &mut Tape<'a>,
+        inputs: &Rc<BatchInputs<'a>>,
+        mut cache: Option<&mut KvCache>,
+        mut observe: Observer<'_>,
+        between: &mut Between<'_>,
+    ) -> Result<Var> {
+        let pass = Pass { weights: &self.weights, inputs: inputs.clone(), dtype: self.dtype, eps: self.eps };
+        let table = match self.weights.table() {
+            Some(table) => EmbeddingTable::Rows(table),
+            None => EmbeddingTable::Tied(self.unembedding().0),
+        };
+        let mut see = |what, value: &Var| match &mut observe {
+            Some(observe) => observe(what, value.value()),
+            None => Ok(()),
+        };
+        let mut x = tape.embedding(table, &inputs.batch.tokens)?;
+        see(Observed::Embeddings, &x)?;
+        for l in 0..self.num_layers {
+            x = match &mut cache {
+                Some(cache) => self.plan.layers.layer(&pass, tape, l, &x, KvAccess::Cache(cache.layer_mut(l)))?,
+                None => {
+                    let pass = pass.clone();
+                    tape.checkpoint(&x, move |tape, x| self.plan.layers.layer(&pass, tape, l, x, KvAccess::None))?
+                }
+            };
+            see(Observed::LayerOutput(l), &x)?;
+            if cache.is_none() {
+                go_on(between)?;
+            }
+        }
+        let x = pass.norm(tape, &x, self.plan.norm, 0)?;
+        see(Observed::FinalNorm, &x)?;
+        Ok(x)
+    }
+
+    /// The unembedding, and its place among [`Decoder::lora_modules`].
+    pub(crate) fn unembedding(&self) -> (PackedRef<'_>, usize) {
+        (self.weights.matrix(self.plan.lm_head, 0), self.plan.unembed_module)
+    }
+
+    /// The linear layers that can carry LoRA.
+    pub(crate) fn lora_modules(&self) -> &[LoraModule] {
+        self.plan.declaration.modules()
+    }
+
+    /// Rotary positions.
+    pub(crate) fn rope(&self) -> &Rope {
+        &self.plan.rope
+    }
+
+    /// Shapes of attention, layer by layer.
+    pub(crate) fn geometries(&self) -> impl Iterator<Item = AttentionGeometry> {
+        (0..self.num_layers).map(|l| self.plan.geometry(l))
+    }
+
+    /// Bytes of the weights.
+    pub(crate) fn weight_bytes(&self) -> usize {
+        self.weights.size_bytes()
+    }
+
+    /// As [`crate::Model::train_bytes_per_token`].
+    pub(crate) fn train_bytes_per_token(&self, backend: &dyn Backend) -> usize {
+        let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
+        // A checkpoint for each layer, angles, and the gradient and value of the residual stream on their way.
+        let stream = wide * (self.hidden_size * (self.num_layers + 4) + self.plan.rope.rotary_dim);
+        let layer = self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype);
+        // Rows of odd width are copied for products of pairs.
+        let copied = self.plan.declaration.widths().filter(|width| width % 2 == 1).max().unwrap_or(0);
+        stream + layer + narrow * copied
+    }
+
+    /// What a pass takes whatever its tokens, logits aside.
+    pub(crate) fn fixed_bytes(&self, backend: &dyn Backend) -> usize {
+        // Of any number of tokens, and of the widest rows that are multiplied.
+        let scratch = |width| backend.matmul_scratch_bytes(usize::MAX, width, self.dtype);
+        let products = self.plan.declaration.widths().map(scratch).max().unwrap_or(0);
+        let attention = |g: AttentionGeometry| {
+            backend.attention_scratch_bytes(&g, self.dtype) + attention_pages_bytes(backend, 1, &g, self.dtype)
+        };
+        // One op at a time has its own.
+        self.geometries().map(attention).max().unwrap_or(0).max(products)
+    }
+}
