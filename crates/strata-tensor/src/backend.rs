@@ -39,9 +39,16 @@ pub struct AttentionGeometry {
     pub scale: f32,
     /// Epsilon of the per-head norms.
     pub eps: f32,
+    /// How many keys a query sees at most, its own included: one at position `p` those from `p + 1 - window` on. `None`: all up to its own. At least 1.
+    pub window: Option<usize>,
 }
 
 impl AttentionGeometry {
+    /// The first position that a query at `position` sees.
+    pub fn first_visible(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
     /// Columns of the fused projection: queries, then keys, then values.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -224,19 +231,23 @@ pub trait Backend: Memory + Send + Sync {
     /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()>;
 
-    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position and nothing else:
-    /// what lies further on, of its sequence or left by others, does not reach its result, be it infinite or NaN. `out` is as `q`; `log_normalizers: [tokens, heads]`, f32.
+    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
+    /// window leaves, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
+    /// window of every query are not read. The softmax of head `h` has one more term, `exp(sinks[h])`, that has no value (f32 `[heads]`; gpt-oss). `out` is as
+    /// `q`; `log_normalizers: [tokens, heads]`, f32, of the softmax with its sink.
+    #[allow(clippy::too_many_arguments)]
     fn attention(
         &self,
         q: &Tensor,
         g: &AttentionGeometry,
+        sinks: Option<TensorRef<'_>>,
         spans: &[AttentionSpan<'_>],
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()>;
 
-    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32.
+    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32. Sinks are frozen, and what they do is in `log_normalizers`.
     #[allow(clippy::too_many_arguments)]
     fn attention_backward(
         &self,

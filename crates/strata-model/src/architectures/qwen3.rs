@@ -125,6 +125,7 @@ pub(super) fn geometry(c: &ModelConfig) -> AttentionGeometry {
         head_dim: c.head_dim,
         scale: (1.0 / (c.head_dim as f64).sqrt()) as f32,
         eps: c.rms_norm_eps,
+        window: None,
     }
 }
 
@@ -254,6 +255,7 @@ impl Qwen3 {
             attention: AttentionInput {
                 geometry: self.geometry,
                 norms: Some([self.layers.q_norm.row(l), self.layers.k_norm.row(l)]),
+                sinks: None,
                 rotary: inputs.rotary.clone(),
                 spans: inputs.spans.clone(),
             },

@@ -24,6 +24,8 @@ pub struct AttentionInput<'a> {
     pub geometry: AttentionGeometry,
     /// Weights of the per-head norms of q and k, `[head_dim]` each, f32; `None` for models without.
     pub norms: Option<[TensorRef<'a>; 2]>,
+    /// Logits that join the softmax of each query head without a value, `[heads]`, f32 and frozen (gpt-oss); `None` for models without.
+    pub sinks: Option<TensorRef<'a>>,
     /// Angles of the batch's positions.
     pub rotary: Rc<Rotary>,
     /// The sequences of the batch, in order; they cover all tokens.
@@ -53,6 +55,9 @@ impl<'a> Tape<'a> {
         for norm in input.norms.iter().flatten() {
             check_vector(OP, *norm, g.head_dim)?;
         }
+        if let Some(sinks) = input.sinks {
+            check_vector(OP, sinks, g.heads)?;
+        }
         check_spans(&input.spans, tokens)?;
         let records = self.records(&[qkv], false);
         match &kv {
@@ -74,7 +79,7 @@ impl<'a> Tape<'a> {
         let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
         let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
             backend.write_kv(&split, &g, spans, pages)?;
-            backend.attention(&split.q, &g, spans, pages, &mut out, &mut log_normalizers)
+            backend.attention(&split.q, &g, input.sinks, spans, pages, &mut out, &mut log_normalizers)
         };
         match kv {
             KvAccess::Cache(pages) => attend(&input.spans, pages)?,

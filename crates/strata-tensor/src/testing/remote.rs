@@ -433,15 +433,17 @@ impl Backend for RemoteBackend {
         &self,
         q: &Tensor,
         g: &AttentionGeometry,
+        sinks: Option<TensorRef<'_>>,
         spans: &[AttentionSpan<'_>],
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()> {
-        let q = self.fetch(q.as_ref())?;
+        let (q, sinks) = (self.fetch(q.as_ref())?, sinks.map(|sinks| self.fetch(sinks)).transpose()?);
+        let sinks = sinks.as_ref().map(Tensor::as_ref);
         let mut out_here = self.fetch(out.as_ref())?;
         let mut log_normalizers_here = self.fetch(log_normalizers.as_ref())?;
-        self.cpu.attention(&q, g, spans, self.far.table().pages(pages)?, &mut out_here, &mut log_normalizers_here)?;
+        self.cpu.attention(&q, g, sinks, spans, self.far.table().pages(pages)?, &mut out_here, &mut log_normalizers_here)?;
         self.send(&out_here, out.as_mut())?;
         self.send(&log_normalizers_here, log_normalizers.as_mut())
     }

@@ -132,6 +132,9 @@ impl Backend for CpuBackend {
     }
 
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {
+        if g.window == Some(0) {
+            return Err(Error::Unsupported("attention with a window of 0 keys: a query sees its own at least".into()));
+        }
         let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
         if grouped && g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim) {
             return Ok(());
@@ -303,14 +306,17 @@ impl Backend for CpuBackend {
         &self,
         q: &Tensor,
         g: &AttentionGeometry,
+        sinks: Option<TensorRef<'_>>,
         spans: &[AttentionSpan<'_>],
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()> {
+        let sinks = sinks.map(|sinks| sinks.slice::<f32>()).transpose()?;
         with_element!(q.dtype(), T => {
             let (pages, log_normalizers) = (self::pages(pages)?, log_normalizers.slice_mut()?);
-            attention::forward::<T>(&self.pool, self.arithmetic, g, q.slice()?, spans, pages, out.slice_mut()?, log_normalizers)?;
+            let (q, out) = (q.slice::<T>()?, out.slice_mut()?);
+            attention::forward(&self.pool, self.arithmetic, g, q, sinks, spans, pages, out, log_normalizers)?;
         });
         Ok(())
     }

@@ -234,7 +234,8 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
     }
 }
 
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, scale: 0.4, eps: 1e-6 };
+const GEOMETRY: AttentionGeometry =
+    AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, scale: 0.4, eps: 1e-6, window: None };
 
 fn attention_input<'a>(
     b: &CpuBackend,
@@ -244,7 +245,8 @@ fn attention_input<'a>(
 ) -> AttentionInput<'a> {
     let positions: Vec<u32> = spans.iter().flat_map(|s| (0..s.tokens.len()).map(|i| (s.past + i) as u32)).collect();
     let rotary = Rc::new(b.rotary(&positions, g.head_dim, 100.0).unwrap());
-    AttentionInput { geometry: g, norms: Some([norms[0].as_ref(), norms[1].as_ref()]), rotary, spans: spans.into() }
+    let norms = Some([norms[0].as_ref(), norms[1].as_ref()]);
+    AttentionInput { geometry: g, norms, sinks: None, rotary, spans: spans.into() }
 }
 
 fn whole(tokens: std::ops::Range<usize>) -> AttentionSpan<'static> {
@@ -260,12 +262,15 @@ fn the_gradient_of_attention_through_norms_and_rotation_is_that_of_finite_differ
     check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
     input.norms = None;
     check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
+    let sinks = tensor(&[4], DType::F32, 7);
+    (input.geometry.window, input.sinks) = (Some(2), Some(sinks.as_ref()));
+    check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
 }
 
 #[test]
 fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
     let b = backend();
-    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, eps: 1e-6 };
+    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, eps: 1e-6, window: None };
     let norms = [tensor(&[64], DType::F32, 5), tensor(&[64], DType::F32, 6)];
     let (first, second) = (70, 31);
     let qkv = tensor(&[first + second, g.qkv_width()], DType::F32, 1);
@@ -389,6 +394,12 @@ fn what_does_not_fit_is_an_error() {
     }
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], 6, 100.0).unwrap()), None));
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], 8, 100.0).unwrap()), None));
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.geometry.window = Some(0), None));
+    assert!(!attention(qkv(), &[whole(0..8)], &|i| i.geometry.window = Some(1), None));
+    for (shape, dtype, is_refused) in [(5, DType::F32, true), (4, DType::BF16, true), (4, DType::F32, false)] {
+        let sinks: &'static Tensor = Box::leak(Box::new(Tensor::zeros(&[shape], dtype)));
+        assert_eq!(attention(qkv(), &[whole(0..8)], &|i| i.sinks = Some(sinks.as_ref()), None), is_refused);
+    }
     let wide = f32s(&[8]);
     let wide: &'static Tensor = Box::leak(Box::new(wide));
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.norms = Some([wide.as_ref(), wide.as_ref()]), None));

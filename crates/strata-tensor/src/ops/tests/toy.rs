@@ -14,7 +14,8 @@ pub(super) const VOCAB: usize = 37;
 const LAYERS: usize = 2;
 const HIDDEN: usize = 10;
 const MLP: usize = 7;
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, scale: 0.4, eps: 1e-6 };
+const GEOMETRY: AttentionGeometry =
+    AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, scale: 0.4, eps: 1e-6, window: None };
 
 /// `(layer of the model, in, out, first column)` of each module: q, k, v; o; gate, up; down; unembedding.
 const MODULES: [(usize, usize, usize, usize); 8] = [
@@ -245,6 +246,7 @@ impl Toy {
         AttentionInput {
             geometry: GEOMETRY,
             norms: Some([self.norms[1].as_ref(), self.norms[2].as_ref()]),
+            sinks: None,
             rotary: Rc::new(b.rotary(&positions, GEOMETRY.head_dim, 100.0).unwrap()),
             spans: spans.into(),
         }
