@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use strata_tensor::{
     AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, Linear,
-    PackedRef, PackedStack, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
+    PackedRef, PackedStack, QkvLayout, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -255,6 +255,7 @@ impl Qwen3 {
             attention: AttentionInput {
                 geometry: self.geometry,
                 norms: Some([self.layers.q_norm.row(l), self.layers.k_norm.row(l)]),
+                layout: QkvLayout::fused(&self.geometry),
                 sinks: None,
                 rotary: inputs.rotary.clone(),
                 spans: inputs.spans.clone(),

@@ -3,7 +3,7 @@
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
@@ -246,6 +246,7 @@ impl Toy {
         AttentionInput {
             geometry: GEOMETRY,
             norms: Some([self.norms[1].as_ref(), self.norms[2].as_ref()]),
+            layout: QkvLayout::fused(&GEOMETRY),
             sinks: None,
             rotary: Rc::new(b.rotary(&positions, GEOMETRY.head_dim, 100.0).unwrap()),
             spans: spans.into(),
