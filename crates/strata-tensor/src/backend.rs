@@ -39,16 +39,87 @@ pub struct AttentionGeometry {
     pub scale: f32,
     /// Epsilon of the per-head norms.
     pub eps: f32,
+    /// How many keys a query sees at most, its own included: one at position `p` those from `p + 1 - window` on. `None`: all up to its own. At least 1.
+    pub window: Option<usize>,
 }
 
 impl AttentionGeometry {
-    /// Columns of the fused projection: queries, then keys, then values.
+    /// The first position that a query at `position` sees.
+    pub fn first_visible(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// Columns of the fused projection of [`QkvLayout::fused`]: queries, then keys, then values.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 }
 
-/// Cosines and sines of rotary embedding for the tokens of a batch, `[tokens, head_dim / 2]` each, f32.
+/// Columns of some heads, `head_dim` each, in a fused projection.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadColumns {
+    /// Where the first head begins.
+    pub first: usize,
+    /// From where one head begins to where the next does.
+    pub stride: usize,
+}
+
+/// Which numbers of a head turn against each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotaryStyle {
+    /// Number `i` and number `i + rotary_dim / 2`, as `rotate_half` of Hugging Face.
+    Halves,
+    /// Numbers `2i` and `2i + 1`, which come out as `i` and `i + rotary_dim / 2`, as `apply_rotary_pos_emb_interleave` of DeepSeek-V3 there.
+    Interleaved,
+}
+
+/// Where a fused projection has its heads, and what of them turns with the position. Every column belongs to one head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkvLayout {
+    /// Columns of the projection.
+    pub width: usize,
+    /// Queries.
+    pub q: HeadColumns,
+    /// Keys.
+    pub k: HeadColumns,
+    /// Values.
+    pub v: HeadColumns,
+    /// Gates: what each query head has found is multiplied with the sigmoid of its own (Qwen3-Next). `None` for models without.
+    pub gate: Option<HeadColumns>,
+    /// How many numbers of a head of queries or keys turn, its first; even. The others stay as they are.
+    pub rotary_dim: usize,
+    /// Which turn against each other.
+    pub rotary_style: RotaryStyle,
+}
+
+impl QkvLayout {
+    /// All queries, then all keys, then all values; whole heads turn.
+    pub fn fused(g: &AttentionGeometry) -> Self {
+        Self::of(g, g.head_dim, None)
+    }
+
+    /// For each query head its query and then its gate, then all keys, then all values, as Qwen3-Next and Qwen3.5 have them; of heads `rotary_dim` turn.
+    pub fn gated(g: &AttentionGeometry, rotary_dim: usize) -> Self {
+        let gate = HeadColumns { first: g.head_dim, stride: 2 * g.head_dim };
+        QkvLayout { rotary_dim, ..Self::of(g, 2 * g.head_dim, Some(gate)) }
+    }
+
+    fn of(g: &AttentionGeometry, query_stride: usize, gate: Option<HeadColumns>) -> Self {
+        let (d, keys) = (g.head_dim, g.heads * query_stride);
+        let values = keys + g.kv_heads * d;
+        QkvLayout {
+            width: values + g.kv_heads * d,
+            q: HeadColumns { first: 0, stride: query_stride },
+            k: HeadColumns { first: keys, stride: d },
+            v: HeadColumns { first: values, stride: d },
+            gate,
+            rotary_dim: d,
+            rotary_style: RotaryStyle::Halves,
+        }
+    }
+}
+
+/// Cosines and sines of rotary embedding for the tokens of a batch, `[tokens, rotary_dim / 2]` each, f32.
 #[derive(Debug)]
 pub struct Rotary {
     /// Cosines.
@@ -200,17 +271,19 @@ pub trait Backend: Memory + Send + Sync {
     /// Cosines and sines for these positions, times `factor`: angles are f32 products of a position and a frequency in radians, one for each pair of a head.
     fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary>;
 
-    /// Splits f32 `qkv: [tokens, qkv_width]`, normalises heads of q and k where weights are given, and rotates them.
+    /// Splits f32 `qkv: [tokens, layout.width]`, normalises heads of q and k where weights are given, and rotates them.
     fn norm_rotate(
         &self,
         qkv: &Tensor,
         norms: Option<[TensorRef<'_>; 2]>,
         rotary: &Rotary,
         g: &AttentionGeometry,
+        layout: &QkvLayout,
         out: &mut Qkv,
     ) -> Result<()>;
 
-    /// Gradient of [`Backend::norm_rotate`] by its input, into the dtype of `dqkv`; `gradient` is f32.
+    /// Gradient of [`Backend::norm_rotate`] by its input, into the dtype of `dqkv`; `gradient` is f32. Columns of gates are left alone.
+    #[allow(clippy::too_many_arguments)]
     fn norm_rotate_backward(
         &self,
         gradient: &Qkv,
@@ -218,25 +291,30 @@ pub trait Backend: Memory + Send + Sync {
         norms: Option<[TensorRef<'_>; 2]>,
         rotary: &Rotary,
         g: &AttentionGeometry,
+        layout: &QkvLayout,
         dqkv: &mut Tensor,
     ) -> Result<()>;
 
     /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()>;
 
-    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position and nothing else:
-    /// what lies further on, of its sequence or left by others, does not reach its result, be it infinite or NaN. `out` is as `q`; `log_normalizers: [tokens, heads]`, f32.
+    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
+    /// window leaves, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
+    /// window of every query are not read. The softmax of head `h` has one more term, `exp(sinks[h])`, that has no value (f32 `[heads]`; gpt-oss). `out` is as
+    /// `q`; `log_normalizers: [tokens, heads]`, f32, of the softmax with its sink.
+    #[allow(clippy::too_many_arguments)]
     fn attention(
         &self,
         q: &Tensor,
         g: &AttentionGeometry,
+        sinks: Option<TensorRef<'_>>,
         spans: &[AttentionSpan<'_>],
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()>;
 
-    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32.
+    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32. Sinks are frozen, and what they do is in `log_normalizers`.
     #[allow(clippy::too_many_arguments)]
     fn attention_backward(
         &self,
@@ -291,4 +369,30 @@ pub trait Backend: Memory + Send + Sync {
 
     /// Sum of the squares of all elements of an f32 tensor, in a fixed order, in f64.
     fn sum_squares(&self, tensor: &Tensor) -> Result<f64>;
+
+    /// `y = attended * sigmoid(gate)`, `[tokens, heads * head_dim]` in the dtype of `attended`, with the gates of f32 `qkv: [tokens, layout.width]`.
+    ///
+    /// # Panics
+    /// If the layout has no gate.
+    fn gate_heads(
+        &self,
+        attended: &Tensor,
+        qkv: &Tensor,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        y: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Gradients of [`Backend::gate_heads`], given f32 `dy`: f32 `dattended`, and the columns of gates of `dqkv`.
+    #[allow(clippy::too_many_arguments)]
+    fn gate_heads_backward(
+        &self,
+        dy: &Tensor,
+        attended: &Tensor,
+        qkv: &Tensor,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        dattended: &mut Tensor,
+        dqkv: &mut Tensor,
+    ) -> Result<()>;
 }

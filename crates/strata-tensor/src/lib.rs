@@ -32,8 +32,8 @@ pub mod testing;
 mod weights;
 
 pub use backend::{
-    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, LogprobTargets, LoraGradient, LowProducts, Qkv, Rotary,
-    RowReply, RowRequest,
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, HeadColumns, LogprobTargets, LoraGradient, LowProducts, Qkv,
+    QkvLayout, Rotary, RotaryStyle, RowReply, RowRequest,
 };
 pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;

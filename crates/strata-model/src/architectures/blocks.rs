@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, Linear, LoraGroup, Tape, TensorRef, Var,
-    attention_pages_bytes,
+    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, Linear, LoraGroup, QkvLayout, Tape, TensorRef,
+    Var, attention_pages_bytes,
 };
 
 use super::BatchInputs;
@@ -71,21 +71,24 @@ pub struct AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// Shapes of the op.
-    pub(crate) fn geometry(&self, eps: f32) -> AttentionGeometry {
+    /// Shapes of the op, in a layer with this window.
+    fn geometry(&self, eps: f32, window: Option<usize>) -> AttentionGeometry {
         AttentionGeometry {
             heads: self.num_heads,
             kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
             scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
             eps,
+            window,
         }
     }
 }
 
 /// The weights of attention in some layers. q, k and v are one matrix; each keeps its own low-rank pair.
 pub(crate) struct Attention {
-    geometry: AttentionGeometry,
+    /// Of each layer.
+    geometries: Vec<AttentionGeometry>,
+    layout: QkvLayout,
     qkv_proj: MatrixId,
     qkv_bias: Option<VectorId>,
     norms: Option<[VectorId; 2]>,
@@ -99,15 +102,16 @@ pub(crate) struct Attention {
 impl Attention {
     /// Of the decoder layers `layers`.
     pub(crate) fn declare(d: &mut Declaration, c: &AttentionConfig, hidden: usize, eps: f32, layers: &[usize]) -> Self {
-        let geometry = c.geometry(eps);
+        let geometries: Vec<_> = layers.iter().map(|&number| c.geometry(eps, c.windows[number])).collect();
+        let layout = QkvLayout::fused(&c.geometry(eps, None));
         let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
-        let qkv_proj = d.matrix("q+k+v", layers.len(), hidden, geometry.qkv_width());
+        let qkv_proj = d.matrix("q+k+v", layers.len(), hidden, layout.width);
         let o_proj = d.matrix("o", layers.len(), q, hidden);
         let qkv_modules = [("self_attn.q_proj", 0, q), ("self_attn.k_proj", q, kv), ("self_attn.v_proj", q + kv, kv)]
             .map(|(path, first, rows)| (d.projection((qkv_proj, first), path, Part::Attention, layers, rows), first));
         let o_module = d.projection((o_proj, 0), "self_attn.o_proj", Part::Attention, layers, hidden);
         let qkv_bias = c.qkv_bias.then(|| {
-            let id = d.vector(layers.len(), geometry.qkv_width());
+            let id = d.vector(layers.len(), layout.width);
             for (path, first, len) in [("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)] {
                 d.vectors((id, first), &format!("self_attn.{path}.bias"), layers, len);
             }
@@ -116,7 +120,7 @@ impl Attention {
         let o_bias = c.o_bias.then(|| d.norm("self_attn.o_proj.bias", layers, hidden));
         let norm = |d: &mut Declaration, name: &str| d.norm(&format!("self_attn.{name}.weight"), layers, c.head_dim);
         let norms = c.qk_norm.then(|| ["q_norm", "k_norm"].map(|name| norm(d, name)));
-        Attention { geometry, qkv_proj, qkv_bias, norms, o_proj, o_bias, qkv_modules, o_module }
+        Attention { geometries, layout, qkv_proj, qkv_bias, norms, o_proj, o_bias, qkv_modules, o_module }
     }
 
     /// `residual + o(attention(h))`.
@@ -131,7 +135,9 @@ impl Attention {
     ) -> strata_tensor::Result<Var> {
         let qkv = tape.linear(h, pass.linear((self.qkv_proj, l), self.qkv_bias, &self.qkv_modules))?;
         let input = AttentionInput {
-            geometry: self.geometry,
+            geometry: self.geometries[l],
+            layout: self.layout,
+            sinks: None,
             norms: self.norms.map(|norms| norms.map(|id| -> TensorRef<'a> { pass.weights.vector(id, l) })),
             rotary: pass.inputs.rotary.clone(),
             spans: pass.inputs.spans.clone(),
@@ -140,15 +146,15 @@ impl Attention {
         tape.add_linear(residual, &a, pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
     }
 
-    pub(crate) fn geometry(&self) -> AttentionGeometry {
-        self.geometry
+    pub(crate) fn geometry(&self, l: usize) -> AttentionGeometry {
+        self.geometries[l]
     }
 
     /// Bytes for each token of a training pass, keys and values in pages included in what goes back; of attention's own scratch, see
     /// [`Backend::attention_scratch_bytes`].
     pub(crate) fn token_bytes(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> TokenBytes {
-        let g = &self.geometry;
-        let (qkv, attention) = (g.qkv_width(), g.heads * g.head_dim);
+        let g = &self.geometries[0];
+        let (qkv, attention) = (self.layout.width, g.heads * g.head_dim);
         let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
         let gradients = (wide + narrow) * qkv + 6 * wide * attention + 5 * wide * g.head_dim + 2 * wide * hidden;
         let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, g, dtype) / (KV_PAGE_TOKENS * 64);

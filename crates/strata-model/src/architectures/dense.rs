@@ -170,8 +170,8 @@ impl DecoderLayers for DenseLayers {
         self.mlp.forward(pass, tape, l, &x, &h)
     }
 
-    fn geometry(&self, _l: usize) -> AttentionGeometry {
-        self.attention.geometry()
+    fn geometry(&self, l: usize) -> AttentionGeometry {
+        self.attention.geometry(l)
     }
 
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use super::{check_f32, check_vector};
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, Rotary};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary};
 use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, Result, Tensor, TensorRef};
 
@@ -22,8 +22,12 @@ pub enum KvAccess<'k> {
 pub struct AttentionInput<'a> {
     /// Shapes.
     pub geometry: AttentionGeometry,
+    /// Where the projection has its heads, and what of them turns.
+    pub layout: QkvLayout,
     /// Weights of the per-head norms of q and k, `[head_dim]` each, f32; `None` for models without.
     pub norms: Option<[TensorRef<'a>; 2]>,
+    /// Logits that join the softmax of each query head without a value, `[heads]`, f32 and frozen (gpt-oss); `None` for models without.
+    pub sinks: Option<TensorRef<'a>>,
     /// Angles of the batch's positions.
     pub rotary: Rc<Rotary>,
     /// The sequences of the batch, in order; they cover all tokens.
@@ -31,17 +35,18 @@ pub struct AttentionInput<'a> {
 }
 
 impl<'a> Tape<'a> {
-    /// f32 `qkv: [tokens, (heads + 2 * kv_heads) * head_dim]` (queries, keys, values) to `[tokens, heads * head_dim]` in `dtype`.
+    /// f32 `qkv: [tokens, layout.width]` (queries, keys, values and, where the layout has them, gates) to `[tokens, heads * head_dim]` in `dtype`.
     ///
     /// # Errors
-    /// If shapes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
+    /// If shapes, the layout, the sequences or their pages do not fit, or the tape would have to go back through a cache.
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
-        let g = input.geometry;
+        let (g, layout) = (input.geometry, input.layout);
         self.backend().check_attention(&g)?;
-        check_f32(OP, qkv.value(), g.qkv_width())?;
+        check_layout(&layout, &g)?;
+        check_f32(OP, qkv.value(), layout.width)?;
         let (tokens, backend) = (qkv.value().rows(), self.backend());
-        for angles in [&input.rotary.cos, &input.rotary.sin] {
-            check_f32(OP, angles, g.head_dim / 2)?;
+        for angles in [&input.rotary.cos, &input.rotary.sin].into_iter().filter(|_| layout.rotary_dim > 0) {
+            check_f32(OP, angles, layout.rotary_dim / 2)?;
             if angles.rows() != tokens {
                 return Err(Error::Shape {
                     op: OP,
@@ -52,6 +57,9 @@ impl<'a> Tape<'a> {
         }
         for norm in input.norms.iter().flatten() {
             check_vector(OP, *norm, g.head_dim)?;
+        }
+        if let Some(sinks) = input.sinks {
+            check_vector(OP, sinks, g.heads)?;
         }
         check_spans(&input.spans, tokens)?;
         let records = self.records(&[qkv], false);
@@ -69,12 +77,12 @@ impl<'a> Tape<'a> {
             k: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
             v: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
         };
-        backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &mut split)?;
+        backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
         let mut out = backend.scratch(&[tokens, g.heads * g.head_dim], dtype)?;
         let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
         let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
             backend.write_kv(&split, &g, spans, pages)?;
-            backend.attention(&split.q, &g, spans, pages, &mut out, &mut log_normalizers)
+            backend.attention(&split.q, &g, input.sinks, spans, pages, &mut out, &mut log_normalizers)
         };
         match kv {
             KvAccess::Cache(pages) => attend(&input.spans, pages)?,
@@ -102,18 +110,29 @@ impl<'a> Tape<'a> {
             }
         }
         let out = Rc::new(out);
-        if !records {
-            return Ok(self.shared_constant(out));
+        let mut y = out.clone();
+        if layout.gate.is_some() {
+            let mut gated = backend.scratch(out.shape().dims(), dtype)?;
+            backend.gate_heads(&out, qkv.value(), &g, &layout, &mut gated)?;
+            y = Rc::new(gated);
         }
-        let (projection, node, saved, input) = (qkv.shared(), qkv.node(), out.clone(), input.clone());
-        Ok(self.push(out, move |pass, dout| {
+        if !records {
+            return Ok(self.shared_constant(y));
+        }
+        let (projection, node, saved, input) = (qkv.shared(), qkv.node(), out, input.clone());
+        Ok(self.push(y, move |pass, dy| {
             let like = |t: &Tensor| pass.backend.scratch(t.shape().dims(), DType::F32);
+            let mut dout = in_f32(pass.backend, dy)?;
+            let mut dqkv = pass.backend.scratch(projection.shape().dims(), dtype)?;
+            if layout.gate.is_some() {
+                let mut dattended = like(&saved)?;
+                pass.backend.gate_heads_backward(&dout, &saved, &projection, &g, &layout, &mut dattended, &mut dqkv)?;
+                dout = Rc::new(dattended);
+            }
             let mut gradient = Qkv { q: like(&split.q)?, k: like(&split.k)?, v: like(&split.v)? };
-            let dout = in_f32(pass.backend, dout)?;
             pass.backend.attention_backward(&dout, &split, &saved, &log_normalizers, &g, &input.spans, &mut gradient)?;
             drop(dout);
-            let mut dqkv = pass.backend.scratch(projection.shape().dims(), dtype)?;
-            pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &mut dqkv)?;
+            pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &layout, &mut dqkv)?;
             pass.accumulate(node, Rc::new(dqkv))
         }))
     }
@@ -128,6 +147,35 @@ fn whole_batch_pages(tokens: usize) -> usize {
 /// Bytes of keys and values in pages that a pass over `tokens` tokens takes at most, if it is not over a cache.
 pub fn attention_pages_bytes(backend: &dyn Backend, tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
     whole_batch_pages(tokens) * backend.kv_page_bytes(g.kv_heads, g.head_dim, dtype)
+}
+
+/// Refuses heads that overlap or leave columns to nobody, and turns of more or less than pairs of a head.
+fn check_layout(layout: &QkvLayout, g: &AttentionGeometry) -> Result<()> {
+    if layout.rotary_dim > g.head_dim || !layout.rotary_dim.is_multiple_of(2) {
+        let (turning, d) = (layout.rotary_dim, g.head_dim);
+        return Err(Error::Unsupported(format!("a rotary part of {turning} in heads of {d}: it is even and at most a head")));
+    }
+    let all = [
+        Some((layout.q, g.heads)),
+        Some((layout.k, g.kv_heads)),
+        Some((layout.v, g.kv_heads)),
+        layout.gate.map(|gate| (gate, g.heads)),
+    ];
+    let heads = all.into_iter().flatten().flat_map(|(columns, heads)| {
+        (0..heads).map(move |head| columns.stride.saturating_mul(head).saturating_add(columns.first))
+    });
+    let mut firsts: Vec<usize> = heads.collect();
+    firsts.sort_unstable();
+    let whole =
+        firsts.iter().enumerate().all(|(i, &first)| first == i * g.head_dim) && layout.width == firsts.len() * g.head_dim;
+    if !whole {
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("a layout of {} columns as heads of {} side by side", layout.width, g.head_dim),
+            actual: format!("heads from {firsts:?}"),
+        });
+    }
+    Ok(())
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.

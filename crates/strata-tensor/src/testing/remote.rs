@@ -402,11 +402,12 @@ impl Backend for RemoteBackend {
         norms: Option<[TensorRef<'_>; 2]>,
         rotary: &Rotary,
         g: &AttentionGeometry,
+        layout: &QkvLayout,
         out: &mut Qkv,
     ) -> Result<()> {
         let (qkv, norms, rotary) = (self.fetch(qkv.as_ref())?, self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
         let mut here = self.fetch_qkv(out)?;
-        self.cpu.norm_rotate(&qkv, views(&norms), &rotary, g, &mut here)?;
+        self.cpu.norm_rotate(&qkv, views(&norms), &rotary, g, layout, &mut here)?;
         self.send_qkv(&here, out)
     }
 
@@ -417,11 +418,12 @@ impl Backend for RemoteBackend {
         norms: Option<[TensorRef<'_>; 2]>,
         rotary: &Rotary,
         g: &AttentionGeometry,
+        layout: &QkvLayout,
         dqkv: &mut Tensor,
     ) -> Result<()> {
         let (qkv, norms, rotary) = (self.fetch(qkv.as_ref())?, self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
         let gradient = self.fetch_qkv(gradient)?;
-        self.change(dqkv, |dqkv| self.cpu.norm_rotate_backward(&gradient, &qkv, views(&norms), &rotary, g, dqkv))
+        self.change(dqkv, |dqkv| self.cpu.norm_rotate_backward(&gradient, &qkv, views(&norms), &rotary, g, layout, dqkv))
     }
 
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()> {
@@ -433,15 +435,17 @@ impl Backend for RemoteBackend {
         &self,
         q: &Tensor,
         g: &AttentionGeometry,
+        sinks: Option<TensorRef<'_>>,
         spans: &[AttentionSpan<'_>],
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()> {
-        let q = self.fetch(q.as_ref())?;
+        let (q, sinks) = (self.fetch(q.as_ref())?, sinks.map(|sinks| self.fetch(sinks)).transpose()?);
+        let sinks = sinks.as_ref().map(Tensor::as_ref);
         let mut out_here = self.fetch(out.as_ref())?;
         let mut log_normalizers_here = self.fetch(log_normalizers.as_ref())?;
-        self.cpu.attention(&q, g, spans, self.far.table().pages(pages)?, &mut out_here, &mut log_normalizers_here)?;
+        self.cpu.attention(&q, g, sinks, spans, self.far.table().pages(pages)?, &mut out_here, &mut log_normalizers_here)?;
         self.send(&out_here, out.as_mut())?;
         self.send(&log_normalizers_here, log_normalizers.as_mut())
     }
@@ -528,5 +532,33 @@ impl Backend for RemoteBackend {
 
     fn sum_squares(&self, tensor: &Tensor) -> Result<f64> {
         self.cpu.sum_squares(&self.fetch(tensor.as_ref())?)
+    }
+
+    fn gate_heads(
+        &self,
+        attended: &Tensor,
+        qkv: &Tensor,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let (attended, qkv) = (self.fetch(attended.as_ref())?, self.fetch(qkv.as_ref())?);
+        self.change(y, |y| self.cpu.gate_heads(&attended, &qkv, g, layout, y))
+    }
+
+    fn gate_heads_backward(
+        &self,
+        dy: &Tensor,
+        attended: &Tensor,
+        qkv: &Tensor,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        dattended: &mut Tensor,
+        dqkv: &mut Tensor,
+    ) -> Result<()> {
+        let (dy, attended, qkv) = (self.fetch(dy.as_ref())?, self.fetch(attended.as_ref())?, self.fetch(qkv.as_ref())?);
+        self.change(dattended, |dattended| {
+            self.change(dqkv, |dqkv| self.cpu.gate_heads_backward(&dy, &attended, &qkv, g, layout, dattended, dqkv))
+        })
     }
 }

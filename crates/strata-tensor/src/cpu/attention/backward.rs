@@ -5,14 +5,14 @@
 //! The square of queries by keys of one sequence and key head is cut into blocks of [`BLOCK_PAGES`] by as many pages, which are taken diagonal by diagonal from
 //! the one where queries attend to themselves. No two blocks of a diagonal have a query or a key in common, so all threads work on it at once, and yet each
 //! gradient is one chain: that of a query over blocks of keys backwards, pages of keys within a block, that of a key over blocks of queries, the heads that share it, pages of queries.
-//! Nothing depends on other sequences or on who computes what.
+//! Nothing depends on other sequences or on who computes what. Pages that a window puts out of each other's sight are passed over.
 //!
 //! What a block needs of queries and keys, in the layouts of its products, is made once for all of them. Sequences and key heads are taken a few at a
 //! time, enough for all threads, so that memory does not grow with their number.
 
 use std::ops::Range;
 
-use super::{Left, PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, product, row_len, write_key};
+use super::{Left, PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, product, row_len, visible_slots, write_key};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::kv::key_len;
@@ -77,6 +77,13 @@ impl Unit<'_> {
 
     fn num_blocks(&self) -> usize {
         self.num_pages().div_ceil(BLOCK_PAGES)
+    }
+
+    /// Diagonals of blocks in which any query sees any key.
+    fn num_diagonals(&self, g: &AttentionGeometry) -> usize {
+        // The first page of queries in a block and the last of keys are `BLOCK_PAGES - 1` nearer than their blocks.
+        let reach = |window: usize| (window - 1).div_ceil(PAGE).div_ceil(BLOCK_PAGES) + 1;
+        g.window.map_or(self.num_blocks(), |window| reach(window).min(self.num_blocks()))
     }
 
     /// Rows of a page; the last may have fewer.
@@ -238,9 +245,10 @@ impl<T: Element + Plain> Pass<'_, T> {
             // SAFETY: each task has a page of its own.
             unsafe { self.prepare(unit, page, &pages) };
         });
-        for diagonal in 0..units.iter().map(Unit::num_blocks).max().unwrap_or(0) {
+        for diagonal in 0..units.iter().map(|unit| unit.num_diagonals(self.g)).max().unwrap_or(0) {
             let blocks: Vec<(&Unit<'_>, usize)> = units
                 .iter()
+                .filter(|unit| diagonal < unit.num_diagonals(self.g))
                 .flat_map(|unit| (0..unit.num_blocks().saturating_sub(diagonal)).map(move |keys| (unit, keys)))
                 .collect();
             pool.run(blocks.len(), &|i| {
@@ -312,6 +320,7 @@ impl<T: Element + Plain> Pass<'_, T> {
         let (row_bytes, page_bytes) = (steps * 4, page_steps * 4);
         let pages_of = |block: usize| block * BLOCK_PAGES..((block + 1) * BLOCK_PAGES).min(unit.num_pages());
         let zero = T::from_f32(0.0);
+        let first_page = |query_page: usize| g.first_visible(query_page * PAGE) / PAGE;
         with_scratch(block_scratch_bytes::<T>(), |mut arena| {
             let (scores, dprobabilities) = (arena.take::<f32>(PAGE * PAGE), arena.take::<f32>(PAGE * PAGE));
             let (p, ds) = (arena.take::<T>(PAGE * PAGE), arena.take::<T>(PAGE * PAGE));
@@ -320,7 +329,7 @@ impl<T: Element + Plain> Pass<'_, T> {
                 // SAFETY: passed on from the caller.
                 let keys = unsafe { pages.keys(unit, key_page) };
                 for head in 0..g.heads / g.kv_heads {
-                    for query_page in pages_of(query_block).filter(|&page| page >= key_page) {
+                    for query_page in pages_of(query_block).filter(|&page| page >= key_page && first_page(page) <= key_page) {
                         // SAFETY: passed on from the caller.
                         let tile = unsafe { pages.queries(unit, query_page, head) };
                         let rows = unit.rows(query_page);
@@ -339,21 +348,22 @@ impl<T: Element + Plain> Pass<'_, T> {
                             product(&self.kernel, dout, v, steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
                         }
                         for r in 0..rows {
-                            let valid = if query_page == key_page { r + 1 } else { PAGE };
+                            let visible = visible_slots(g, query_page * PAGE + r, key_page);
                             let (normalizer, delta) = (tile.log_normalizers[r], tile.delta[r]);
                             let (p, ds) = (page_row_mut(p, r), page_row_mut(ds, r));
                             let (scores, gradient) = (page_row(scores, r), page_row(dprobabilities, r));
                             softmax::attention_block_backward(
-                                self.isa, scores, gradient, valid, g.scale, normalizer, delta, p, ds,
+                                self.isa, scores, gradient, visible, g.scale, normalizer, delta, p, ds,
                             );
                         }
                         p[rows * PAGE..].fill(zero);
                         ds[rows * PAGE..].fill(zero);
                         pack_rows_as_steps(self.isa, p, PAGE, p_words);
                         pack_rows_as_steps(self.isa, ds, PAGE, ds_words);
-                        // The first to reach a key is the page of queries of its own positions; a query, the first page of its own block.
+                        // The first to reach a key is the page of queries of its own positions; a query, the first page of its own block that it sees.
                         let key_has = !(head == 0 && query_page == key_page);
-                        let query_has = key_block != query_block || key_page % BLOCK_PAGES > 0;
+                        let query_has =
+                            key_block != query_block || key_page > first_page(query_page).max(key_block * BLOCK_PAGES);
                         // SAFETY: as above.
                         unsafe {
                             let (dout, q) = (from_columns(tile.dout_transposed, d), from_columns(tile.q_transposed, d));

@@ -181,7 +181,7 @@ fn any_not_finite<T: Element>(words: &[u32]) -> bool {
 }
 
 /// Whether values of slots `slots` of a packed page are infinite or not a number. With two slots to a word, neighbours are looked at too.
-fn values_not_finite<T: Element>(words: &[u32], d: usize, slots: std::ops::Range<usize>) -> bool {
+fn values_not_finite<T: Element>(words: &[u32], d: usize, slots: Range<usize>) -> bool {
     let per_step = 4 / T::DTYPE.size_bytes();
     let (steps, num_steps) = (slots.start / per_step..slots.end.div_ceil(per_step), PAGE / per_step);
     (0..d.div_ceil(PANEL)).any(|panel| {
@@ -191,11 +191,18 @@ fn values_not_finite<T: Element>(words: &[u32], d: usize, slots: std::ops::Range
     })
 }
 
-/// A packed page of values with zeros in place of those from slot `valid` on.
-fn values_up_to<T: Element>(words: &[u32], d: usize, valid: usize) -> Vec<u32> {
+/// A packed page of values with zeros in place of those that are not visible.
+fn values_of<T: Element>(words: &[u32], d: usize, visible: &Range<usize>) -> Vec<u32> {
     let mut words = words.to_vec();
-    (valid..PAGE).for_each(|slot| write_value(&vec![T::from_f32(0.0); d], slot, &mut words));
+    let hidden = (0..visible.start).chain(visible.end..PAGE);
+    hidden.for_each(|slot| write_value(&vec![T::from_f32(0.0); d], slot, &mut words));
     words
+}
+
+/// Slots of a page of keys that a query at this position sees; none, at either end, if it sees nothing of it.
+fn visible_slots(g: &AttentionGeometry, position: usize, page: usize) -> Range<usize> {
+    let slot = |position: usize| position.saturating_sub(page * PAGE).min(PAGE);
+    slot(g.first_visible(position))..slot(position + 1)
 }
 
 /// What a query head attends with and to: some positions of one sequence, the query heads that share a key head, and the keys.
@@ -223,9 +230,10 @@ impl QueryTile<'_> {
         token * g.heads + self.kv_head * (g.heads / g.kv_heads) + row / self.positions.len()
     }
 
-    /// Splits of the keys that its last position sees.
-    fn num_splits(&self) -> usize {
-        (self.span.past + self.positions.end).div_ceil(SPLIT_KEYS)
+    /// Splits of the keys that its positions see.
+    fn splits(&self, g: &AttentionGeometry) -> Range<usize> {
+        let (first, end) = (self.span.past + self.positions.start, self.span.past + self.positions.end);
+        g.first_visible(first) / SPLIT_KEYS..end.div_ceil(SPLIT_KEYS)
     }
 }
 
@@ -253,6 +261,7 @@ struct Forward<'a, T> {
     kernel: TileKernel,
     g: &'a AttentionGeometry,
     q: &'a [T],
+    sinks: Option<&'a [f32]>,
     /// The words of the pages.
     words: &'a [u32],
     out: SharedMut<T>,
@@ -273,6 +282,7 @@ pub(crate) fn forward<T: Element + Plain>(
     arithmetic: Arithmetic,
     g: &AttentionGeometry,
     q: &[T],
+    sinks: Option<&[f32]>,
     spans: &[AttentionSpan<'_>],
     pages: &KvPages,
     out: &mut [T],
@@ -292,24 +302,25 @@ pub(crate) fn forward<T: Element + Plain>(
     let words = unsafe { std::slice::from_raw_parts(pages.buffer.as_ptr().cast::<u32>(), pages.buffer.len() / 4) };
     let (out, log_normalizers) = (SharedMut::new(out), SharedMut::new(log_normalizers));
     let kernel = TileKernel::new(arithmetic, T::DTYPE);
-    let forward = Forward { isa: arithmetic.isa, kernel, g, q, words, out, log_normalizers };
+    let forward = Forward { isa: arithmetic.isa, kernel, g, q, sinks, words, out, log_normalizers };
     let enough = TASKS_PER_THREAD * pool.num_threads();
-    if tiles.len() >= enough || tiles.iter().all(|tile| tile.num_splits() == 1) {
+    if tiles.len() >= enough || tiles.iter().all(|tile| tile.splits(g).len() == 1) {
         pool.run(tiles.len(), &|task| {
             // The longest tiles of a sequence are its last: begin with them, so that threads finish together.
             let tile = &tiles[tiles.len() - 1 - task];
             let rows = tile.rows(group);
             with_scratch(2 * Found::bytes(rows, g.head_dim) + forward.split_bytes(rows), |mut arena| {
+                let splits = tile.splits(g);
                 let mut total = Found::take(&mut arena, rows, g.head_dim);
-                forward.split(tile, 0, &mut total, &mut arena);
-                if tile.num_splits() > 1 {
+                forward.split(tile, splits.start, &mut total, &mut arena);
+                if splits.len() > 1 {
                     let mut part = Found::take(&mut arena, rows, g.head_dim);
-                    for split in 1..tile.num_splits() {
+                    for split in splits.start + 1..splits.end {
                         forward.split(tile, split, &mut part, &mut arena);
                         forward.join(tile, split, &part, &mut total);
                     }
                 }
-                forward.write(tile, &total);
+                forward.write(tile, &mut total);
             });
         });
         return Ok(());
@@ -331,22 +342,25 @@ impl<T: Element + Plain> Forward<'_, T> {
             // SAFETY: no two tasks of a region have the same part.
             Found::take(&mut Arena::new(unsafe { found.part(at..at + size) }), tiles[tile].rows(group), d)
         };
-        let num_splits = tiles.iter().map(QueryTile::num_splits).max().unwrap_or(0);
+        let splits: Vec<Range<usize>> = tiles.iter().map(|tile| tile.splits(self.g)).collect();
+        let num_splits = splits.iter().map(Range::len).max().unwrap_or(0);
         for first in (0..num_splits).step_by(at_a_time) {
+            // The splits of a tile in this round, counted from its first.
+            let round = |tile: usize| splits[tile].clone().skip(first).take(at_a_time).enumerate();
             pool.run(tiles.len() * at_a_time, &|task| {
-                let (tile, i) = (task / at_a_time, task % at_a_time);
-                if first + i < tiles[tile].num_splits() {
+                let tile = task / at_a_time;
+                if let Some((i, split)) = round(tile).nth(task % at_a_time) {
                     let rows = tiles[tile].rows(group);
                     with_scratch(self.split_bytes(rows), |mut arena| {
-                        self.split(&tiles[tile], first + i, &mut of(tile, 1 + i), &mut arena);
+                        self.split(&tiles[tile], split, &mut of(tile, 1 + i), &mut arena);
                     });
                 }
             });
             pool.run(tiles.len(), &|tile| {
                 let mut total = of(tile, 0);
-                for (i, split) in (first..tiles[tile].num_splits()).take(at_a_time).enumerate() {
+                for (i, split) in round(tile) {
                     let part = of(tile, 1 + i);
-                    if split == 0 {
+                    if split == splits[tile].start {
                         total.maxima.copy_from_slice(part.maxima);
                         total.sums.copy_from_slice(part.sums);
                         total.values.copy_from_slice(part.values);
@@ -354,8 +368,8 @@ impl<T: Element + Plain> Forward<'_, T> {
                         self.join(&tiles[tile], split, &part, &mut total);
                     }
                 }
-                if (first..first + at_a_time).contains(&(tiles[tile].num_splits() - 1)) {
-                    self.write(&tiles[tile], &total);
+                if (first..first + at_a_time).contains(&(splits[tile].len() - 1)) {
+                    self.write(&tiles[tile], &mut total);
                 }
             });
         }
@@ -382,8 +396,8 @@ impl<T: Element + Plain> Forward<'_, T> {
         found.maxima.fill(f32::NEG_INFINITY);
         found.sums.fill(0.0);
         let (first, last) = (tile.position(0), tile.position(positions - 1));
-        let first_block = split * SPLIT_PAGES;
-        let blocks = first_block..(first_block + SPLIT_PAGES).min(last / PAGE + 1);
+        let first_block = (split * SPLIT_PAGES).max(g.first_visible(first) / PAGE);
+        let blocks = first_block..((split + 1) * SPLIT_PAGES).min(last / PAGE + 1);
         for block in blocks {
             let accumulate = block > first_block;
             let (keys, values) = head_words(g, per_step, tile.span.pages[block] as usize, tile.kv_head);
@@ -395,28 +409,31 @@ impl<T: Element + Plain> Forward<'_, T> {
             unsafe {
                 product(&self.kernel, queries, keys.as_ptr(), row_len / per_step, PAGE, scores.as_mut_ptr(), PAGE, false)
             };
-            let valid_of = |position: usize| (position + 1).saturating_sub(block * PAGE).min(PAGE);
+            let visible_of = |position: usize| visible_slots(g, position, block);
             for r in 0..rows {
-                let valid = valid_of(tile.position(r));
+                let visible = visible_of(tile.position(r));
                 let (scores, probabilities) = (page_row(scores, r), page_row_mut(probabilities, r));
-                if valid == 0 {
+                if visible.is_empty() {
                     probabilities.fill(T::from_f32(0.0));
                     continue;
                 }
                 let (maximum, sum) = (&mut found.maxima[r], &mut found.sums[r]);
-                let rescale = softmax::attention_block(self.isa, scores, valid, g.scale, maximum, sum, probabilities);
+                let rescale = softmax::attention_block(self.isa, scores, visible, g.scale, maximum, sum, probabilities);
                 if rescale != 1.0 && accumulate {
                     found.values[r * d..][..d].iter_mut().for_each(|a| *a *= rescale);
                 }
             }
             // Values that no query of the tile sees are not read. What some see and others do not is multiplied by probabilities of zero for those,
             // and the least likely of values, an infinity, would be NaN.
-            let (valid_first, valid_last) = (valid_of(first), valid_of(last));
+            let (visible_first, visible_last) = (visible_of(first), visible_of(last));
             let stride = PAGE * T::DTYPE.size_bytes();
-            if valid_first.is_multiple_of(per_step) && valid_first == valid_last
-                || !values_not_finite::<T>(values, d, valid_first..valid_last)
-            {
-                let left = Left { rows, steps: valid_last.div_ceil(per_step), first: probabilities.as_ptr().cast(), stride };
+            // Up to where the window of some query begins, and from where the view of some query ends.
+            let not_before = visible_last.start > 0 && values_not_finite::<T>(values, d, 0..visible_last.start);
+            let end_is_one = visible_first.end.is_multiple_of(per_step) && visible_first.end == visible_last.end;
+            let finite = || !values_not_finite::<T>(values, d, visible_first.end..visible_last.end);
+            if !not_before && (end_is_one || finite()) {
+                let left =
+                    Left { rows, steps: visible_last.end.div_ceil(per_step), first: probabilities.as_ptr().cast(), stride };
                 // SAFETY: as above.
                 unsafe {
                     product(&self.kernel, left, values.as_ptr(), PAGE / per_step, d, found.values.as_mut_ptr(), d, accumulate)
@@ -424,17 +441,17 @@ impl<T: Element + Plain> Forward<'_, T> {
                 continue;
             }
             for p in 0..positions {
-                let valid = valid_of(tile.position(p));
-                if valid == 0 {
+                let visible = visible_of(tile.position(p));
+                if visible.is_empty() {
                     if !accumulate {
                         (p..rows).step_by(positions).for_each(|row| found.values[row * d..][..d].fill(0.0));
                     }
                     continue;
                 }
-                let values = values_up_to::<T>(values, d, valid);
+                let values = values_of::<T>(values, d, &visible);
                 for row in (p..rows).step_by(positions) {
                     let first = probabilities[row * PAGE..].as_ptr().cast();
-                    let left = Left { rows: 1, steps: valid.div_ceil(per_step), first, stride };
+                    let left = Left { rows: 1, steps: visible.end.div_ceil(per_step), first, stride };
                     let out = found.values[row * d..].as_mut_ptr();
                     // SAFETY: as above, one row at a time.
                     unsafe { product(&self.kernel, left, values.as_ptr(), PAGE / per_step, d, out, d, accumulate) };
@@ -447,27 +464,37 @@ impl<T: Element + Plain> Forward<'_, T> {
     fn join(&self, tile: &QueryTile<'_>, split: usize, part: &Found<'_>, total: &mut Found<'_>) {
         let d = self.g.head_dim;
         for r in 0..total.sums.len() {
-            if tile.position(r) >= split * SPLIT_KEYS {
-                let (values, part_values) = (&mut total.values[r * d..][..d], &part.values[r * d..][..d]);
-                let (maximum, sum) = (&mut total.maxima[r], &mut total.sums[r]);
+            let position = tile.position(r);
+            let first = self.g.first_visible(position) / SPLIT_KEYS;
+            let (values, part_values) = (&mut total.values[r * d..][..d], &part.values[r * d..][..d]);
+            let (maximum, sum) = (&mut total.maxima[r], &mut total.sums[r]);
+            if split == first {
+                values.copy_from_slice(part_values);
+                (*maximum, *sum) = (part.maxima[r], part.sums[r]);
+            } else if split > first && position >= split * SPLIT_KEYS {
                 softmax::attention_join(self.isa, part_values, part.maxima[r], part.sums[r], maximum, sum, values);
             }
         }
     }
 
-    /// The result of a tile.
-    fn write(&self, tile: &QueryTile<'_>, total: &Found<'_>) {
+    /// The result of a tile, once the sinks have joined as keys with values of zero.
+    fn write(&self, tile: &QueryTile<'_>, total: &mut Found<'_>) {
         let d = self.g.head_dim;
-        for (r, (maximum, sum)) in total.maxima.iter().zip(&*total.sums).enumerate() {
+        let nothing = vec![0.0; self.sinks.map_or(0, |_| d)];
+        for (r, (maximum, sum)) in total.maxima.iter_mut().zip(&mut *total.sums).enumerate() {
             let place = tile.place(self.g, r);
+            if let Some(sinks) = self.sinks {
+                let sink = sinks[place % self.g.heads];
+                softmax::attention_join(self.isa, &nothing, sink, 1.0, maximum, sum, &mut total.values[r * d..][..d]);
+            }
             // SAFETY: every query row belongs to one tile.
             let (out, log_normalizer) =
                 unsafe { (self.out.part(place * d..(place + 1) * d), self.log_normalizers.part(place..place + 1)) };
             for (o, &a) in out.iter_mut().zip(&total.values[r * d..]) {
                 // Which page boundaries a tile spans decides how often a zero is added to a zero: `+ 0.0` forgets its sign.
-                *o = T::from_f32(a / sum + 0.0);
+                *o = T::from_f32(a / *sum + 0.0);
             }
-            log_normalizer[0] = maximum + sum.ln();
+            log_normalizer[0] = *maximum + sum.ln();
         }
     }
 }

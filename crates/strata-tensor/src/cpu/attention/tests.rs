@@ -16,7 +16,14 @@ const GEOMETRIES: [(usize, usize, usize); 9] =
     [(2, 1, 2), (1, 2, 16), (1, 3, 20), (1, 4, 32), (1, 5, 64), (2, 2, 64), (1, 1, 80), (3, 1, 128), (1, 2, 128)];
 
 fn geometry((kv_heads, group, head_dim): (usize, usize, usize)) -> AttentionGeometry {
-    AttentionGeometry { heads: kv_heads * group, kv_heads, head_dim, scale: (head_dim as f32).powf(-0.5), eps: 0.0 }
+    AttentionGeometry {
+        heads: kv_heads * group,
+        kv_heads,
+        head_dim,
+        scale: (head_dim as f32).powf(-0.5),
+        eps: 0.0,
+        window: None,
+    }
 }
 
 fn random_qkv(g: &AttentionGeometry, tokens: usize, dtype: DType) -> Qkv {
@@ -44,17 +51,43 @@ fn poisoned_pages(g: &AttentionGeometry, num_pages: usize, dtype: DType) -> KvPa
     pages
 }
 
+/// Attention of one layer.
+#[derive(Clone)]
+struct Layer {
+    g: AttentionGeometry,
+    sinks: Option<Tensor>,
+}
+
+impl Layer {
+    /// A layer with this window, with sinks or without.
+    fn new(shape: (usize, usize, usize), window: Option<usize>, with_sinks: bool) -> Self {
+        let g = AttentionGeometry { window, ..geometry(shape) };
+        Layer { g, sinks: with_sinks.then(|| tensor(&[g.heads], DType::F32, 9)) }
+    }
+
+    fn plain(shape: (usize, usize, usize)) -> Self {
+        Layer::new(shape, None, false)
+    }
+
+    /// What is seen of keys by one query head.
+    fn sight(&self, head: usize) -> Sight {
+        let sink = self.sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| sinks.to_f32_vec()[head] as f64);
+        Sight { scale: self.g.scale as f64, window: self.g.window.unwrap_or(usize::MAX), sink }
+    }
+}
+
 /// The output and log-normalizers of new tokens, whose keys and values are added to `pages`.
-fn attend(b: &CpuBackend, g: &AttentionGeometry, qkv: &Qkv, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> [Tensor; 2] {
+fn attend(b: &CpuBackend, layer: &Layer, qkv: &Qkv, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> [Tensor; 2] {
+    let g = &layer.g;
     let mut out = poison(qkv.q.shape().dims(), qkv.q.dtype());
     let mut log_normalizers = poison(&[qkv.q.rows(), g.heads], DType::F32);
     b.write_kv(qkv, g, spans, pages).unwrap();
-    b.attention(&qkv.q, g, spans, pages, &mut out, &mut log_normalizers).unwrap();
+    b.attention(&qkv.q, g, layer.sinks.as_ref().map(Tensor::as_ref), spans, pages, &mut out, &mut log_normalizers).unwrap();
     [out, log_normalizers]
 }
 
 /// Attention over whole sequences, in pages that lie in no order, among pages of NaN.
-fn attend_whole(b: &CpuBackend, g: &AttentionGeometry, qkv: &Qkv, sequences: &[Range<usize>]) -> [Tensor; 2] {
+fn attend_whole(b: &CpuBackend, layer: &Layer, qkv: &Qkv, sequences: &[Range<usize>]) -> [Tensor; 2] {
     let counts: Vec<usize> = sequences.iter().map(|s| s.len().div_ceil(KV_PAGE_TOKENS)).collect();
     let num_pages = counts.iter().sum::<usize>() + 2;
     // Every other page, from the end; then those between.
@@ -69,16 +102,16 @@ fn attend_whole(b: &CpuBackend, g: &AttentionGeometry, qkv: &Qkv, sequences: &[R
             AttentionSpan { tokens: tokens.clone(), past: 0, pages: own }
         })
         .collect();
-    attend(b, g, qkv, &spans, &mut poisoned_pages(g, num_pages, qkv.k.dtype()))
+    attend(b, layer, qkv, &spans, &mut poisoned_pages(&layer.g, num_pages, qkv.k.dtype()))
 }
 
 /// Gradients of queries, keys and values of whole sequences.
-fn go_back(b: &CpuBackend, g: &AttentionGeometry, qkv: &Qkv, dout: &Tensor, sequences: &[Range<usize>]) -> [Tensor; 3] {
-    let [out, log_normalizers] = attend_whole(b, g, qkv, sequences);
+fn go_back(b: &CpuBackend, layer: &Layer, qkv: &Qkv, dout: &Tensor, sequences: &[Range<usize>]) -> [Tensor; 3] {
+    let [out, log_normalizers] = attend_whole(b, layer, qkv, sequences);
     let like = |t: &Tensor| poison(t.shape().dims(), DType::F32);
     let mut gradient = Qkv { q: like(&qkv.q), k: like(&qkv.k), v: like(&qkv.v) };
     let spans: Vec<_> = sequences.iter().map(|s| AttentionSpan { tokens: s.clone(), past: 0, pages: &[] }).collect();
-    b.attention_backward(dout, qkv, &out, &log_normalizers, g, &spans, &mut gradient).unwrap();
+    b.attention_backward(dout, qkv, &out, &log_normalizers, &layer.g, &spans, &mut gradient).unwrap();
     [gradient.q, gradient.k, gradient.v]
 }
 
@@ -97,27 +130,43 @@ fn add_scaled(target: &mut [f64], factor: f64, source: &[f64]) {
     target.iter_mut().zip(source).for_each(|(t, s)| *t += factor * s);
 }
 
+/// How a query head looks at keys.
+#[derive(Clone, Copy)]
+struct Sight {
+    scale: f64,
+    window: usize,
+    sink: f64,
+}
+
+impl Sight {
+    /// Positions that a query sees: masking_utils.py of transformers lets it see those with `kv_idx > q_idx - sliding_window`.
+    fn keys(&self, t: usize) -> impl Iterator<Item = usize> {
+        let window = self.window as i128;
+        (0..=t).filter(move |&s| s as i128 > t as i128 - window)
+    }
+}
+
 /// Causal softmax attention of one head by its definition: outputs, and log-normalizers.
-fn reference(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], scale: f64) -> (Vec<Vec<f64>>, Vec<f64>) {
+fn reference(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], sight: Sight) -> (Vec<Vec<f64>>, Vec<f64>) {
     let attend = |(t, q): (usize, &Vec<f64>)| {
-        let scores: Vec<f64> = k[..=t].iter().map(|k| scale * dot(q, k)).collect();
-        let log_normalizer = scores.iter().map(|s| s.exp()).sum::<f64>().ln();
-        let mut out = vec![0.0; q.len()];
-        scores.iter().zip(v).for_each(|(s, v)| add_scaled(&mut out, (s - log_normalizer).exp(), v));
+        let score = |s: usize| sight.scale * dot(q, &k[s]);
+        let log_normalizer = (sight.keys(t).map(|s| score(s).exp()).sum::<f64>() + sight.sink.exp()).ln();
+        let mut out = vec![0.0; v[0].len()];
+        sight.keys(t).for_each(|s| add_scaled(&mut out, (score(s) - log_normalizer).exp(), &v[s]));
         (out, log_normalizer)
     };
     q.iter().enumerate().map(attend).unzip()
 }
 
 /// Gradients by q, k and v of `Σ dout · reference(q, k, v)`.
-fn reference_backward(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], dout: &[Vec<f64>], scale: f64) -> [Vec<Vec<f64>>; 3] {
-    let (out, log_normalizers) = reference(q, k, v, scale);
+fn reference_backward(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], dout: &[Vec<f64>], sight: Sight) -> [Vec<Vec<f64>>; 3] {
+    let (out, log_normalizers) = reference(q, k, v, sight);
     let zeros = || vec![vec![0.0; q[0].len()]; q.len()];
     let [mut dq, mut dk, mut dv] = [zeros(), zeros(), zeros()];
     for t in 0..q.len() {
-        for s in 0..=t {
-            let p = (scale * dot(&q[t], &k[s]) - log_normalizers[t]).exp();
-            let ds = p * (dot(&dout[t], &v[s]) - dot(&dout[t], &out[t])) * scale;
+        for s in sight.keys(t) {
+            let p = (sight.scale * dot(&q[t], &k[s]) - log_normalizers[t]).exp();
+            let ds = p * (dot(&dout[t], &v[s]) - dot(&dout[t], &out[t])) * sight.scale;
             add_scaled(&mut dv[s], p, &dout[t]);
             add_scaled(&mut dq[t], ds, &k[s]);
             add_scaled(&mut dk[s], ds, &q[t]);
@@ -133,29 +182,34 @@ fn assert_head(actual: &Tensor, sequence: &Range<usize>, head: usize, expected: 
     assert_close(&actual, &expected.concat(), tolerance, context);
 }
 
-/// Each geometry with each dtype for short sequences, and one for long ones.
-fn cases() -> impl Iterator<Item = ((usize, usize, usize), DType, &'static [usize])> {
-    let of = |shape, lengths| DTYPES.map(|dtype| (shape, dtype, lengths));
-    GEOMETRIES.into_iter().flat_map(move |shape| of(shape, &LENGTHS[..])).chain(of((1, 2, 16), &LONG_LENGTHS[..]))
+/// Each geometry with each dtype for short sequences, and some for long ones; with windows around the edges of pages, blocks and splits, and with sinks.
+fn cases() -> impl Iterator<Item = (Layer, DType, &'static [usize])> {
+    let short = GEOMETRIES.into_iter().map(|shape| (Layer::plain(shape), &LENGTHS[..]));
+    let windows = [1, 2, 40, 64, 65, 129].map(|window| (Layer::new((1, 3, 20), Some(window), window > 50), &LENGTHS[..]));
+    let long = [None, Some(1), Some(64), Some(100), Some(257), Some(600)];
+    let long = long.map(|window| (Layer::new((1, 2, 16), window, window == Some(100)), &LONG_LENGTHS[..]));
+    let sinks = [(2, 2, 64), (1, 1, 2)].map(|shape| (Layer::new(shape, None, true), &LENGTHS[..]));
+    let all = short.chain(windows).chain(long).chain(sinks);
+    all.flat_map(|(layer, lengths)| DTYPES.map(|dtype| (layer.clone(), dtype, lengths)))
 }
 
 #[test]
 fn attention_is_causal_softmax_attention_on_every_instruction_set() {
-    for (shape, dtype, lengths) in cases() {
+    for (layer, dtype, lengths) in cases() {
         let sequences = packed(lengths);
-        let g = geometry(shape);
+        let g = layer.g;
         let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
         let tolerance = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
         let results = Arithmetic::available()
             .into_iter()
-            .map(|isa| (isa, attend_whole(&CpuBackend::with_isa(isa, 2), &g, &qkv, &sequences)));
+            .map(|isa| (isa, attend_whole(&CpuBackend::with_isa(isa, 2), &layer, &qkv, &sequences)));
         let results: Vec<_> = results.collect();
         for (sequence, head) in sequences.iter().flat_map(|s| (0..g.heads).map(move |h| (s, h))) {
             let kv_head = head * g.kv_heads / g.heads;
             let [k, v] = [&qkv.k, &qkv.v].map(|t| head_of(t, sequence, kv_head));
-            let (out, log_normalizers) = reference(&head_of(&qkv.q, sequence, head), &k, &v, g.scale as f64);
+            let (out, log_normalizers) = reference(&head_of(&qkv.q, sequence, head), &k, &v, layer.sight(head));
             for (isa, [actual_out, actual_normalizers]) in &results {
-                let context = format!("{isa} {dtype} {shape:?}, head {head} of {sequence:?}");
+                let context = format!("{isa} {dtype} {g:?}, head {head} of {sequence:?}");
                 assert_head(actual_out, sequence, head, &out, tolerance, &context);
                 let values = actual_normalizers.to_f32_vec();
                 let actual: Vec<f32> = sequence.clone().map(|t| values[t * g.heads + head]).collect();
@@ -169,12 +223,14 @@ fn attention_is_causal_softmax_attention_on_every_instruction_set() {
 fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
     let len = 130;
     let tables: [&[u32]; 2] = [&[4, 0, 2], &[1, 5, 3]];
-    for (shape, dtype) in [(1, 2, 16), (1, 5, 20), (2, 1, 64)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
-        let g = geometry(shape);
+    let plain = [(1, 2, 16), (1, 5, 20), (2, 1, 64)].map(Layer::plain);
+    let windows = [1, 30, 64, 66].map(|window| Layer::new((1, 2, 16), Some(window), window > 40));
+    for (layer, dtype) in plain.into_iter().chain(windows).flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
+        let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
         for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
-            let whole = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
+            let whole = attend_whole(&b, &layer, &qkv, &packed(&[len])).map(|t| bits(&t));
             let cuts: Vec<usize> =
                 if isa == Isa::detect().into() { (1..len).collect() } else { vec![1, 31, 63, 64, 65, 127, 129] };
             let mut plans: Vec<Vec<usize>> = cuts.into_iter().map(|cut| vec![0, cut, len]).collect();
@@ -184,13 +240,13 @@ fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
                 let mut pages = poisoned_pages(&g, 6, dtype);
                 for chunk in plan.windows(2).map(|w| w[0]..w[1]) {
                     let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: table };
-                    let results = attend(&b, &g, &part(&qkv, chunk.clone()), &[span], &mut pages);
+                    let results = attend(&b, &layer, &part(&qkv, chunk.clone()), &[span], &mut pages);
                     for (result, whole) in results.iter().zip(&whole) {
                         let row = whole.len() / len;
                         assert_eq!(
                             bits(result),
                             whole[chunk.start * row..chunk.end * row],
-                            "{isa} {dtype} {shape:?} {chunk:?} of {plan:?}"
+                            "{isa} {dtype} {g:?} {chunk:?} of {plan:?}"
                         );
                     }
                 }
@@ -201,23 +257,26 @@ fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
 
 #[test]
 fn a_long_sequence_has_the_same_bits_whole_in_chunks_and_by_single_tokens_whoever_takes_which_split() {
-    let (g, len) = (geometry((1, 2, 16)), 2100usize);
+    let len = 2100usize;
     let table: Vec<u32> = (0..len.div_ceil(KV_PAGE_TOKENS) as u32).rev().collect();
-    for dtype in DTYPES {
+    let windows = [None, Some(300), Some(513), Some(1100)];
+    let layers = windows.map(|window| Layer::new((1, 2, 16), window, window == Some(513)));
+    for (layer, dtype) in layers.into_iter().flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
+        let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
         for isa in Arithmetic::available() {
-            let whole = attend_whole(&CpuBackend::with_isa(isa, 1), &g, &qkv, &packed(&[len])).map(|t| bits(&t));
+            let whole = attend_whole(&CpuBackend::with_isa(isa, 1), &layer, &qkv, &packed(&[len])).map(|t| bits(&t));
             for threads in [1, 3, 7] {
                 let b = CpuBackend::with_isa(isa, threads);
                 let mut pages = poisoned_pages(&g, table.len(), dtype);
                 let cuts = [0, 500, 511, 512, 513, 700, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 2099, len];
                 for chunk in cuts.windows(2).map(|w| w[0]..w[1]) {
                     let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &table };
-                    let results = attend(&b, &g, &part(&qkv, chunk.clone()), &[span], &mut pages);
+                    let results = attend(&b, &layer, &part(&qkv, chunk.clone()), &[span], &mut pages);
                     for (result, whole) in results.iter().zip(&whole) {
                         let row = whole.len() / len;
                         let same = bits(result) == whole[chunk.start * row..chunk.end * row];
-                        assert!(same, "{isa} {dtype} {chunk:?} on {threads} threads");
+                        assert!(same, "{isa} {dtype} {g:?} {chunk:?} on {threads} threads");
                     }
                 }
             }
@@ -229,7 +288,8 @@ fn a_long_sequence_has_the_same_bits_whole_in_chunks_and_by_single_tokens_whoeve
 fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
     // Keys of the second page outweigh the first by so much that what was accumulated there, negative, becomes -0; and adding products
     // with the third page's values, +0, would make it +0 for those queries alone whose tile reaches the third page.
-    let (g, len) = (geometry((1, 1, 16)), 130);
+    let (layer, len) = (Layer::plain((1, 1, 16)), 130);
+    let g = layer.g;
     let fill = |value: &dyn Fn(usize) -> f32| {
         let values: Vec<f32> = (0..len * 16).map(|i| value(i / 16 / KV_PAGE_TOKENS)).collect();
         Tensor::from_f32(&values, &[len, 1, 16], DType::F32).unwrap()
@@ -237,11 +297,11 @@ fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
     let qkv = Qkv { q: fill(&|_| 30.0), k: fill(&|page| 30.0 * page as f32), v: fill(&|page| [-1.0, -0.0, 0.0][page]) };
     for isa in Arithmetic::available() {
         let b = CpuBackend::with_isa(isa, 1);
-        let [whole, _] = attend_whole(&b, &g, &qkv, &packed(&[len]));
+        let [whole, _] = attend_whole(&b, &layer, &qkv, &packed(&[len]));
         let mut pages = poisoned_pages(&g, 3, DType::F32);
         for chunk in [0..100, 100..len] {
             let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &[0, 1, 2] };
-            let [out, _] = attend(&b, &g, &part(&qkv, chunk.clone()), &[span], &mut pages);
+            let [out, _] = attend(&b, &layer, &part(&qkv, chunk.clone()), &[span], &mut pages);
             assert_eq!(bits(&out), bits(&rows(&whole, chunk)), "{isa}");
         }
     }
@@ -251,11 +311,12 @@ fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
 fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
     let len = 150;
     for (shape, dtype) in [(1, 2, 16), (1, 3, 20), (2, 2, 130)].into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
-        let g = geometry(shape);
+        let layer = Layer::plain(shape);
+        let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
         for isa in Arithmetic::available() {
             let b = CpuBackend::with_isa(isa, 2);
-            let finite = attend_whole(&b, &g, &qkv, &packed(&[len])).map(|t| bits(&t));
+            let finite = attend_whole(&b, &layer, &qkv, &packed(&[len])).map(|t| bits(&t));
             // The values of these tokens become infinite or NaN, one token at a time.
             for (bad, value) in
                 [(1, f32::INFINITY), (63, f32::NAN), (64, f32::NEG_INFINITY), (77, f32::INFINITY), (149, f32::NAN)]
@@ -264,7 +325,7 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
                 v[bad * g.kv_heads * g.head_dim..][..g.kv_heads * g.head_dim].fill(value);
                 let v = Tensor::from_f32(&v, qkv.v.shape().dims(), dtype).unwrap();
                 let poisoned = Qkv { q: qkv.q.clone(), k: qkv.k.clone(), v };
-                let whole = attend_whole(&b, &g, &poisoned, &packed(&[len])).map(|t| bits(&t));
+                let whole = attend_whole(&b, &layer, &poisoned, &packed(&[len])).map(|t| bits(&t));
                 for (poisoned, finite) in whole.iter().zip(&finite) {
                     let row = finite.len() / len;
                     assert_eq!(poisoned[..bad * row], finite[..bad * row], "{isa} {dtype} {shape:?}: a {value} at {bad}");
@@ -275,7 +336,7 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
                 let mut pages = poisoned_pages(&g, 3, dtype);
                 for chunk in [0..bad.min(70), bad.min(70)..bad + 1, bad + 1..len].into_iter().filter(|c| !c.is_empty()) {
                     let span = AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &[2, 0, 1] };
-                    let results = attend(&b, &g, &part(&poisoned, chunk.clone()), &[span], &mut pages);
+                    let results = attend(&b, &layer, &part(&poisoned, chunk.clone()), &[span], &mut pages);
                     for (result, whole) in results.iter().zip(&whole) {
                         let row = whole.len() / len;
                         let (result, whole) = (bits(result), &whole[chunk.start * row..chunk.end * row]);
@@ -291,23 +352,29 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
 
 #[test]
 fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() {
-    let shapes = [((1, 3, 20), &LENGTHS[..]), ((2, 2, 64), &LENGTHS), ((1, 1, 16), &LONG_LENGTHS)];
-    for ((shape, lengths), dtype) in shapes.into_iter().flat_map(|s| DTYPES.map(|d| (s, d))) {
-        let (g, sequences) = (geometry(shape), packed(lengths));
+    let layers = [
+        (Layer::plain((1, 3, 20)), &LENGTHS[..]),
+        (Layer::plain((2, 2, 64)), &LENGTHS),
+        (Layer::plain((1, 1, 16)), &LONG_LENGTHS),
+        (Layer::new((1, 3, 20), Some(50), true), &LENGTHS),
+        (Layer::new((1, 1, 16), Some(150), true), &LONG_LENGTHS),
+    ];
+    for ((layer, lengths), dtype) in layers.into_iter().flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
+        let (g, sequences) = (layer.g, packed(lengths));
         let tokens = lengths.iter().sum();
         let qkv = random_qkv(&g, tokens, dtype);
         let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
         for isa in Arithmetic::available() {
             let (one, four) = (CpuBackend::with_isa(isa, 1), CpuBackend::with_isa(isa, 4));
-            let forward = attend_whole(&four, &g, &qkv, &sequences);
-            let backward = go_back(&four, &g, &qkv, &dout, &sequences);
+            let forward = attend_whole(&four, &layer, &qkv, &sequences);
+            let backward = go_back(&four, &layer, &qkv, &dout, &sequences);
             for s in &sequences {
                 let (alone, whole) = (part(&qkv, s.clone()), packed(&[s.len()]));
-                let context = format!("{isa} {dtype} {shape:?} {s:?}");
-                for (alone, company) in attend_whole(&one, &g, &alone, &whole).iter().zip(&forward) {
+                let context = format!("{isa} {dtype} {g:?} {s:?}");
+                for (alone, company) in attend_whole(&one, &layer, &alone, &whole).iter().zip(&forward) {
                     assert_eq!(bits(alone), bits(&rows(company, s.clone())), "{context}");
                 }
-                for (alone, company) in go_back(&one, &g, &alone, &rows(&dout, s.clone()), &whole).iter().zip(&backward) {
+                for (alone, company) in go_back(&one, &layer, &alone, &rows(&dout, s.clone()), &whole).iter().zip(&backward) {
                     assert_eq!(bits(alone), bits(&rows(company, s.clone())), "{context}, backward");
                 }
             }
@@ -317,15 +384,15 @@ fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() 
 
 #[test]
 fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
-    for (shape, dtype, lengths) in cases() {
+    for (layer, dtype, lengths) in cases() {
         let sequences = packed(lengths);
-        let g = geometry(shape);
+        let g = layer.g;
         let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
         let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
         let tolerance = if dtype == DType::F32 { 2e-5 } else { 3e-2 };
         let results = Arithmetic::available()
             .into_iter()
-            .map(|isa| (isa, go_back(&CpuBackend::with_isa(isa, 2), &g, &qkv, &dout, &sequences)));
+            .map(|isa| (isa, go_back(&CpuBackend::with_isa(isa, 2), &layer, &qkv, &dout, &sequences)));
         let results: Vec<_> = results.collect();
         for (sequence, kv_head) in sequences.iter().flat_map(|s| (0..g.kv_heads).map(move |h| (s, h))) {
             let [k, v] = [&qkv.k, &qkv.v].map(|t| head_of(t, sequence, kv_head));
@@ -333,7 +400,7 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
             let group = g.heads / g.kv_heads;
             for head in kv_head * group..(kv_head + 1) * group {
                 let (q, dout) = (head_of(&qkv.q, sequence, head), head_of(&dout, sequence, head));
-                let [dq, dk, dv] = reference_backward(&q, &k, &v, &dout, g.scale as f64);
+                let [dq, dk, dv] = reference_backward(&q, &k, &v, &dout, layer.sight(head));
                 dk_sum.iter_mut().zip(&dk).for_each(|(sum, dk)| add_scaled(sum, 1.0, dk));
                 dv_sum.iter_mut().zip(&dv).for_each(|(sum, dv)| add_scaled(sum, 1.0, dv));
                 for (isa, [actual, ..]) in &results {
@@ -343,12 +410,12 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
                         head,
                         &dq,
                         tolerance,
-                        &format!("{isa} {dtype} {shape:?} dq {head} of {sequence:?}"),
+                        &format!("{isa} {dtype} {g:?} dq {head} of {sequence:?}"),
                     );
                 }
             }
             for (isa, [_, dk, dv]) in &results {
-                let context = format!("{isa} {dtype} {shape:?} head {kv_head} of {sequence:?}");
+                let context = format!("{isa} {dtype} {g:?} head {kv_head} of {sequence:?}");
                 assert_head(dk, sequence, kv_head, &dk_sum, tolerance, &format!("dk, {context}"));
                 assert_head(dv, sequence, kv_head, &dv_sum, tolerance, &format!("dv, {context}"));
             }
@@ -358,15 +425,15 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
 
 #[test]
 fn the_reference_gradient_is_that_of_the_reference() {
-    let (len, d, scale) = (5, 3, 0.7);
+    let (len, d, sight) = (5, 3, Sight { scale: 0.7, window: 3, sink: 0.4 });
     let random = |key| -> Vec<Vec<f64>> {
         let values = crate::testing::normal(len * d, key);
         values.chunks(d).map(|row| row.iter().map(|&v| v as f64).collect()).collect()
     };
     let mut inputs = [random(1), random(2), random(3)];
     let dout = random(4);
-    let gradient = reference_backward(&inputs[0], &inputs[1], &inputs[2], &dout, scale);
-    let loss = |[q, k, v]: &[Vec<Vec<f64>>; 3]| dot(&reference(q, k, v, scale).0.concat(), &dout.concat());
+    let gradient = reference_backward(&inputs[0], &inputs[1], &inputs[2], &dout, sight);
+    let loss = |[q, k, v]: &[Vec<Vec<f64>>; 3]| dot(&reference(q, k, v, sight).0.concat(), &dout.concat());
     for (which, t, c) in (0..3).flat_map(|w| (0..len).flat_map(move |t| (0..d).map(move |c| (w, t, c)))) {
         let value = inputs[which][t][c];
         let [above, below] = [1e-5, -1e-5].map(|step| {
@@ -375,5 +442,81 @@ fn the_reference_gradient_is_that_of_the_reference() {
         });
         inputs[which][t][c] = value;
         assert!(((above - below) / 2e-5 - gradient[which][t][c]).abs() < 1e-8);
+    }
+}
+
+#[test]
+fn nothing_before_the_window_reaches_a_token_be_it_infinite_or_of_a_page_that_is_gone() {
+    let len = 230;
+    for (window, dtype) in [3, 64, 70].into_iter().flat_map(|w| DTYPES.map(|d| (w, d))) {
+        let layer = Layer::new((1, 2, 20), Some(window), false);
+        let g = layer.g;
+        let qkv = random_qkv(&g, len, dtype);
+        for isa in Arithmetic::available() {
+            let b = CpuBackend::with_isa(isa, 2);
+            let finite = attend_whole(&b, &layer, &qkv, &packed(&[len])).map(|t| bits(&t));
+            for bad in [0, 5, 63, 64, 100, 127] {
+                let spoil = |t: &Tensor| {
+                    let mut values = t.to_f32_vec();
+                    values[..(bad + 1) * g.head_dim].fill(f32::NAN);
+                    values[bad * g.head_dim] = f32::INFINITY;
+                    Tensor::from_f32(&values, t.shape().dims(), dtype).unwrap()
+                };
+                let spoiled = Qkv { q: qkv.q.clone(), k: spoil(&qkv.k), v: spoil(&qkv.v) };
+                let whole = attend_whole(&b, &layer, &spoiled, &packed(&[len])).map(|t| bits(&t));
+                for (whole, finite) in whole.iter().zip(&finite) {
+                    let from = (bad + window) * finite.len() / len;
+                    assert_eq!(whole[from..], finite[from..], "{isa} {dtype} window {window}: NaN up to {bad}");
+                    assert!(whole[..from].iter().all(|&b| f32::from_bits(b).is_nan()), "those that see it have it");
+                }
+            }
+            // A decode step looks at no page before its window: the number of one that is not there would be out of bounds.
+            let past = 200;
+            let first_page = g.first_visible(past) / KV_PAGE_TOKENS;
+            let mut pages = poisoned_pages(&g, 4, dtype);
+            let write = AttentionSpan { tokens: 0..past, past: 0, pages: &[0, 1, 2, 3] };
+            b.write_kv(&part(&qkv, 0..past), &g, &[write], &mut pages).unwrap();
+            let table: Vec<u32> = (0..4).map(|page| if (page as usize) < first_page { u32::MAX } else { page }).collect();
+            let step = AttentionSpan { tokens: 0..1, past, pages: &table };
+            let results = attend(&b, &layer, &part(&qkv, past..past + 1), &[step], &mut pages);
+            for (result, finite) in results.iter().zip(&finite) {
+                let row = finite.len() / len;
+                assert_eq!(bits(result), finite[past * row..(past + 1) * row], "{isa} {dtype} window {window}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_window_as_long_as_the_sequence_and_a_sink_of_no_weight_change_no_bit() {
+    let (lengths, shape) = ([300, 65], (1, 2, 16));
+    let sequences = packed(&lengths);
+    for dtype in DTYPES {
+        let plain = Layer::plain(shape);
+        let qkv = random_qkv(&plain.g, 365, dtype);
+        let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
+        let b = CpuBackend::with_isa(Isa::detect(), 2);
+        let all = |layer: &Layer| {
+            let forward = attend_whole(&b, layer, &qkv, &sequences).map(|t| bits(&t));
+            (forward, go_back(&b, layer, &qkv, &dout, &sequences).map(|t| bits(&t)))
+        };
+        let no_weight = Tensor::from_f32(&[f32::NEG_INFINITY; 2], &[2], DType::F32).unwrap();
+        for window in [300, 301, usize::MAX] {
+            let layer = Layer { sinks: Some(no_weight.clone()), ..Layer::new(shape, Some(window), false) };
+            assert!(all(&layer) == all(&plain), "{dtype} window {window}");
+        }
+        assert!(all(&Layer::new(shape, Some(299), false)) != all(&plain));
+    }
+}
+
+#[test]
+fn a_sink_that_outweighs_all_keys_leaves_nothing_of_them() {
+    let layer = Layer { sinks: Some(Tensor::from_f32(&[300.0, 0.0], &[2], DType::F32).unwrap()), ..Layer::plain((1, 2, 16)) };
+    let qkv = random_qkv(&layer.g, 70, DType::F32);
+    let [out, log_normalizers] =
+        attend_whole(&CpuBackend::with_isa(Isa::detect(), 1), &layer, &qkv, &packed(&[70])).map(|t| t.to_f32_vec());
+    for (out, log_normalizers) in out.chunks(32).zip(log_normalizers.chunks(2)) {
+        assert!(out[..16].iter().all(|&v| v == 0.0) && out[16..].iter().all(|&v| v != 0.0 && v.is_finite()));
+        assert!(log_normalizers[0] == 300.0 && log_normalizers[1] > 0.0);
     }
 }

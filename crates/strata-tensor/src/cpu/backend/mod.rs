@@ -11,6 +11,7 @@ use std::ops::Range;
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
+use super::rows::gate::{self, Gates};
 use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, angles};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
@@ -132,6 +133,9 @@ impl Backend for CpuBackend {
     }
 
     fn check_attention(&self, g: &AttentionGeometry) -> Result<()> {
+        if g.window == Some(0) {
+            return Err(Error::Unsupported("attention with a window of 0 keys: a query sees its own at least".into()));
+        }
         let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
         if grouped && g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim) {
             return Ok(());
@@ -237,9 +241,10 @@ impl Backend for CpuBackend {
         norms: Option<[TensorRef<'_>; 2]>,
         rotary: &Rotary,
         g: &AttentionGeometry,
+        layout: &QkvLayout,
         out: &mut Qkv,
     ) -> Result<()> {
-        let (n, d, half) = (g.qkv_width(), g.head_dim, g.head_dim / 2);
+        let (n, d, half) = (layout.width, g.head_dim, layout.rotary_dim / 2);
         let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
         let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
         let norms = norm_slices(norms)?;
@@ -251,7 +256,7 @@ impl Backend for CpuBackend {
             );
             self.over_rows(num_rows, n, |rows| {
                 let angles = rows.start * half..rows.end * half;
-                let params = params(g, norms, &cos[angles.clone()], &sin[angles]);
+                let params = params(g, layout, norms, &cos[angles.clone()], &sin[angles]);
                 // SAFETY: tasks have rows of their own.
                 let (q, k, v) = unsafe {
                     (rows_mut(&q, &rows, g.heads * d), rows_mut(&k, &rows, g.kv_heads * d), rows_mut(&v, &rows, g.kv_heads * d))
@@ -269,9 +274,10 @@ impl Backend for CpuBackend {
         norms: Option<[TensorRef<'_>; 2]>,
         rotary: &Rotary,
         g: &AttentionGeometry,
+        layout: &QkvLayout,
         dqkv: &mut Tensor,
     ) -> Result<()> {
-        let (n, d, half) = (g.qkv_width(), g.head_dim, g.head_dim / 2);
+        let (n, d, half) = (layout.width, g.head_dim, layout.rotary_dim / 2);
         let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
         let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
         let norms = norm_slices(norms)?;
@@ -280,7 +286,7 @@ impl Backend for CpuBackend {
             let dqkv = SharedMut::new(dqkv.slice_mut::<T>()?);
             self.over_rows(num_rows, n, |rows| {
                 let angles = rows.start * half..rows.end * half;
-                let params = params(g, norms, &cos[angles.clone()], &sin[angles]);
+                let params = params(g, layout, norms, &cos[angles.clone()], &sin[angles]);
                 let part = |width: usize| rows.start * width..rows.end * width;
                 let (dq, dk, dv) = (&dq[part(g.heads * d)], &dk[part(g.kv_heads * d)], &dv[part(g.kv_heads * d)]);
                 // SAFETY: tasks have rows of their own.
@@ -302,14 +308,17 @@ impl Backend for CpuBackend {
         &self,
         q: &Tensor,
         g: &AttentionGeometry,
+        sinks: Option<TensorRef<'_>>,
         spans: &[AttentionSpan<'_>],
         pages: &KvPages,
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()> {
+        let sinks = sinks.map(|sinks| sinks.slice::<f32>()).transpose()?;
         with_element!(q.dtype(), T => {
             let (pages, log_normalizers) = (self::pages(pages)?, log_normalizers.slice_mut()?);
-            attention::forward::<T>(&self.pool, self.arithmetic, g, q.slice()?, spans, pages, out.slice_mut()?, log_normalizers)?;
+            let (q, out) = (q.slice::<T>()?, out.slice_mut()?);
+            attention::forward(&self.pool, self.arithmetic, g, q, sinks, spans, pages, out, log_normalizers)?;
         });
         Ok(())
     }
@@ -465,10 +474,65 @@ impl Backend for CpuBackend {
         });
         Ok(pieces.iter().sum())
     }
+
+    fn gate_heads(
+        &self,
+        attended: &Tensor,
+        qkv: &Tensor,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let gates = Gates::new(g, layout);
+        let (width, n, num_rows, qkv) = (layout.width, g.heads * g.head_dim, qkv.rows(), qkv.slice::<f32>()?);
+        with_element!(y.dtype(), T => {
+            let (attended, y) = (attended.slice::<T>()?, SharedMut::new(y.slice_mut::<T>()?));
+            self.over_rows(num_rows, n, |rows| {
+                // SAFETY: tasks have rows of their own.
+                let y = unsafe { rows_mut(&y, &rows, n) };
+                let (attended, qkv) = (&attended[rows.start * n..rows.end * n], &qkv[rows.start * width..rows.end * width]);
+                gate::gate_heads(self.isa, &gates, attended, qkv, y);
+            });
+        });
+        Ok(())
+    }
+
+    fn gate_heads_backward(
+        &self,
+        dy: &Tensor,
+        attended: &Tensor,
+        qkv: &Tensor,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        dattended: &mut Tensor,
+        dqkv: &mut Tensor,
+    ) -> Result<()> {
+        let gates = Gates::new(g, layout);
+        let (width, n, num_rows) = (layout.width, g.heads * g.head_dim, qkv.rows());
+        let (dy, qkv) = (dy.slice::<f32>()?, qkv.slice::<f32>()?);
+        let dattended = SharedMut::new(dattended.slice_mut::<f32>()?);
+        with_element!(dqkv.dtype(), T => {
+            let (attended, dqkv) = (attended.slice::<T>()?, SharedMut::new(dqkv.slice_mut::<T>()?));
+            self.over_rows(num_rows, n, |rows| {
+                // SAFETY: tasks have rows of their own.
+                let (dattended, dqkv) = unsafe { (rows_mut(&dattended, &rows, n), rows_mut(&dqkv, &rows, width)) };
+                let (narrow, wide) = (rows.start * n..rows.end * n, rows.start * width..rows.end * width);
+                gate::gate_heads_backward(self.isa, &gates, &dy[narrow.clone()], &attended[narrow], &qkv[wide], dattended, dqkv);
+            });
+        });
+        Ok(())
+    }
 }
 
-fn params<'a>(g: &AttentionGeometry, norms: Option<[&'a [f32]; 2]>, cos: &'a [f32], sin: &'a [f32]) -> QkvNormRope<'a> {
+fn params<'a>(
+    g: &AttentionGeometry,
+    layout: &QkvLayout,
+    norms: Option<[&'a [f32]; 2]>,
+    cos: &'a [f32],
+    sin: &'a [f32],
+) -> QkvNormRope<'a> {
     QkvNormRope {
+        layout: *layout,
         heads: g.heads,
         kv_heads: g.kv_heads,
         head_dim: g.head_dim,

@@ -13,6 +13,7 @@ pub(crate) mod adamw;
 pub(crate) mod convert;
 pub(crate) mod draw;
 pub(crate) mod exp;
+pub(crate) mod gate;
 mod lanes;
 pub(crate) mod norm;
 pub(crate) mod rope;

@@ -1,10 +1,11 @@
 //! What happens to the output of the QKV projection before attention: RMSNorm of each head of q and k where a model has it
 //! (Qwen3), and rotary positions (Su et al., 2021, arXiv:2104.09864), with the halves of a head rotated against each other as
-//! Hugging Face's `rotate_half` does.
+//! Hugging Face's `rotate_half` does, or its neighbours, or of a part of a head.
 
 use super::lanes::LANES;
 use super::norm::{backward_factors, inverse_rms, normalize};
 use crate::Element;
+use crate::backend::{HeadColumns, QkvLayout, RotaryStyle};
 use crate::cpu::isa::{Fma, multiversion};
 
 /// The largest head that the kernels' scratch on the stack has room for.
@@ -23,9 +24,11 @@ pub(crate) fn angles(positions: &[u32], frequencies: &[f32], factor: f32, cos: &
     }
 }
 
-/// How a row of `qkv: [rows, (heads + 2 * kv_heads) * head_dim]` splits into heads, and what is done to them.
+/// How a row of `qkv: [rows, layout.width]` splits into heads, and what is done to them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QkvNormRope<'a> {
+    /// Where they are, and what of them is rotated.
+    pub(crate) layout: QkvLayout,
     /// Heads of q.
     pub(crate) heads: usize,
     /// Heads of k and of v.
@@ -38,9 +41,9 @@ pub(crate) struct QkvNormRope<'a> {
     pub(crate) k_norm: Option<&'a [f32]>,
     /// Added to the mean square in both norms.
     pub(crate) eps: f32,
-    /// Cosines of each row's position, `[rows, head_dim / 2]`.
+    /// Cosines of each row's position, `[rows, rotary_dim / 2]`.
     pub(crate) cos: &'a [f32],
-    /// Sines of each row's position, `[rows, head_dim / 2]`.
+    /// Sines of each row's position, `[rows, rotary_dim / 2]`.
     pub(crate) sin: &'a [f32],
 }
 
@@ -56,7 +59,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// The gradient of `qkv` into `dqkv`, of its shape, given those of the outputs. The norms' weights are frozen.
+    /// The gradient of `qkv` into `dqkv`, of its shape, given those of the outputs. The norms' weights are frozen; columns of gates are left alone.
     pub(crate) fn qkv_norm_rope_backward<T: Element>(
         params: &QkvNormRope<'_>,
         dq: &[f32],
@@ -67,9 +70,10 @@ multiversion! {
     ) = qkv_norm_rope_backward_body;
 }
 
-/// One row's cosines and sines.
+/// One row's cosines and sines, and what they turn.
 #[derive(Clone, Copy)]
 struct Angles<'a> {
+    style: RotaryStyle,
     cos: &'a [f32],
     sin: &'a [f32],
 }
@@ -77,27 +81,60 @@ struct Angles<'a> {
 impl QkvNormRope<'_> {
     #[inline(always)]
     fn row_len(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.layout.width
     }
 
     #[inline(always)]
     fn angles(&self, row: usize) -> Angles<'_> {
-        let half = self.head_dim / 2;
+        let half = self.layout.rotary_dim / 2;
         let range = row * half..(row + 1) * half;
-        Angles { cos: &self.cos[range.clone()], sin: &self.sin[range] }
+        Angles { style: self.layout.rotary_style, cos: &self.cos[range.clone()], sin: &self.sin[range] }
     }
 }
 
-/// `out = x` rotated by the angles; x is `[head_dim]`.
+/// `out = x` rotated by the angles; x is `[head_dim]`, and what there are no angles for stays.
 #[inline(always)]
 fn rotate<T: Element>(fma: impl Fma, x: &[f32], angles: Angles<'_>, out: &mut [T]) {
-    map_pairs(x, angles, out, |low, high, cos, sin| (fma.fma(low, cos, -(high * sin)), fma.fma(high, cos, low * sin)));
+    let turn = |low: f32, high: f32, cos: f32, sin: f32| (fma.fma(low, cos, -(high * sin)), fma.fma(high, cos, low * sin));
+    let (x, out) = keep_rest(x, angles, out);
+    match angles.style {
+        RotaryStyle::Halves => map_pairs(x, angles, out, turn),
+        RotaryStyle::Interleaved => {
+            let (out_low, out_high) = out.split_at_mut(angles.cos.len());
+            for (i, pair) in x.as_chunks::<2>().0.iter().enumerate() {
+                let (low, high) = turn(pair[0], pair[1], angles.cos[i], angles.sin[i]);
+                (out_low[i], out_high[i]) = (T::from_f32(low), T::from_f32(high));
+            }
+        }
+    }
 }
 
 /// `out = x` rotated by the negative angles: the transpose of [`rotate`], which takes gradients back.
 #[inline(always)]
 fn rotate_back<T: Element>(fma: impl Fma, x: &[f32], angles: Angles<'_>, out: &mut [T]) {
-    map_pairs(x, angles, out, |low, high, cos, sin| (fma.fma(low, cos, high * sin), fma.fma(high, cos, -(low * sin))));
+    let turn = |low: f32, high: f32, cos: f32, sin: f32| (fma.fma(low, cos, high * sin), fma.fma(high, cos, -(low * sin)));
+    let (x, out) = keep_rest(x, angles, out);
+    match angles.style {
+        RotaryStyle::Halves => map_pairs(x, angles, out, turn),
+        RotaryStyle::Interleaved => {
+            let (low, high) = x.split_at(angles.cos.len());
+            for (i, pair) in out.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let (first, second) = turn(low[i], high[i], angles.cos[i], angles.sin[i]);
+                *pair = [T::from_f32(first), T::from_f32(second)];
+            }
+        }
+    }
+}
+
+/// Copies what there are no angles for, and answers what there are some for.
+#[inline(always)]
+fn keep_rest<'x, 'o, T: Element>(x: &'x [f32], angles: Angles<'_>, out: &'o mut [T]) -> (&'x [f32], &'o mut [T]) {
+    let rotary_dim = 2 * angles.cos.len();
+    let ((x, rest), (out, out_rest)) = (x.split_at(rotary_dim), out.split_at_mut(rotary_dim));
+    for (out, &x) in out_rest.iter_mut().zip(rest) {
+        *out = T::from_f32(x);
+    }
+    (x, out)
 }
 
 /// `out = turn(low, high, cos, sin)` for all pairs of a head: element `i` of its lower half and of its upper half.
@@ -138,11 +175,13 @@ fn map_pairs<T: Element>(x: &[f32], angles: Angles<'_>, out: &mut [T], turn: imp
     }
 }
 
-/// Norms and rotates all heads of one row.
+/// Norms and rotates all heads of one row, which are in these columns of `x`.
 #[inline(always)]
+#[expect(clippy::too_many_arguments)]
 fn heads_forward<T: Element>(
     fma: impl Fma,
     x: &[f32],
+    columns: HeadColumns,
     norm: Option<&[f32]>,
     eps: f32,
     angles: Angles<'_>,
@@ -150,7 +189,8 @@ fn heads_forward<T: Element>(
     out: &mut [T],
 ) {
     let head_dim = scratch.len();
-    for (x, out) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+    for (head, out) in out.chunks_exact_mut(head_dim).enumerate() {
+        let x = &x[columns.first + head * columns.stride..][..head_dim];
         match norm {
             Some(weight) => {
                 normalize(x, weight, inverse_rms(fma, x, eps), scratch);
@@ -161,13 +201,14 @@ fn heads_forward<T: Element>(
     }
 }
 
-/// The gradient of `x`, all heads of one row, given that of their output.
+/// The gradient of all heads of one row, which are in these columns of `x` and `dx`, given that of their output.
 #[inline(always)]
 #[expect(clippy::too_many_arguments)]
 fn heads_backward<T: Element>(
     fma: impl Fma,
     dy: &[f32],
     x: &[f32],
+    columns: HeadColumns,
     norm: Option<&[f32]>,
     eps: f32,
     angles: Angles<'_>,
@@ -175,7 +216,9 @@ fn heads_backward<T: Element>(
     dx: &mut [T],
 ) {
     let head_dim = scratch.len();
-    for ((dy, x), dx) in dy.chunks_exact(head_dim).zip(x.chunks_exact(head_dim)).zip(dx.chunks_exact_mut(head_dim)) {
+    for (head, dy) in dy.chunks_exact(head_dim).enumerate() {
+        let first = columns.first + head * columns.stride;
+        let (x, dx) = (&x[first..][..head_dim], &mut dx[first..][..head_dim]);
         match norm {
             Some(weight) => {
                 rotate_back(fma, dy, angles, scratch);
@@ -203,10 +246,12 @@ fn qkv_norm_rope_body<T: Element>(fma: impl Fma, params: &QkvNormRope<'_>, qkv: 
         let q = &mut q[row * q_len..][..q_len];
         let k = &mut k[row * kv_len..][..kv_len];
         let v = &mut v[row * kv_len..][..kv_len];
-        heads_forward(fma, &qkv[..q_len], p.q_norm, p.eps, angles, scratch, q);
-        heads_forward(fma, &qkv[q_len..q_len + kv_len], p.k_norm, p.eps, angles, scratch, k);
-        for (v, &x) in v.iter_mut().zip(&qkv[q_len + kv_len..]) {
-            *v = T::from_f32(x);
+        heads_forward(fma, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, q);
+        heads_forward(fma, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, k);
+        for (head, v) in v.chunks_exact_mut(p.head_dim).enumerate() {
+            for (v, &x) in v.iter_mut().zip(&qkv[p.layout.v.first + head * p.layout.v.stride..]) {
+                *v = T::from_f32(x);
+            }
         }
     }
 }
@@ -231,21 +276,13 @@ fn qkv_norm_rope_backward_body<T: Element>(
         let angles = p.angles(row);
         let qkv = &qkv[row * p.row_len()..][..p.row_len()];
         let dqkv = &mut dqkv[row * p.row_len()..][..p.row_len()];
-        let (dq_out, dkv_out) = dqkv.split_at_mut(q_len);
-        let (dk_out, dv_out) = dkv_out.split_at_mut(kv_len);
-        heads_backward(fma, &dq[row * q_len..][..q_len], &qkv[..q_len], p.q_norm, p.eps, angles, scratch, dq_out);
-        heads_backward(
-            fma,
-            &dk[row * kv_len..][..kv_len],
-            &qkv[q_len..q_len + kv_len],
-            p.k_norm,
-            p.eps,
-            angles,
-            scratch,
-            dk_out,
-        );
-        for (out, &g) in dv_out.iter_mut().zip(&dv[row * kv_len..]) {
-            *out = T::from_f32(g);
+        let (dq, dk, dv) = (&dq[row * q_len..][..q_len], &dk[row * kv_len..][..kv_len], &dv[row * kv_len..][..kv_len]);
+        heads_backward(fma, dq, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, dqkv);
+        heads_backward(fma, dk, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, dqkv);
+        for (head, dv) in dv.chunks_exact(p.head_dim).enumerate() {
+            for (out, &g) in dqkv[p.layout.v.first + head * p.layout.v.stride..].iter_mut().zip(dv) {
+                *out = T::from_f32(g);
+            }
         }
     }
 }
@@ -255,6 +292,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::backend::AttentionGeometry;
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
     const ROWS: usize = 2;
@@ -265,39 +303,65 @@ mod tests {
         (0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f32 / head_dim as f32)).collect()
     }
 
-    /// The definition, for one head.
-    fn head_reference(x: &[f64], norm: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32]) -> Vec<f64> {
-        let d = x.len();
+    /// The definition, for one head. Interleaved pairs are those of halves once the even numbers are moved before the odd ones.
+    fn head_reference(x: &[f64], norm: Option<&[f32]>, eps: f32, style: RotaryStyle, cos: &[f32], sin: &[f32]) -> Vec<f64> {
+        let (d, half) = (x.len(), cos.len());
         let rms = (x.iter().map(|v| v * v).sum::<f64>() / d as f64 + eps as f64).sqrt();
-        let y: Vec<f64> = (0..d).map(|i| norm.map_or(x[i], |w| x[i] / rms * w[i] as f64)).collect();
-        let rotated = |i: usize| if i < d / 2 { -y[i + d / 2] } else { y[i - d / 2] };
-        (0..d).map(|i| y[i] * cos[i % (d / 2)] as f64 + rotated(i) * sin[i % (d / 2)] as f64).collect()
+        let normed: Vec<f64> = (0..d).map(|i| norm.map_or(x[i], |w| x[i] / rms * w[i] as f64)).collect();
+        let mut y = normed.clone();
+        if style == RotaryStyle::Interleaved {
+            (0..half).for_each(|i| (y[i], y[i + half]) = (normed[2 * i], normed[2 * i + 1]));
+        }
+        let rotated = |i: usize| if i < half { -y[i + half] } else { y[i - half] };
+        let turned = (0..2 * half).map(|i| y[i] * cos[i % half] as f64 + rotated(i) * sin[i % half] as f64);
+        turned.chain(y[2 * half..].iter().copied()).collect()
     }
 
     /// All of q, then all of k, then all of v.
     fn reference(p: &QkvNormRope<'_>, qkv: &[f64]) -> Vec<f64> {
-        let (d, half) = (p.head_dim, p.head_dim / 2);
+        let (d, half, style) = (p.head_dim, p.layout.rotary_dim / 2, p.layout.rotary_style);
         let mut parts = [const { Vec::new() }; 3];
         for (row, qkv) in qkv.chunks(p.row_len()).enumerate() {
-            for (head, x) in qkv.chunks(d).enumerate() {
-                let (cos, sin) = (&p.cos[row * half..][..half], &p.sin[row * half..][..half]);
-                if head < p.heads {
-                    parts[0].extend(head_reference(x, p.q_norm, p.eps, cos, sin));
-                } else if head < p.heads + p.kv_heads {
-                    parts[1].extend(head_reference(x, p.k_norm, p.eps, cos, sin));
-                } else {
-                    parts[2].extend(x);
-                }
-            }
+            let (cos, sin) = (&p.cos[row * half..][..half], &p.sin[row * half..][..half]);
+            let head = |columns: HeadColumns, head: usize| &qkv[columns.first + head * columns.stride..][..d];
+            let turned = |x, norm| head_reference(x, norm, p.eps, style, cos, sin);
+            (0..p.heads).for_each(|h| parts[0].extend(turned(head(p.layout.q, h), p.q_norm)));
+            (0..p.kv_heads).for_each(|h| parts[1].extend(turned(head(p.layout.k, h), p.k_norm)));
+            (0..p.kv_heads).for_each(|h| parts[2].extend(head(p.layout.v, h)));
         }
         parts.concat()
     }
 
+    /// The plain layout, and others: with gates, keys and values that alternate, a part of a head that turns, none of it, other pairs.
+    fn layouts(head_dim: usize, kv_heads: usize) -> Vec<QkvLayout> {
+        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, scale: 1.0, eps: 1e-6, window: None };
+        let plain = QkvLayout::fused(&g);
+        let first = HEADS * head_dim;
+        let columns = |first| HeadColumns { first, stride: 2 * head_dim };
+        let (k, v) = (columns(first + head_dim), columns(first));
+        let rotary_style = RotaryStyle::Interleaved;
+        vec![
+            plain,
+            QkvLayout::gated(&g, head_dim / 4 * 2),
+            QkvLayout { k, v, ..plain },
+            QkvLayout { rotary_dim: 0, ..plain },
+            QkvLayout { rotary_style, ..plain },
+            QkvLayout { rotary_style, ..QkvLayout::gated(&g, head_dim / 4 * 2) },
+        ]
+    }
+
     fn with_params(head_dim: usize, kv_heads: usize, normed: bool, check: impl Fn(&QkvNormRope<'_>)) {
-        let (mut cos, mut sin) = (vec![0.0; ROWS * head_dim / 2], vec![0.0; ROWS * head_dim / 2]);
-        angles(&[3, 70], &frequencies(head_dim, 10_000.0), 1.0, &mut cos, &mut sin);
+        layouts(head_dim, kv_heads).into_iter().for_each(|layout| with_layout(layout, head_dim, kv_heads, normed, &check));
+    }
+
+    fn with_layout(layout: QkvLayout, head_dim: usize, kv_heads: usize, normed: bool, check: &impl Fn(&QkvNormRope<'_>)) {
+        let (mut cos, mut sin) = (vec![0.0; ROWS * layout.rotary_dim / 2], vec![0.0; ROWS * layout.rotary_dim / 2]);
+        if !cos.is_empty() {
+            angles(&[3, 70], &frequencies(layout.rotary_dim, 10_000.0), 1.0, &mut cos, &mut sin);
+        }
         let (q_norm, k_norm) = (random(head_dim, 5), random(head_dim, 6));
         check(&QkvNormRope {
+            layout,
             heads: HEADS,
             kv_heads,
             head_dim,
@@ -324,7 +388,7 @@ mod tests {
                     qkv_norm_rope(isa, p, &qkv, nq, nk, nv);
                     let all = [q, k, v].concat();
                     assert!(narrow.concat().iter().zip(&all).all(|(n, &w)| *n == bf16::from_f32(w)));
-                    assert_close(&all, &expected, 2e-6, &format!("{isa}, head_dim {head_dim}"));
+                    assert_close(&all, &expected, 2e-6, &format!("{isa}, head_dim {head_dim}, {:?}", p.layout));
                     all
                 });
             });
@@ -335,7 +399,7 @@ mod tests {
     fn the_backward_of_norm_and_rope_is_their_gradient() {
         for (head_dim, normed) in [(2, true), (14, false), (16, true), (60, true)] {
             with_params(head_dim, 1, normed, |p| {
-                let (qkv, dy) = (random(ROWS * p.row_len(), 1), random(ROWS * p.row_len(), 2));
+                let (qkv, dy) = (random(ROWS * p.row_len(), 1), random(ROWS * (HEADS + 2) * head_dim, 2));
                 let loss = |x: &[f64]| reference(p, x).iter().zip(&dy).map(|(y, &g)| y * g as f64).sum();
                 let expected = numeric_gradient(loss, &qkv);
                 on_every_isa(|isa| {
@@ -343,7 +407,7 @@ mod tests {
                     let (dq, dkv) = dy.split_at(ROWS * HEADS * head_dim);
                     let (dk, dv) = dkv.split_at(ROWS * head_dim);
                     qkv_norm_rope_backward(isa, p, dq, dk, dv, &qkv, &mut dqkv);
-                    assert_close(&dqkv, &expected, 2e-5, &format!("{isa}, head_dim {head_dim}"));
+                    assert_close(&dqkv, &expected, 2e-5, &format!("{isa}, head_dim {head_dim}, {:?}", p.layout));
                     dqkv
                 });
             });

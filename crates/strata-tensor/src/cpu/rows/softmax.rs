@@ -2,6 +2,8 @@
 //!
 //! Attention keeps a running maximum and sum over blocks of keys (Dao et al., 2022, arXiv:2205.14135).
 
+use std::ops::Range;
+
 use super::exp::exp_f32;
 use super::lanes::{LANES, filled, tree};
 use crate::Element;
@@ -28,12 +30,12 @@ multiversion! {
 }
 
 multiversion! {
-    /// One block of one query's attention. `scores` become `probabilities = exp(score * scale - maximum)`, with zeros from
-    /// `valid` on; `maximum` and `sum` are brought up to date. Returns the factor on what was accumulated under the old maximum
+    /// One block of one query's attention. `scores` become `probabilities = exp(score * scale - maximum)`, with zeros outside
+    /// `visible`; `maximum` and `sum` are brought up to date. Returns the factor on what was accumulated under the old maximum
     /// (0 in the first block, where `maximum` comes in as negative infinity and `sum` as 0).
     pub(crate) fn attention_block<T: Element>(
         scores: &[f32; BLOCK_KEYS],
-        valid: usize,
+        visible: Range<usize>,
         scale: f32,
         maximum: &mut f32,
         sum: &mut f32,
@@ -49,11 +51,11 @@ multiversion! {
 multiversion! {
     /// One block of one query's attention, backward. Given the gradient of the probabilities and `delta`, the sum over all keys
     /// of probability times its gradient, writes the probabilities `p = exp(score * scale - log_normalizer)` and the gradient of
-    /// the scores before scaling, `p * (gradient - delta) * scale`; zeros from `valid` on.
+    /// the scores before scaling, `p * (gradient - delta) * scale`; zeros outside `visible`.
     pub(crate) fn attention_block_backward<T: Element>(
         scores: &[f32; BLOCK_KEYS],
         gradient: &[f32; BLOCK_KEYS],
-        valid: usize,
+        visible: Range<usize>,
         scale: f32,
         log_normalizer: f32,
         delta: f32,
@@ -149,16 +151,16 @@ fn softmax_gradient_body<T: Element>(fma: impl Fma, logits: &[f32], log_normaliz
 pub(crate) fn attention_block_body<T: Element>(
     fma: impl Fma,
     scores: &[f32; BLOCK_KEYS],
-    valid: usize,
+    visible: Range<usize>,
     scale: f32,
     maximum: &mut f32,
     sum: &mut f32,
     probabilities: &mut [T; BLOCK_KEYS],
 ) -> f32 {
-    let valid = valid as u32;
+    let (first, count) = (visible.start as u32, visible.len() as u32);
     let mut scaled = [0.0; BLOCK_KEYS];
     for l in 0..BLOCK_KEYS {
-        scaled[l] = if (l as u32) < valid { scores[l] * scale } else { f32::NEG_INFINITY };
+        scaled[l] = if (l as u32).wrapping_sub(first) < count { scores[l] * scale } else { f32::NEG_INFINITY };
     }
     let new_maximum = larger(*maximum, largest(&scaled));
     let center = center(new_maximum);
@@ -199,22 +201,22 @@ pub(crate) fn attention_block_backward_body<T: Element>(
     fma: impl Fma,
     scores: &[f32; BLOCK_KEYS],
     gradient: &[f32; BLOCK_KEYS],
-    valid: usize,
+    visible: Range<usize>,
     scale: f32,
     log_normalizer: f32,
     delta: f32,
     probabilities: &mut [T; BLOCK_KEYS],
     score_gradient: &mut [T; BLOCK_KEYS],
 ) {
-    let valid = valid as u32;
+    let (first, count) = (visible.start as u32, visible.len() as u32);
     for l in 0..BLOCK_KEYS {
-        let is_valid = (l as u32) < valid;
+        let is_visible = (l as u32).wrapping_sub(first) < count;
         let p = exp_f32(fma, fma.fma(scores[l], scale, -log_normalizer));
-        let p = if is_valid { p } else { 0.0 };
+        let p = if is_visible { p } else { 0.0 };
         // The gradient of a masked key may be anything, even NaN: it is not multiplied by its zero but replaced.
         let ds = p * (gradient[l] - delta) * scale;
         probabilities[l] = T::from_f32(p);
-        score_gradient[l] = T::from_f32(if is_valid { ds } else { 0.0 });
+        score_gradient[l] = T::from_f32(if is_visible { ds } else { 0.0 });
     }
 }
 
@@ -297,7 +299,7 @@ mod tests {
                 for part in scores.chunks(BLOCK_KEYS) {
                     let mut out = [9.0; BLOCK_KEYS];
                     let masked = block(part, f32::NAN);
-                    let rescale = attention_block(isa, &masked, part.len(), SCALE, &mut maximum, &mut sum, &mut out);
+                    let rescale = attention_block(isa, &masked, 0..part.len(), SCALE, &mut maximum, &mut sum, &mut out);
                     assert!(!all.is_empty() || rescale == 0.0);
                     assert!(out[part.len()..].iter().all(|&p| p == 0.0), "{isa}");
                     all.iter_mut().for_each(|p| *p *= rescale);
@@ -315,11 +317,36 @@ mod tests {
     fn a_block_with_no_valid_key_changes_nothing() {
         for isa in Isa::available() {
             let (mut maximum, mut sum, mut out) = (f32::NEG_INFINITY, 0.0, [bf16::ONE; BLOCK_KEYS]);
-            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 0, SCALE, &mut maximum, &mut sum, &mut out), 0.0);
+            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 0..0, SCALE, &mut maximum, &mut sum, &mut out), 0.0);
             assert_eq!((maximum, sum, out), (f32::NEG_INFINITY, 0.0, [bf16::ZERO; BLOCK_KEYS]));
             (maximum, sum) = (2.0, 3.0);
-            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 0, SCALE, &mut maximum, &mut sum, &mut out), 1.0);
+            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 7..7, SCALE, &mut maximum, &mut sum, &mut out), 1.0);
             assert_eq!((maximum, sum), (2.0, 3.0));
+        }
+    }
+
+    #[test]
+    fn keys_before_the_visible_ones_count_for_nothing_whatever_they_are() {
+        let (visible, scores, gradient) = (37..50, random(BLOCK_KEYS, 1), random(BLOCK_KEYS, 2));
+        let keep = |values: &[f32], other: f32| -> [f32; BLOCK_KEYS] {
+            std::array::from_fn(|l| if visible.contains(&l) { values[l] } else { other })
+        };
+        for isa in Isa::available() {
+            let run = |other: f32, visible: Range<usize>| {
+                let (mut maximum, mut sum, mut p, mut ds) = (f32::NEG_INFINITY, 0.0, [9.0; BLOCK_KEYS], [9.0; BLOCK_KEYS]);
+                let scores = keep(&scores, other);
+                attention_block(isa, &scores, visible.clone(), SCALE, &mut maximum, &mut sum, &mut p);
+                let (mut q, gradient) = ([9.0; BLOCK_KEYS], keep(&gradient, other));
+                attention_block_backward(isa, &scores, &gradient, visible, SCALE, 0.3, 0.2, &mut q, &mut ds);
+                (maximum, sum, p, q, ds)
+            };
+            let masked = run(f32::NAN, visible.clone());
+            // Scores of negative infinity have a probability of zero without a mask.
+            let (maximum, sum, p, ..) = run(f32::NEG_INFINITY, 0..BLOCK_KEYS);
+            assert_eq!((masked.0, masked.1, masked.2), (maximum, sum, p), "{isa}");
+            let outside = (0..BLOCK_KEYS).filter(|l| !visible.contains(l));
+            assert!(outside.into_iter().all(|l| [masked.2[l], masked.3[l], masked.4[l]] == [0.0; 3]), "{isa}");
+            assert!(visible.clone().all(|l| masked.3[l] > 0.0 && masked.4[l] != 0.0), "{isa}");
         }
     }
 
@@ -341,7 +368,7 @@ mod tests {
             let (scores, gradient) = (block(&scores, f32::NAN), block(&gradient, f32::NAN));
             on_every_isa(|isa| {
                 let (mut p, mut ds) = ([9.0; BLOCK_KEYS], [9.0; BLOCK_KEYS]);
-                attention_block_backward(isa, &scores, &gradient, keys, SCALE, normalizer, delta, &mut p, &mut ds);
+                attention_block_backward(isa, &scores, &gradient, 0..keys, SCALE, normalizer, delta, &mut p, &mut ds);
                 assert_close(&p[..keys], &p_expected, 1e-6, &format!("{isa}, {keys} keys"));
                 assert_close(&ds[..keys], &ds_expected, 1e-6, &format!("{isa}, {keys} keys"));
                 assert!(p[keys..].iter().chain(&ds[keys..]).all(|&v| v == 0.0), "{isa}");

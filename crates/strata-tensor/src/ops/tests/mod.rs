@@ -11,7 +11,10 @@ use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use super::*;
-use crate::backend::{AdamwStep, AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
+use crate::backend::{
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, HeadColumns, LogprobTargets, LoraGradient, QkvLayout, RotaryStyle,
+    RowRequest,
+};
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
 use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Memory, PackedStack};
@@ -234,7 +237,8 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
     }
 }
 
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, scale: 0.4, eps: 1e-6 };
+const GEOMETRY: AttentionGeometry =
+    AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, scale: 0.4, eps: 1e-6, window: None };
 
 fn attention_input<'a>(
     b: &CpuBackend,
@@ -244,7 +248,8 @@ fn attention_input<'a>(
 ) -> AttentionInput<'a> {
     let positions: Vec<u32> = spans.iter().flat_map(|s| (0..s.tokens.len()).map(|i| (s.past + i) as u32)).collect();
     let rotary = Rc::new(b.rotary(&positions, &frequencies(g.head_dim), 1.0).unwrap());
-    AttentionInput { geometry: g, norms: Some([norms[0].as_ref(), norms[1].as_ref()]), rotary, spans: spans.into() }
+    let norms = Some([norms[0].as_ref(), norms[1].as_ref()]);
+    AttentionInput { geometry: g, layout: QkvLayout::fused(&g), norms, sinks: None, rotary, spans: spans.into() }
 }
 
 fn whole(tokens: std::ops::Range<usize>) -> AttentionSpan<'static> {
@@ -260,12 +265,65 @@ fn the_gradient_of_attention_through_norms_and_rotation_is_that_of_finite_differ
     check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
     input.norms = None;
     check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
+    let sinks = tensor(&[4], DType::F32, 7);
+    (input.geometry.window, input.sinks) = (Some(2), Some(sinks.as_ref()));
+    check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
+}
+
+#[test]
+fn gated_attention_of_other_layouts_is_that_of_the_plain_one_and_a_product() {
+    let b = backend();
+    let (d, g) = (GEOMETRY.head_dim, GEOMETRY);
+    let norms = [tensor(&[6], DType::F32, 5), tensor(&[6], DType::F32, 6)];
+    let spans = [whole(0..5), whole(5..8)];
+    let layout = QkvLayout::gated(&g, 4);
+    let qkv = tensor(&[8, layout.width], DType::F32, 1);
+    let mut input = attention_input(&b, g, &norms, &spans);
+    input.rotary = Rc::new(b.rotary(&[0, 1, 2, 3, 4, 0, 1, 2], &frequencies(4), 1.0).unwrap());
+    input.layout = layout;
+    check_gradient(&b, &qkv, |tape, x| tape.attention(x, &input, KvAccess::None, DType::F32));
+    for dtype in [DType::F32, DType::BF16] {
+        let run = |input: &AttentionInput<'_>, qkv: &[f32]| {
+            let qkv = Tensor::from_f32(qkv, &[8, input.layout.width], DType::F32).unwrap();
+            poison_recycled(&[8, input.layout.width], dtype);
+            go_back(&b, &qkv, &mut Nowhere, |tape, x| tape.attention(x, input, KvAccess::None, dtype))
+        };
+        // The gated projection without its gates is the plain one.
+        let (gated, dgated) = run(&input, &qkv.to_f32_vec());
+        let (mut plain_columns, mut gates) = (Vec::<f32>::new(), Vec::<f32>::new());
+        for row in qkv.to_f32_vec().chunks(layout.width) {
+            let (queries, rest) = row.split_at(2 * g.heads * d);
+            queries.chunks(2 * d).for_each(|head| plain_columns.extend(&head[..d]));
+            queries.chunks(2 * d).for_each(|head| gates.extend(&head[d..]));
+            plain_columns.extend(rest);
+        }
+        let plain_layout = QkvLayout { rotary_dim: 4, ..QkvLayout::fused(&g) };
+        let plain = AttentionInput { layout: plain_layout, ..input.clone() };
+        let (attended, _) = run(&plain, &plain_columns);
+        let tolerance = if dtype == DType::F32 { 1e-6 } else { 1e-2 };
+        let product = attended.to_f32_vec().into_iter().zip(&gates).map(|(a, &gate)| a as f64 / (1.0 + (-gate as f64).exp()));
+        assert_close(&gated.to_f32_vec(), &product.collect::<Vec<_>>(), tolerance, "gated");
+        assert!(dgated.iter().all(|v| v.is_finite()));
+        // Gates so open that they are 1 leave the bits of the plain gradient.
+        let mut open = qkv.to_f32_vec();
+        for row in open.chunks_mut(layout.width) {
+            row[..2 * g.heads * d].chunks_mut(2 * d).for_each(|head| head[d..].fill(100.0));
+        }
+        let ((gated, dgated), (attended, dplain)) = (run(&input, &open), run(&plain, &plain_columns));
+        assert_eq!(bits(&gated), bits(&attended));
+        for (dgated, dplain) in dgated.chunks(layout.width).zip(dplain.chunks(plain_layout.width)) {
+            let heads = dgated[..2 * g.heads * d].chunks(2 * d);
+            assert!(heads.clone().all(|head| head[d..].iter().all(|&g| g == 0.0)));
+            let without = heads.flat_map(|head| &head[..d]).chain(&dgated[2 * g.heads * d..]);
+            assert!(without.eq(dplain));
+        }
+    }
 }
 
 #[test]
 fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
     let b = backend();
-    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, eps: 1e-6 };
+    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, eps: 1e-6, window: None };
     let norms = [tensor(&[64], DType::F32, 5), tensor(&[64], DType::F32, 6)];
     let (first, second) = (70, 31);
     let qkv = tensor(&[first + second, g.qkv_width()], DType::F32, 1);
@@ -384,11 +442,39 @@ fn what_does_not_fit_is_an_error() {
     }
     for (heads, kv_heads, head_dim) in [(3, 2, 6), (0, 4, 6), (8, 0, 6), (4, 2, 0)] {
         let change = move |i: &mut AttentionInput<'_>| i.geometry = AttentionGeometry { heads, kv_heads, head_dim, ..GEOMETRY };
+        let change = move |i: &mut AttentionInput<'_>| {
+            change(i);
+            i.layout = QkvLayout::fused(&i.geometry);
+        };
         let width = (heads + 2 * kv_heads) * head_dim;
         assert!(attention(f32s(&[8, width]), &[whole(0..8)], &change, None));
     }
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 7], &[1.0; 3], 1.0).unwrap()), None));
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.rotary = Rc::new(b.rotary(&[0; 8], &[1.0; 4], 1.0).unwrap()), None));
+    type Change = fn(&mut QkvLayout);
+    let changes: [(bool, Change); 12] = [
+        (true, |_| ()),
+        (true, |l| (l.k.first, l.v.first) = (l.v.first, l.k.first)),
+        (true, |l| l.rotary_style = RotaryStyle::Interleaved),
+        (false, |l| l.rotary_dim = 5),
+        (false, |l| l.rotary_dim = 8),
+        (false, |l| l.rotary_dim = 4),
+        (true, |l| l.rotary_dim = 0),
+        (false, |l| l.width = 54),
+        (false, |l| l.v.first = l.k.first),
+        (false, |l| l.q.stride = usize::MAX),
+        (false, |l| l.q.first = usize::MAX),
+        (false, |l| l.gate = Some(HeadColumns { first: 48, stride: 6 })),
+    ];
+    for (i, (is_fine, change)) in changes.into_iter().enumerate() {
+        assert_eq!(!attention(qkv(), &[whole(0..8)], &|i| change(&mut i.layout), None), is_fine, "change {i}");
+    }
+    assert!(attention(qkv(), &[whole(0..8)], &|i| i.geometry.window = Some(0), None));
+    assert!(!attention(qkv(), &[whole(0..8)], &|i| i.geometry.window = Some(1), None));
+    for (shape, dtype, is_refused) in [(5, DType::F32, true), (4, DType::BF16, true), (4, DType::F32, false)] {
+        let sinks: &'static Tensor = Box::leak(Box::new(Tensor::zeros(&[shape], dtype)));
+        assert_eq!(attention(qkv(), &[whole(0..8)], &|i| i.sinks = Some(sinks.as_ref()), None), is_refused);
+    }
     let wide = f32s(&[8]);
     let wide: &'static Tensor = Box::leak(Box::new(wide));
     assert!(attention(qkv(), &[whole(0..8)], &|i| i.norms = Some([wide.as_ref(), wide.as_ref()]), None));

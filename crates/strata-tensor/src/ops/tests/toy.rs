@@ -4,7 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use super::frequencies;
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, RowRequest};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
@@ -15,7 +15,8 @@ pub(super) const VOCAB: usize = 37;
 const LAYERS: usize = 2;
 const HIDDEN: usize = 10;
 const MLP: usize = 7;
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, scale: 0.4, eps: 1e-6 };
+const GEOMETRY: AttentionGeometry =
+    AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, scale: 0.4, eps: 1e-6, window: None };
 
 /// `(layer of the model, in, out, first column)` of each module: q, k, v; o; gate, up; down; unembedding.
 const MODULES: [(usize, usize, usize, usize); 8] = [
@@ -246,6 +247,8 @@ impl Toy {
         AttentionInput {
             geometry: GEOMETRY,
             norms: Some([self.norms[1].as_ref(), self.norms[2].as_ref()]),
+            layout: QkvLayout::fused(&GEOMETRY),
+            sinks: None,
             rotary: Rc::new(b.rotary(&positions, &frequencies(GEOMETRY.head_dim), 1.0).unwrap()),
             spans: spans.into(),
         }
