@@ -3,7 +3,7 @@
     pip install torch transformers peft safetensors
     python tests/reference/make_fixtures.py
 
-Every checkpoint is written by the real `Qwen3ForCausalLM.save_pretrained` and every adapter by the real `PeftModel.save_pretrained`; expected
+Every checkpoint is written by the `save_pretrained` of the family's real class and every adapter by the real `PeftModel.save_pretrained`; expected
 values come from the same libraries run one sequence at a time, in f32, with eager attention. For bf16 checkpoints the values of
 transformers in bf16 are kept too (stored as bf16), so that a test can ask for an error no larger than theirs.
 
@@ -28,7 +28,7 @@ import sys
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = pathlib.Path(__file__).parent / "fixtures"
 GREEDY_TOKENS = 12
@@ -92,12 +92,64 @@ FIXTURES = [
 ]
 
 
+# The other dense families, each in shapes that its configuration turns on. Values of the first adapter and no AdamW: the ops are those of above.
+DENSE = [
+    # Windows in one layer, yarn, biases.
+    dict(
+        name="qwen3_window_yarn_f32",
+        config=dict(vocab_size=83, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=10, tie_word_embeddings=True, attention_bias=True, use_sliding_window=True,
+                    sliding_window=9, layer_types=["full_attention", "sliding_attention", "sliding_attention"]),
+        theta=10000.0, rope=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
+        lengths=[1, 75, 9, 10, 130],
+    ),
+    # A head width of its own, all biases, llama3's rope, tied.
+    dict(
+        name="llama_llama3_bias_f32", family="llama",
+        config=dict(vocab_size=101, hidden_size=48, intermediate_size=60, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=1, head_dim=18, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
+                    rms_norm_eps=1e-5),
+        theta=500.0, rope=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                               original_max_position_embeddings=64),
+        lengths=[66, 2, 100],
+    ),
+    # Multi-head, linear rope, untied, no head width in the file.
+    dict(
+        name="llama_linear_f32", family="llama",
+        config=dict(vocab_size=67, hidden_size=40, intermediate_size=28, num_hidden_layers=2, num_attention_heads=5,
+                    tie_word_embeddings=False),
+        theta=10000.0, rope=dict(rope_type="linear", factor=2.5), lengths=[30, 5],
+    ),
+    # Biases on queries, keys and values, windows from the second layer on, longrope with sequences on both sides of its limit.
+    dict(
+        name="qwen2_longrope_f32", family="qwen2",
+        config=dict(vocab_size=89, hidden_size=42, intermediate_size=64, num_hidden_layers=3, num_attention_heads=3,
+                    num_key_value_heads=1, tie_word_embeddings=True, use_sliding_window=True, sliding_window=33,
+                    max_window_layers=1),
+        theta=10000.0, rope=dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.3, 1.5, 1.7, 2.0, 2.5],
+                                 long_factor=[1.2, 1.9, 3.0, 5.0, 8.0, 13.0, 21.0], original_max_position_embeddings=48),
+        lengths=[20, 80, 30, 49],
+    ),
+    # A window in every layer, dynamic rope.
+    dict(
+        name="mistral_window_f32", family="mistral",
+        config=dict(vocab_size=79, hidden_size=56, intermediate_size=44, num_hidden_layers=2, num_attention_heads=6,
+                    num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, sliding_window=17),
+        theta=10000.0, rope=dict(rope_type="dynamic", factor=2.0), lengths=[90, 16, 17, 18],
+    ),
+]
+for spec in DENSE:
+    FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
+
+
 def random_model(spec, seed):
     """A checkpoint of `spec` with weights large enough that logits differ, and norms and biases that are not ones and zeros."""
     torch.manual_seed(seed)
-    config = Qwen3Config(**spec["config"], rope_parameters=dict(rope_type="default", rope_theta=spec["theta"]),
-                         max_position_embeddings=512, initializer_range=0.15, bos_token_id=0, eos_token_id=2, pad_token_id=0)
-    model = Qwen3ForCausalLM(config)
+    rope = dict(rope_type="default", rope_theta=spec["theta"]) | spec.get("rope", {})
+    settings = dict(max_position_embeddings=512, initializer_range=0.15, bos_token_id=0, eos_token_id=2, pad_token_id=0,
+                    rope_parameters=rope) | spec["config"]
+    config = AutoConfig.for_model(spec.get("family", "qwen3"), **settings)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -122,7 +174,7 @@ def save_model(model, spec, directory):
 
 
 def load_model(directory, dtype):
-    return Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 def token_lists(spec, seed):
@@ -285,7 +337,7 @@ def make_fixture(spec, seed):
         if index > 0:
             values = {key: value for key, value in values.items() if key.split(".")[2] in ("logits", "next_logprobs")}
         values |= gradients(model, sequences)
-        if index == 0:
+        if index == 0 and spec.get("adamw", True):
             for run, settings in ADAMW_RUNS.items():
                 values |= adamw(model, sequences, run, **settings)
         if is_bf16:
