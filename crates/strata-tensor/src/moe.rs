@@ -169,20 +169,7 @@ impl ExpertRows<'_> {
         first(tokens.start)..first(tokens.end)
     }
 
-    /// Groups that have rows here, with them, and where their projections are in a list of those of all groups.
-    pub(crate) fn groups<'g, 'a>(
-        &'g self,
-        groups: &'g [LoraGroup<'a>],
-    ) -> impl Iterator<Item = (&'g LoraGroup<'a>, Range<usize>, Range<usize>)> {
-        let mut end = 0;
-        groups.iter().filter_map(move |group| {
-            let (start, rows) = (end, self.of(&group.tokens));
-            end += group.projections.len();
-            (!rows.is_empty()).then_some((group, rows, start..end))
-        })
-    }
-
-    /// A layer of this expert, its tokens being rows. Sequences are told only to those who go back.
+    /// A layer of this expert, its tokens being rows; groups that have none are left out. Sequences are told only to those who go back.
     pub(crate) fn layer<'a>(&self, layer: &Linear<'a>, sequences: Sequences) -> Linear<'a> {
         let e = self.expert;
         let projection = |p: &LoraProjection<'a>| LoraProjection {
@@ -191,8 +178,8 @@ impl ExpertRows<'_> {
             site: LoraSite { layer: p.site.layer + e, ..p.site },
             ..*p
         };
-        let group = |(group, rows, _): (&LoraGroup<'a>, Range<usize>, _)| LoraGroup {
-            tokens: rows,
+        let group = |group: &LoraGroup<'a>| LoraGroup {
+            tokens: self.of(&group.tokens),
             sequences: match sequences {
                 Sequences::Untold => [].into(),
                 Sequences::Told => group.sequences.iter().map(|s| self.of(s)).filter(|rows| !rows.is_empty()).collect(),
@@ -202,8 +189,13 @@ impl ExpertRows<'_> {
         Linear {
             weight: layer.weight.further(e),
             bias: layer.bias.map(|biases| biases.row(e)),
-            lora: self.groups(&layer.lora).map(group).collect(),
+            lora: layer.lora.iter().filter(|g| self.reach(g)).map(group).collect(),
         }
+    }
+
+    /// Whether some of a group's tokens chose this expert.
+    pub(crate) fn reach(&self, group: &LoraGroup<'_>) -> bool {
+        !self.of(&group.tokens).is_empty()
     }
 }
 

@@ -15,8 +15,8 @@ use crate::moe::{Dispatch, ExpertActivation, ExpertRows, Experts, RouterScores, 
 use crate::tape::Linear;
 use crate::{DType, Result, Tensor};
 
-/// Elements that a token's choice is counted as: it passes its logits once for each expert that it chooses, one at a time.
-const CHOICE_COST: usize = 4;
+/// What looking at a logit costs, in elements that are streamed: a choice looks at one after the other, once for each expert that is chosen.
+const LOOK_ELEMENTS: usize = 4;
 
 fn scores<'a>(routing: &Routing<'a>) -> Result<route::Scores<'a>> {
     Ok(match routing.scores {
@@ -32,24 +32,18 @@ fn scores<'a>(routing: &Routing<'a>) -> Result<route::Scores<'a>> {
     })
 }
 
-/// The accumulators of those projections of a layer that apply to an expert's rows: its own entries of what is for all experts.
+/// The accumulators of an expert's own layer: of the groups that reach it, its entries of what is for all experts.
 fn own_gradients<'g>(
     rows: &ExpertRows<'_>,
     layer: &Linear<'_>,
     all: &'g mut [Option<LoraGradient<'_>>],
 ) -> Vec<Option<LoraGradient<'g>>> {
-    let mut all = all.iter_mut().map(Some).collect::<Vec<_>>();
+    let reached = layer.lora.iter().flat_map(|g| std::iter::repeat_n(rows.reach(g), g.projections.len()));
     let of_expert = |g: &'g mut LoraGradient<'_>| LoraGradient {
         a: g.a.reborrow().into_row(rows.expert),
         b: g.b.reborrow().into_row(rows.expert),
     };
-    let mut own = Vec::new();
-    for (_, _, projections) in rows.groups(&layer.lora) {
-        for gradient in &mut all[projections] {
-            own.push(gradient.take().expect("no projection is of two groups").as_mut().map(of_expert));
-        }
-    }
-    own
+    all.iter_mut().zip(reached).filter(|(_, reached)| *reached).map(|(g, _)| g.as_mut().map(of_expert)).collect()
 }
 
 impl CpuBackend {
@@ -58,7 +52,7 @@ impl CpuBackend {
         let (num_rows, logits) = (logits.rows(), logits.slice::<f32>()?);
         let mut chosen = vec![0; num_rows * k];
         let (shared, weights) = (SharedMut::new(&mut chosen), SharedMut::new(weights.slice_mut::<f32>()?));
-        self.over_rows(num_rows, CHOICE_COST * n * k, |rows| {
+        self.over_rows(num_rows, LOOK_ELEMENTS * n * k, |rows| {
             // SAFETY: tasks have rows of their own.
             let (chosen, weights) = unsafe { (rows_mut(&shared, &rows, k), rows_mut(&weights, &rows, k)) };
             route::route(self.isa, scores, &logits[rows.start * n..rows.end * n], n, k, chosen, weights);
