@@ -357,14 +357,14 @@ struct GroupGradients<'g, 'p> {
 }
 
 impl LoraGradients for GroupGradients<'_, '_> {
-    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+    fn layers_at(&mut self, sites: &[LoraSite], num_layers: usize) -> Vec<Option<LoraGradient<'_>>> {
         let places: HashMap<_, _> = sites.iter().enumerate().map(|(i, s)| ((s.group, s.module), i)).collect();
         let mut all: Vec<Option<LoraGradient<'_>>> = sites.iter().map(|_| None).collect();
         for (group, params) in self.groups.iter_mut().enumerate() {
             for (module, stack) in params.iter_mut().flat_map(|p| &mut p.stacks).enumerate() {
                 if let (Some(&i), Some(stack)) = (places.get(&(group, module)), stack) {
-                    let layer = sites[i].layer;
-                    all[i] = Some(LoraGradient { a: stack.a.row_mut(layer), b: stack.b.row_mut(layer) });
+                    let layers = sites[i].layer..sites[i].layer + num_layers;
+                    all[i] = Some(LoraGradient { a: stack.a.rows_mut(layers.clone()), b: stack.b.rows_mut(layers) });
                 }
             }
         }

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::memory::Memory;
+use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::Linear;
 use crate::{DType, KvPages, PackedRef, Result, Tensor, TensorMut, TensorRef};
 
@@ -394,5 +395,50 @@ pub trait Backend: Memory + Send + Sync {
         layout: &QkvLayout,
         dattended: &mut Tensor,
         dqkv: &mut Tensor,
+    ) -> Result<()>;
+
+    /// The experts that every row of f32 `logits: [tokens, experts]` chooses, `[tokens, top_k]`, best first. Writes what they weigh to f32 `weights: [tokens, top_k]`.
+    fn route(&self, logits: &Tensor, routing: &Routing<'_>, weights: &mut Tensor) -> Result<Vec<u32>>;
+
+    /// Gradient of [`Backend::route`] by the logits, given that of the weights; all f32.
+    fn route_backward(
+        &self,
+        dweights: &Tensor,
+        logits: &Tensor,
+        routing: &Routing<'_>,
+        experts: &[u32],
+        dlogits: &mut Tensor,
+    ) -> Result<()>;
+
+    /// What the experts make of `x: [tokens, hidden]` in their dtype, f32 `y: [tokens, hidden]`: for each token the sum over those that it has chosen, in the order of
+    /// experts. `weights` is f32 `[tokens, top_k]`.
+    fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()>;
+
+    /// The way back of [`Backend::experts`], for `dy: [tokens, hidden]` in the dtype of `x`: writes f32 `dweights: [tokens, top_k]`, and f32 `dx: [tokens, hidden]` if it is
+    /// wanted. Adds to the gradients of the pairs, `[num_experts, rank, width]`, one for each group and projection of `gate_up` and then of `down`, in order.
+    #[allow(clippy::too_many_arguments)]
+    fn experts_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dweights: &mut Tensor,
+        dx: Option<&mut Tensor>,
+    ) -> Result<()>;
+
+    /// `sigmoid(gate) * x` of every row of f32 `x: [tokens, n]` with f32 `gates: [tokens, 1]`, into the dtype of `y`.
+    fn sigmoid_gate(&self, x: &Tensor, gates: &Tensor, y: &mut Tensor) -> Result<()>;
+
+    /// Gradients of [`Backend::sigmoid_gate`] by both inputs; all f32.
+    fn sigmoid_gate_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        gates: &Tensor,
+        dx: &mut Tensor,
+        dgates: &mut Tensor,
     ) -> Result<()>;
 }

@@ -4,6 +4,7 @@
 //! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors. [`weights`](PackedStack), [`kv`](KvPages): weights of
 //!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`host`](HostRef): numbers on the host.
 //! - [`memory`](Memory): what every device does with memory; `storage`: why nobody else can.
+//! - [`moe`](Experts): mixtures of experts, and which rows go to which.
 //! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
 //! - [`backend`](Backend): what every device must compute; `cpu` is the reference and the fast path of processors.
 //!
@@ -22,6 +23,7 @@ mod error;
 mod host;
 mod kv;
 mod memory;
+mod moe;
 mod ops;
 pub mod random;
 mod storage;
@@ -41,6 +43,7 @@ pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
 pub use memory::Memory;
+pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
     AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
     logits_chunk_rows, read_logits, target_logprobs,

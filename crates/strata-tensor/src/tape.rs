@@ -49,8 +49,17 @@ pub struct LoraSite {
 
 /// Where gradients of low-rank weights are added.
 pub trait LoraGradients {
-    /// The accumulators of these sites, in their order; `None` where a group only scores. All are of one linear layer, and none occurs twice.
-    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>>;
+    /// The accumulators of `num_layers` layers from that of each site on, `[num_layers, rank, width]`, in the order of the sites; `None` where a group
+    /// only scores. No two sites are of one group and module.
+    fn layers_at(&mut self, sites: &[LoraSite], num_layers: usize) -> Vec<Option<LoraGradient<'_>>>;
+
+    /// The accumulators of these sites alone, `[rank, width]`; else as [`LoraGradients::layers_at`].
+    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+        fn only_layer(g: LoraGradient<'_>) -> LoraGradient<'_> {
+            LoraGradient { a: g.a.into_row(0), b: g.b.into_row(0) }
+        }
+        self.layers_at(sites, 1).into_iter().map(|g| g.map(only_layer)).collect()
+    }
 }
 
 /// A low-rank pair applied to one projection of a linear layer.

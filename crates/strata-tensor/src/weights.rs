@@ -87,4 +87,19 @@ impl PackedRef<'_> {
     pub fn dtype(&self) -> DType {
         self.stack.dtype
     }
+
+    /// Layers of the stack from this one on, itself among them.
+    pub(crate) fn layers_left(&self) -> usize {
+        self.stack.num_layers - self.layer
+    }
+}
+
+impl<'a> PackedRef<'a> {
+    /// The weight `layers` further on in the stack.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub(crate) fn further(&self, layers: usize) -> PackedRef<'a> {
+        self.stack.layer(self.layer + layers)
+    }
 }

@@ -4,6 +4,7 @@ mod attention;
 mod embedding;
 mod linear;
 mod loss;
+mod moe;
 mod norm;
 mod swiglu;
 #[cfg(test)]

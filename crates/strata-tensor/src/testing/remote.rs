@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::backend::*;
+use crate::moe::{Dispatch, Experts, RouterScores, Routing, SigmoidScores};
 use crate::storage::Storage;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{
@@ -106,6 +107,17 @@ impl Table {
     }
 }
 
+/// Biases of the two layers of experts, on the processor.
+type ExpertBiases = [Option<Tensor>; 2];
+
+impl Table {
+    /// Experts whose weights are here, with biases that were fetched.
+    fn experts<'t>(&'t self, layer: &Experts<'_>, [gate_up, down]: &'t ExpertBiases) -> Result<Experts<'t>> {
+        let (gate_up, down) = (self.linear(&layer.gate_up, gate_up)?, self.linear(&layer.down, down)?);
+        Ok(Experts { gate_up, down, ..*layer })
+    }
+}
+
 impl RemoteBackend {
     /// A device as fast as `cpu`.
     pub fn new(cpu: CpuBackend) -> Self {
@@ -188,6 +200,42 @@ impl RemoteBackend {
 
     fn fetch_bias(&self, layer: &Linear<'_>) -> Result<Option<Tensor>> {
         layer.bias.map(|bias| self.fetch(bias)).transpose()
+    }
+
+    fn fetch_biases(&self, layer: &Experts<'_>) -> Result<ExpertBiases> {
+        Ok([self.fetch_bias(&layer.gate_up)?, self.fetch_bias(&layer.down)?])
+    }
+
+    /// Calls `op` with a routing that the processor can read.
+    fn with_routing<R>(&self, routing: &Routing<'_>, op: impl FnOnce(&Routing<'_>) -> Result<R>) -> Result<R> {
+        let RouterScores::Sigmoid(sigmoid) = routing.scores else { return op(routing) };
+        let bias = sigmoid.correction_bias.map(|bias| self.fetch(bias)).transpose()?;
+        let correction_bias = bias.as_ref().map(Tensor::as_ref);
+        op(&Routing { scores: RouterScores::Sigmoid(SigmoidScores { correction_bias, ..sigmoid }), ..*routing })
+    }
+
+    /// Lets the processor add to gradients.
+    fn change_gradients(
+        &self,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        op: impl FnOnce(&mut [Option<LoraGradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
+        fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
+            LoraGradient { a: a.as_mut(), b: b.as_mut() }
+        }
+        let fetch = |g: &Option<LoraGradient<'_>>| {
+            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
+            pair.transpose()
+        };
+        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        op(&mut here.iter_mut().map(|pair| pair.as_mut().map(view)).collect::<Vec<_>>())?;
+        for (here, gradient) in here.iter().zip(gradients) {
+            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
+                self.send(a, gradient.a.reborrow())?;
+                self.send(b, gradient.b.reborrow())?;
+            }
+        }
+        Ok(())
     }
 
     fn fetch_norms(&self, norms: Option<[TensorRef<'_>; 2]>) -> Result<Option<[Tensor; 2]>> {
@@ -346,26 +394,11 @@ impl Backend for RemoteBackend {
     ) -> Result<()> {
         let (dy, x, bias) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
         let low = LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?);
-        let fetch = |g: &Option<LoraGradient<'_>>| {
-            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
-            pair.transpose()
-        };
-        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
         let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
-        {
-            fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
-                LoraGradient { a: a.as_mut(), b: b.as_mut() }
-            }
-            let mut views: Vec<_> = here.iter_mut().map(|pair| pair.as_mut().map(view)).collect();
+        self.change_gradients(gradients, |gradients| {
             let table = self.far.table();
-            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, &mut views, dx_here.as_mut())?;
-        }
-        for (here, gradient) in here.iter().zip(gradients) {
-            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
-                self.send(a, gradient.a.reborrow())?;
-                self.send(b, gradient.b.reborrow())?;
-            }
-        }
+            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, gradients, dx_here.as_mut())
+        })?;
         match (dx_here, dx) {
             (Some(here), Some(dx)) => self.send(&here, dx.as_mut()),
             _ => Ok(()),
@@ -560,5 +593,78 @@ impl Backend for RemoteBackend {
         self.change(dattended, |dattended| {
             self.change(dqkv, |dqkv| self.cpu.gate_heads_backward(&dy, &attended, &qkv, g, layout, dattended, dqkv))
         })
+    }
+
+    fn route(&self, logits: &Tensor, routing: &Routing<'_>, weights: &mut Tensor) -> Result<Vec<u32>> {
+        let logits = self.fetch(logits.as_ref())?;
+        let mut experts = Vec::new();
+        self.change(weights, |weights| {
+            experts = self.with_routing(routing, |routing| self.cpu.route(&logits, routing, weights))?;
+            Ok(())
+        })?;
+        Ok(experts)
+    }
+
+    fn route_backward(
+        &self,
+        dweights: &Tensor,
+        logits: &Tensor,
+        routing: &Routing<'_>,
+        experts: &[u32],
+        dlogits: &mut Tensor,
+    ) -> Result<()> {
+        let (dweights, logits) = (self.fetch(dweights.as_ref())?, self.fetch(logits.as_ref())?);
+        self.change(dlogits, |dlogits| {
+            self.with_routing(routing, |routing| self.cpu.route_backward(&dweights, &logits, routing, experts, dlogits))
+        })
+    }
+
+    fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()> {
+        let (x, weights, biases) = (self.fetch(x.as_ref())?, self.fetch(weights.as_ref())?, self.fetch_biases(layer)?);
+        self.change(y, |y| self.cpu.experts(&x, &weights, dispatch, &self.far.table().experts(layer, &biases)?, y))
+    }
+
+    fn experts_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dweights: &mut Tensor,
+        dx: Option<&mut Tensor>,
+    ) -> Result<()> {
+        let (dy, x, weights) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(weights.as_ref())?);
+        let biases = self.fetch_biases(layer)?;
+        let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
+        self.change(dweights, |dweights| {
+            self.change_gradients(gradients, |gradients| {
+                let table = self.far.table();
+                let layer = table.experts(layer, &biases)?;
+                self.cpu.experts_backward(&dy, &x, &weights, dispatch, &layer, gradients, dweights, dx_here.as_mut())
+            })
+        })?;
+        match (dx_here, dx) {
+            (Some(here), Some(dx)) => self.send(&here, dx.as_mut()),
+            _ => Ok(()),
+        }
+    }
+
+    fn sigmoid_gate(&self, x: &Tensor, gates: &Tensor, y: &mut Tensor) -> Result<()> {
+        let (x, gates) = (self.fetch(x.as_ref())?, self.fetch(gates.as_ref())?);
+        self.change(y, |y| self.cpu.sigmoid_gate(&x, &gates, y))
+    }
+
+    fn sigmoid_gate_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        gates: &Tensor,
+        dx: &mut Tensor,
+        dgates: &mut Tensor,
+    ) -> Result<()> {
+        let (dy, x, gates) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(gates.as_ref())?);
+        self.change(dx, |dx| self.change(dgates, |dgates| self.cpu.sigmoid_gate_backward(&dy, &x, &gates, dx, dgates)))
     }
 }

@@ -1,7 +1,8 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`logits`] what is asked of logits.
+//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`experts`] mixtures of experts, [`logits`] what is asked of logits.
 
+mod experts;
 mod linear;
 mod logits;
 mod memory;
@@ -17,6 +18,7 @@ use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
 use crate::memory::Memory;
+use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::Linear;
 use crate::{DType, Element, Error, KvPages, PackedRef, Result, Tensor, TensorRef};
 use memory::{pages, pages_mut, weights};
@@ -521,6 +523,54 @@ impl Backend for CpuBackend {
             });
         });
         Ok(())
+    }
+
+    fn route(&self, logits: &Tensor, routing: &Routing<'_>, weights: &mut Tensor) -> Result<Vec<u32>> {
+        self.choose_experts(logits, routing, weights)
+    }
+
+    fn route_backward(
+        &self,
+        dweights: &Tensor,
+        logits: &Tensor,
+        routing: &Routing<'_>,
+        experts: &[u32],
+        dlogits: &mut Tensor,
+    ) -> Result<()> {
+        self.gradient_of_choice(dweights, logits, routing, experts, dlogits)
+    }
+
+    fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()> {
+        self.forward_experts(x, weights, dispatch, layer, y)
+    }
+
+    fn experts_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dweights: &mut Tensor,
+        dx: Option<&mut Tensor>,
+    ) -> Result<()> {
+        self.backward_experts(dy, x, weights, dispatch, layer, gradients, dweights, dx)
+    }
+
+    fn sigmoid_gate(&self, x: &Tensor, gates: &Tensor, y: &mut Tensor) -> Result<()> {
+        self.gate(x, gates, y)
+    }
+
+    fn sigmoid_gate_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        gates: &Tensor,
+        dx: &mut Tensor,
+        dgates: &mut Tensor,
+    ) -> Result<()> {
+        self.gradient_of_gate(dy, x, gates, dx, dgates)
     }
 }
 

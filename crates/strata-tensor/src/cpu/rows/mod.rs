@@ -13,10 +13,12 @@ pub(crate) mod adamw;
 pub(crate) mod convert;
 pub(crate) mod draw;
 pub(crate) mod exp;
+pub(crate) mod experts;
 pub(crate) mod gate;
 mod lanes;
 pub(crate) mod norm;
 pub(crate) mod rope;
+pub(crate) mod route;
 pub(crate) mod softmax;
 pub(crate) mod swiglu;
 #[cfg(test)]

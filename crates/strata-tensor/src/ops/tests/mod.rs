@@ -4,6 +4,7 @@
 #![allow(clippy::single_range_in_vec_init)]
 
 mod composite;
+mod moe;
 mod toy;
 
 use std::cell::RefCell;
@@ -28,7 +29,7 @@ fn backend() -> CpuBackend {
 struct Nowhere;
 
 impl LoraGradients for Nowhere {
-    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+    fn layers_at(&mut self, sites: &[LoraSite], _: usize) -> Vec<Option<LoraGradient<'_>>> {
         sites.iter().map(|_| None).collect()
     }
 }

@@ -33,14 +33,20 @@ const MODULES: [(usize, usize, usize, usize); 8] = [
 const LINEARS: [(usize, usize); 5] = [(HIDDEN, 24), (12, HIDDEN), (HIDDEN, 2 * MLP), (MLP, HIDDEN), (HIDDEN, VOCAB)];
 const UNEMBED: usize = 4;
 
-/// Accumulators by site.
+/// Accumulators by site: of the layer that it names, and of those that follow.
 #[derive(Default)]
 pub(super) struct Gradients(Vec<(LoraSite, Tensor, Tensor)>);
 
 impl Gradients {
     /// Begins to accumulate for a site.
     pub(super) fn open(&mut self, site: LoraSite, rank: usize, inputs: usize, outputs: usize) {
-        self.0.push((site, Tensor::zeros(&[rank, inputs], DType::F32), Tensor::zeros(&[rank, outputs], DType::F32)));
+        self.open_layers(site, 1, rank, inputs, outputs);
+    }
+
+    /// Begins to accumulate for so many layers from that of a site on.
+    pub(super) fn open_layers(&mut self, site: LoraSite, num_layers: usize, rank: usize, inputs: usize, outputs: usize) {
+        let zeros = |width| Tensor::zeros(&[num_layers, rank, width], DType::F32);
+        self.0.push((site, zeros(inputs), zeros(outputs)));
     }
 
     /// Gradients of A and of B transposed.
@@ -57,11 +63,11 @@ impl Gradients {
 }
 
 impl LoraGradients for Gradients {
-    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+    fn layers_at(&mut self, sites: &[LoraSite], num_layers: usize) -> Vec<Option<LoraGradient<'_>>> {
         let mut all: Vec<_> = sites.iter().map(|_| None).collect();
         for (site, a, b) in &mut self.0 {
             if let Some(i) = sites.iter().position(|s| s == site) {
-                all[i] = Some(LoraGradient { a: a.as_mut(), b: b.as_mut() });
+                all[i] = Some(LoraGradient { a: a.rows_mut(0..num_layers), b: b.rows_mut(0..num_layers) });
             }
         }
         all

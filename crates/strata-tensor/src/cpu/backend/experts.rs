@@ -1,0 +1,294 @@
+//! Mixtures of experts: expert after expert, each the linear layers that it is, on rows gathered from the tokens that chose it.
+//!
+//! At Qwen3-30B-A3B's shape (hidden 2048, 128 experts of 768, 8 of them for each token) 1,024 tokens are 64 rows an expert, whose two layers read 9.4 MB of bf16 for
+//! 0.6 GFLOP: bound by arithmetic. A decode step is a row or two for each expert that is chosen, and reads each once: bound by memory.
+//!
+//! What an expert makes of its rows is small enough to stay in cache, and it is gone before the next begins: on the way back it is made again.
+//! Experts follow each other in order, and so do a token's sums over them.
+
+use super::{CpuBackend, rows_mut, with_element};
+use crate::backend::LoraGradient;
+use crate::cpu::rows::{convert, experts, route};
+use crate::cpu::threads::SharedMut;
+use crate::memory::Memory;
+use crate::moe::{Dispatch, ExpertActivation, ExpertRows, Experts, RouterScores, Routing, Sequences};
+use crate::tape::Linear;
+use crate::{DType, Result, Tensor};
+
+/// What looking at a logit costs, in elements that are streamed: a choice looks at one after the other, once for each expert that is chosen.
+const LOOK_ELEMENTS: usize = 4;
+
+fn scores<'a>(routing: &Routing<'a>) -> Result<route::Scores<'a>> {
+    Ok(match routing.scores {
+        RouterScores::Softmax => route::Scores::Softmax,
+        RouterScores::SoftmaxOfChosen => route::Scores::SoftmaxOfChosen,
+        RouterScores::Sigmoid(s) => route::Scores::Sigmoid {
+            correction: s.correction_bias.map(|bias| bias.slice()).transpose()?,
+            num_groups: s.num_groups,
+            top_groups: s.top_groups,
+            normalize: s.normalize,
+            scale: s.scaling_factor,
+        },
+    })
+}
+
+/// The accumulators of an expert's own layer: of the groups that reach it, its entries of what is for all experts.
+fn own_gradients<'g>(
+    rows: &ExpertRows<'_>,
+    layer: &Linear<'_>,
+    all: &'g mut [Option<LoraGradient<'_>>],
+) -> Vec<Option<LoraGradient<'g>>> {
+    let reached = layer.lora.iter().flat_map(|g| std::iter::repeat_n(rows.reach(g), g.projections.len()));
+    let of_expert = |g: &'g mut LoraGradient<'_>| LoraGradient {
+        a: g.a.reborrow().into_row(rows.expert),
+        b: g.b.reborrow().into_row(rows.expert),
+    };
+    all.iter_mut().zip(reached).filter(|(_, reached)| *reached).map(|(g, _)| g.as_mut().map(of_expert)).collect()
+}
+
+impl CpuBackend {
+    pub(super) fn choose_experts(&self, logits: &Tensor, routing: &Routing<'_>, weights: &mut Tensor) -> Result<Vec<u32>> {
+        let (n, k, scores) = (logits.shape().row_len(), routing.top_k, scores(routing)?);
+        let (num_rows, logits) = (logits.rows(), logits.slice::<f32>()?);
+        let mut chosen = vec![0; num_rows * k];
+        let (shared, weights) = (SharedMut::new(&mut chosen), SharedMut::new(weights.slice_mut::<f32>()?));
+        self.over_rows(num_rows, LOOK_ELEMENTS * n * k, |rows| {
+            // SAFETY: tasks have rows of their own.
+            let (chosen, weights) = unsafe { (rows_mut(&shared, &rows, k), rows_mut(&weights, &rows, k)) };
+            route::route(self.isa, scores, &logits[rows.start * n..rows.end * n], n, k, chosen, weights);
+        });
+        Ok(chosen)
+    }
+
+    pub(super) fn gradient_of_choice(
+        &self,
+        dweights: &Tensor,
+        logits: &Tensor,
+        routing: &Routing<'_>,
+        chosen: &[u32],
+        dlogits: &mut Tensor,
+    ) -> Result<()> {
+        let (n, k, scores) = (logits.shape().row_len(), routing.top_k, scores(routing)?);
+        let (num_rows, dweights, logits) = (logits.rows(), dweights.slice::<f32>()?, logits.slice::<f32>()?);
+        let dlogits = SharedMut::new(dlogits.slice_mut::<f32>()?);
+        self.over_rows(num_rows, n, |rows| {
+            // SAFETY: tasks have rows of their own.
+            let dlogits = unsafe { rows_mut(&dlogits, &rows, n) };
+            let (of_k, of_n) = (rows.start * k..rows.end * k, rows.start * n..rows.end * n);
+            route::route_backward(self.isa, scores, &dweights[of_k.clone()], &logits[of_n], n, k, &chosen[of_k], dlogits);
+        });
+        Ok(())
+    }
+
+    pub(super) fn forward_experts(
+        &self,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        self.fill_zero(y.as_mut())?;
+        let weights = weights.slice::<f32>()?;
+        let intermediate = layer.down.weight.in_features();
+        for rows in dispatch.experts() {
+            let own_weights = weights_of(&rows, weights);
+            let own_x = self.gather_tokens(x, &rows)?;
+            let mut gate_up = self.scratch(&[rows.len(), 2 * intermediate], DType::F32)?;
+            self.forward_linear(&own_x, &rows.layer(&layer.gate_up, Sequences::Untold), Some(&mut gate_up))?;
+            drop(own_x);
+            let activated = self.activate(layer.activation, &gate_up, &own_weights, x.dtype())?;
+            drop(gate_up);
+            let mut down = rows.layer(&layer.down, Sequences::Untold);
+            let bias = down.bias.take().map(|bias| bias.slice::<f32>()).transpose()?;
+            let mut out = self.scratch(&[rows.len(), down.weight.out_features()], DType::F32)?;
+            self.forward_linear(&activated, &down, Some(&mut out))?;
+            self.scatter_add(&out, &rows, bias.map(|bias| (bias, &own_weights[..])), y)?;
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn backward_experts(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        dweights: &mut Tensor,
+        mut dx: Option<&mut Tensor>,
+    ) -> Result<()> {
+        if let Some(dx) = &mut dx {
+            self.fill_zero(dx.as_mut())?;
+        }
+        let (weights, dweights) = (weights.slice::<f32>()?, dweights.slice_mut::<f32>()?);
+        let pairs_of_gate_up = layer.gate_up.lora.iter().map(|g| g.projections.len()).sum();
+        let (of_gate_up, of_down) = gradients.split_at_mut(pairs_of_gate_up);
+        for rows in dispatch.experts() {
+            let own_weights = weights_of(&rows, weights);
+            let own_x = self.gather_tokens(x, &rows)?;
+            let intermediate = layer.down.weight.in_features();
+            let mut gate_up = self.scratch(&[rows.len(), 2 * intermediate], DType::F32)?;
+            let gate_up_layer = rows.layer(&layer.gate_up, Sequences::Told);
+            let low_of_gate_up = self.forward_linear(&own_x, &gate_up_layer, Some(&mut gate_up))?;
+
+            let down_layer = rows.layer(&layer.down, Sequences::Told);
+            let own_dy = self.gather_tokens(dy, &rows)?;
+            let mut dactivated = self.scratch(&[rows.len(), intermediate], DType::F32)?;
+            {
+                let activated = self.activate(layer.activation, &gate_up, &own_weights, x.dtype())?;
+                let low = self.forward_linear(&activated, &down_layer, None)?;
+                let mut own = own_gradients(&rows, &layer.down, of_down);
+                self.backward_linear(&own_dy, &activated, &low, &down_layer, &mut own, Some(&mut dactivated))?;
+            }
+            let mut own_dweights = vec![0.0; rows.len()];
+            let dgate_up =
+                self.activate_backward(layer.activation, &dactivated, &gate_up, &own_weights, x.dtype(), &mut own_dweights)?;
+            drop((gate_up, dactivated));
+            if let Some(bias) = down_layer.bias {
+                self.add_dots(&own_dy, bias.slice()?, &mut own_dweights)?;
+            }
+            rows.places.iter().zip(&own_dweights).for_each(|(&place, &d)| dweights[place] = d);
+            drop(own_dy);
+
+            let mut own = own_gradients(&rows, &layer.gate_up, of_gate_up);
+            let mut own_dx = match dx {
+                Some(_) => Some(self.scratch(&[rows.len(), x.shape().row_len()], DType::F32)?),
+                None => None,
+            };
+            self.backward_linear(&dgate_up, &own_x, &low_of_gate_up, &gate_up_layer, &mut own, own_dx.as_mut())?;
+            if let (Some(own_dx), Some(dx)) = (&own_dx, &mut dx) {
+                self.scatter_add(own_dx, &rows, None, dx)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The rows of tokens that chose an expert.
+    fn gather_tokens(&self, x: &Tensor, rows: &ExpertRows<'_>) -> Result<Tensor> {
+        let n = x.shape().row_len();
+        let mut own = self.scratch(&[rows.len(), n], x.dtype())?;
+        with_element!(x.dtype(), T => {
+            let (x, own) = (x.slice::<T>()?, SharedMut::new(own.slice_mut::<T>()?));
+            self.over_rows(rows.len(), n, |range| {
+                // SAFETY: tasks have rows of their own.
+                let own = unsafe { rows_mut(&own, &range, n) };
+                for (row, own) in range.zip(own.chunks_exact_mut(n)) {
+                    own.copy_from_slice(&x[rows.token(row) * n..][..n]);
+                }
+            });
+        });
+        Ok(own)
+    }
+
+    /// Adds rows to those of their tokens, each with the bias of its expert as often as it weighs.
+    fn scatter_add(&self, own: &Tensor, rows: &ExpertRows<'_>, bias: Option<(&[f32], &[f32])>, y: &mut Tensor) -> Result<()> {
+        let n = own.shape().row_len();
+        let (own, y) = (own.slice::<f32>()?, SharedMut::new(y.slice_mut::<f32>()?));
+        self.over_rows(rows.len(), n, |range| {
+            for row in range {
+                let token = rows.token(row);
+                // SAFETY: a token chooses an expert once, so that tasks have tokens of their own.
+                let y = unsafe { rows_mut(&y, &(token..token + 1), n) };
+                convert::add(self.isa, &own[row * n..][..n], y);
+                if let Some((bias, weights)) = bias {
+                    experts::add_scaled(self.isa, bias, weights[row], y);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn activate(&self, activation: ExpertActivation, gate_up: &Tensor, weights: &[f32], dtype: DType) -> Result<Tensor> {
+        let n = gate_up.shape().row_len() / 2;
+        let mut activated = self.scratch(&[gate_up.rows(), n], dtype)?;
+        let (num_rows, gate_up) = (gate_up.rows(), gate_up.slice::<f32>()?);
+        with_element!(dtype, T => {
+            let out = SharedMut::new(activated.slice_mut::<T>()?);
+            self.over_rows(num_rows, 2 * n, |rows| {
+                // SAFETY: tasks have rows of their own.
+                let out = unsafe { rows_mut(&out, &rows, n) };
+                let gate_up = &gate_up[rows.start * 2 * n..rows.end * 2 * n];
+                experts::activate(self.isa, activation, gate_up, &weights[rows], n, out);
+            });
+        });
+        Ok(activated)
+    }
+
+    /// Answers the gradient of `gate_up` in `dtype`, and writes that of the weights.
+    fn activate_backward(
+        &self,
+        activation: ExpertActivation,
+        dy: &Tensor,
+        gate_up: &Tensor,
+        weights: &[f32],
+        dtype: DType,
+        dweights: &mut [f32],
+    ) -> Result<Tensor> {
+        let n = dy.shape().row_len();
+        let mut dgate_up = self.scratch(&[gate_up.rows(), 2 * n], dtype)?;
+        let (num_rows, gate_up, dy) = (gate_up.rows(), gate_up.slice::<f32>()?, dy.slice::<f32>()?);
+        let dweights = SharedMut::new(dweights);
+        with_element!(dtype, T => {
+            let out = SharedMut::new(dgate_up.slice_mut::<T>()?);
+            self.over_rows(num_rows, 2 * n, |rows| {
+                // SAFETY: tasks have rows of their own.
+                let (out, dweights) = unsafe { (rows_mut(&out, &rows, 2 * n), rows_mut(&dweights, &rows, 1)) };
+                let gate_up = &gate_up[rows.start * 2 * n..rows.end * 2 * n];
+                let dy = &dy[rows.start * n..rows.end * n];
+                experts::activate_backward(self.isa, activation, dy, gate_up, &weights[rows], n, out, dweights);
+            });
+        });
+        Ok(dgate_up)
+    }
+
+    /// Adds to each the product of its row with a vector.
+    fn add_dots(&self, rows: &Tensor, vector: &[f32], sums: &mut [f32]) -> Result<()> {
+        with_element!(rows.dtype(), T => {
+            let rows = rows.slice::<T>()?.chunks_exact(vector.len());
+            rows.zip(sums).for_each(|(row, sum)| *sum += experts::dot(self.isa, row, vector));
+        });
+        Ok(())
+    }
+
+    pub(super) fn gate(&self, x: &Tensor, gates: &Tensor, y: &mut Tensor) -> Result<()> {
+        let n = x.shape().row_len();
+        let (num_rows, x, gates) = (x.rows(), x.slice::<f32>()?, gates.slice::<f32>()?);
+        with_element!(y.dtype(), T => {
+            let y = SharedMut::new(y.slice_mut::<T>()?);
+            self.over_rows(num_rows, n, |rows| {
+                // SAFETY: tasks have rows of their own.
+                let y = unsafe { rows_mut(&y, &rows, n) };
+                experts::sigmoid_gate(self.isa, &x[rows.start * n..rows.end * n], &gates[rows], n, y);
+            });
+        });
+        Ok(())
+    }
+
+    pub(super) fn gradient_of_gate(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        gates: &Tensor,
+        dx: &mut Tensor,
+        dgates: &mut Tensor,
+    ) -> Result<()> {
+        let n = x.shape().row_len();
+        let (num_rows, dy, x, gates) = (x.rows(), dy.slice::<f32>()?, x.slice::<f32>()?, gates.slice::<f32>()?);
+        let (dx, dgates) = (SharedMut::new(dx.slice_mut::<f32>()?), SharedMut::new(dgates.slice_mut::<f32>()?));
+        self.over_rows(num_rows, n, |rows| {
+            // SAFETY: tasks have rows of their own.
+            let (dx, dgates) = unsafe { (rows_mut(&dx, &rows, n), rows_mut(&dgates, &rows, 1)) };
+            let range = rows.start * n..rows.end * n;
+            experts::sigmoid_gate_backward(self.isa, &dy[range.clone()], &x[range], &gates[rows], n, dx, dgates);
+        });
+        Ok(())
+    }
+}
+
+/// What the choices that rows are of weigh.
+fn weights_of(rows: &ExpertRows<'_>, weights: &[f32]) -> Vec<f32> {
+    rows.places.iter().map(|&place| weights[place]).collect()
+}
