@@ -26,8 +26,8 @@ import shutil
 import sys
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = pathlib.Path(__file__).parent / "fixtures"
@@ -138,7 +138,37 @@ DENSE = [
         theta=10000.0, rope=dict(rope_type="dynamic", factor=2.0), lengths=[90, 16, 17, 18],
     ),
 ]
-for spec in DENSE:
+# Mixtures of experts. An adapter with `experts` has pairs for each expert too, in the files' form of the Tinker tools; what it computes is what the model
+# with merged weights does.
+MOE = [
+    # Weights divided by their sum, a dense layer between, experts with tensors of their own.
+    dict(
+        name="qwen3_moe_f32", family="qwen3_moe",
+        config=dict(vocab_size=83, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
+                    mlp_only_layers=[1], norm_topk_prob=True, tie_word_embeddings=False),
+        theta=10000.0, lengths=[1, 70, 33],
+        adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2)),
+    ),
+    # Weights as they are, every second layer, all experts of a layer in one tensor.
+    dict(
+        name="qwen3_moe_fused_f32", family="qwen3_moe",
+        config=dict(vocab_size=61, hidden_size=28, intermediate_size=30, num_hidden_layers=4, num_attention_heads=2,
+                    num_key_value_heads=1, head_dim=14, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=18,
+                    decoder_sparse_step=2, norm_topk_prob=False, tie_word_embeddings=True),
+        theta=10000.0, lengths=[40, 3], layout="fused",
+        adapters=dict(experts_r3=dict(rank=3, targets=ATTENTION, experts=1)),
+    ),
+    # One tensor, the other way round.
+    dict(
+        name="qwen3_moe_flipped_f32", family="qwen3_moe",
+        config=dict(vocab_size=61, hidden_size=26, intermediate_size=30, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=1, head_dim=14, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=22,
+                    norm_topk_prob=True, tie_word_embeddings=True, use_sliding_window=True, sliding_window=11),
+        theta=10000.0, lengths=[30, 3], layout="flipped", adapters=dict(r2=dict(rank=2, targets=ATTENTION)),
+    ),
+]
+for spec in DENSE + MOE:
     FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
 
 
@@ -173,8 +203,25 @@ def save_model(model, spec, directory):
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def fuse_experts(path, layout):
+    """Rewrites a checkpoint so that all experts of a layer are one tensor: `[experts, out, in]`, or flipped `[experts, in, out]`."""
+    tensors, experts = load_file(path), {}
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        prefix, rest = name.split(".experts.")
+        expert, projection, _ = rest.split(".")
+        experts.setdefault(prefix, {}).setdefault(int(expert), {})[projection] = tensors.pop(name)
+    for prefix, of_layer in experts.items():
+        each = [of_layer[expert] for expert in sorted(of_layer)]
+        fused = dict(gate_up_proj=torch.stack([torch.cat([e["gate_proj"], e["up_proj"]]) for e in each]),
+                     down_proj=torch.stack([e["down_proj"] for e in each]))
+        for name, tensor in fused.items():
+            tensors[f"{prefix}.experts.{name}"] = (tensor.transpose(1, 2) if layout == "flipped" else tensor).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def load_model(directory, dtype):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager",
+                                                experts_implementation="eager").eval()
 
 
 def token_lists(spec, seed):
@@ -192,7 +239,7 @@ def next_logprobs(logits, tokens):
 
 def observe(model, tokens):
     """Runs one sequence alone and returns everything worth comparing."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if isinstance(model, (PeftModel, WithExperts)) else model
     seen, hooks = {}, []
 
     def keep(name):
@@ -253,6 +300,9 @@ def cross_entropy(model, sequences):
 
 def peft_named(model, tensor_of):
     """`tensor_of(parameter)` of every LoRA parameter under the name that PEFT saves it by."""
+    if isinstance(model, WithExperts):
+        of_experts = {name: tensor_of(pair).detach().float().clone() for name, pair in model.pairs.items()}
+        return of_experts | peft_named(model.peft, tensor_of)
     named = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -306,8 +356,67 @@ def make_adapter(model, spec, seed, directory):
     config_path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
+class WithExperts:
+    """A PEFT model whose experts have pairs too: their weights are made of the pairs before each pass, so that gradients reach them."""
+
+    NAMES = dict(w1="gate", w3="up", w2="down")
+
+    def __init__(self, peft, tensors, scale):
+        self.peft, self.scale = peft, scale
+        self.pairs = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items() if ".experts." in name}
+        self.plain = {name: parameter.detach().clone() for name, parameter in peft.named_parameters() if ".experts." in name}
+
+    def weights(self):
+        merged = {}
+        for name, plain in self.plain.items():
+            layer = name.split(".experts.")[0]
+            delta = lambda w: torch.einsum("eor,eri->eoi", self.pairs[f"{layer}.experts.{w}.lora_B.weight"],
+                                           self.pairs[f"{layer}.experts.{w}.lora_A.weight"]) * self.scale
+            merged[name] = plain + (delta("w2") if name.endswith("down_proj") else torch.cat([delta("w1"), delta("w3")], dim=1))
+        return merged
+
+    def __call__(self, **inputs):
+        return torch.func.functional_call(self.peft, self.weights(), kwargs=inputs)
+
+    def get_base_model(self):
+        return self.peft.get_base_model()
+
+    def zero_grad(self):
+        self.peft.zero_grad()
+        for pair in self.pairs.values():
+            pair.grad = None
+
+
+def add_experts(model, spec, seed, directory):
+    """Adds pairs of experts to an adapter that was written."""
+    torch.manual_seed(seed)
+    path, rank = directory / "adapter_model.safetensors", spec["experts"]
+    tensors = load_file(path)
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            continue
+        layer = "base_model.model." + name.split(".experts.")[0]
+        count, out, width = parameter.shape
+        for w, rows in (("w2", out),) if name.endswith("down_proj") else (("w1", out // 2), ("w3", out // 2)):
+            tensors[f"{layer}.experts.{w}.lora_A.weight"] = 0.1 * torch.randn(count, rank, width)
+            tensors[f"{layer}.experts.{w}.lora_B.weight"] = 0.1 * spec["rank"] / 32 * torch.randn(count, rows, rank)
+    save_file(tensors, path, metadata={"format": "pt"})
+    config_path = directory / "adapter_config.json"
+    config = json.loads(config_path.read_text())
+    config["target_modules"] = sorted(config["target_modules"] + ["w1", "w2", "w3"])
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def load_adapter(base_directory, adapter_directory, dtype):
-    return PeftModel.from_pretrained(load_model(base_directory, dtype), adapter_directory, is_trainable=True).eval()
+    tensors = load_file(adapter_directory / "adapter_model.safetensors")
+    if not any(".experts." in name for name in tensors):
+        return PeftModel.from_pretrained(load_model(base_directory, dtype), adapter_directory, is_trainable=True).eval()
+    config = LoraConfig.from_pretrained(adapter_directory)
+    config.inference_mode = False
+    config.target_modules = {name for name in config.target_modules if name not in WithExperts.NAMES}
+    peft = get_peft_model(load_model(base_directory, dtype), config)
+    set_peft_model_state_dict(peft, {name: tensor for name, tensor in tensors.items() if ".experts." not in name})
+    return WithExperts(peft.eval(), tensors, config.lora_alpha / config.r)
 
 
 def make_fixture(spec, seed):
@@ -329,6 +438,8 @@ def make_fixture(spec, seed):
 
     for index, (name, adapter) in enumerate(spec["adapters"].items()):
         make_adapter(load_model(model_directory, torch.float32), adapter, seed + 10 + index, directory / name)
+        if "experts" in adapter:
+            add_experts(load_model(model_directory, torch.float32), adapter, seed + 10 + index, directory / name)
         model = load_adapter(model_directory, directory / name, torch.float32)
         # The first adapter of a fixture has every value, the others what depends on the modules they touch.
         values = outputs(model, sequences)
@@ -346,6 +457,8 @@ def make_fixture(spec, seed):
             values |= gradients(half, sequences, "bf16.")
         values = {key: value for key, value in values.items() if not key.endswith("embeds")}
         save_file(values, directory / f"{name}.safetensors")
+    if "layout" in spec:
+        fuse_experts(model_directory / "model.safetensors", spec["layout"])
     return True
 
 

@@ -130,9 +130,9 @@ pub(crate) fn pack(model: &Model, config: LoraConfig, weights: &LoraParams) -> R
 pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes {
     let (mut parameters, mut frozen) = (0, 0);
     for (_, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
-        parameters += m.layers.len() as u64 * config.rank as u64 * (m.in_features + m.out_features) as u64;
-        let packed = |n_in, n_out| model.backend().packed_bytes(m.layers.len(), n_in, n_out, model.dtype().into()) as u64;
-        frozen += packed(m.in_features, config.rank) + packed(config.rank, m.out_features);
+        parameters += m.entries() as u64 * config.rank_of(m) as u64 * (m.in_features + m.out_features) as u64;
+        let packed = |n_in, n_out| model.backend().packed_bytes(m.entries(), n_in, n_out, model.dtype().into()) as u64;
+        frozen += packed(m.in_features, config.rank_of(m)) + packed(config.rank_of(m), m.out_features);
     }
     // In training: weights, gradient and two moments in f32, and the packed copy.
     AdapterBytes { training: parameters * 16 + frozen, frozen, captured: parameters * 12 }
@@ -154,6 +154,7 @@ pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, St
         attention: spec.train_attn,
         mlp: spec.train_mlp,
         unembed: spec.train_unembed,
+        expert_rank: None,
         left_out: ModuleSet::NONE,
     };
     config.validate().map_err(|e| e.to_string())?;

@@ -27,6 +27,8 @@ pub const INTERMEDIATE_SIZE_MAX: usize = 1 << 18;
 pub const NUM_LAYERS_MAX: usize = 1024;
 /// The most attention heads that are accepted.
 pub const NUM_HEADS_MAX: usize = 1024;
+/// The most experts of a layer that are accepted.
+pub const EXPERTS_MAX: usize = 1024;
 /// The widest attention head that is accepted.
 pub const HEAD_DIM_MAX: usize = 1024;
 /// The longest context that is accepted.

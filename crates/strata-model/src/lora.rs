@@ -20,6 +20,17 @@ pub enum Part {
     Unembed,
 }
 
+/// The experts of a layer that have a linear layer each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertModule {
+    /// How many there are.
+    pub count: usize,
+    /// Last part of the Hugging Face path of one: `gate_proj` of `mlp.experts.7.gate_proj`.
+    pub projection: &'static str,
+    /// What the Tinker tools call it, all experts in one tensor: `w1` of `mlp.experts.w1`.
+    pub tinker_name: &'static str,
+}
+
 /// A linear layer, or a stack of them, that can carry LoRA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoraModule {
@@ -29,10 +40,24 @@ pub struct LoraModule {
     pub part: Part,
     /// Numbers in a checkpoint of the decoder layers that have it, in the order of its stacks; one entry for the unembedding.
     pub layers: Vec<usize>,
+    /// Of a layer's experts; `None`: a layer has one.
+    pub experts: Option<ExpertModule>,
     /// Input features.
     pub in_features: usize,
     /// Output features.
     pub out_features: usize,
+}
+
+impl LoraModule {
+    /// Entries of its stacks: one for each layer, or for each expert of each layer.
+    pub fn entries(&self) -> usize {
+        self.layers.len() * self.entries_of_layer()
+    }
+
+    /// Entries of one layer, which are neighbours.
+    pub fn entries_of_layer(&self) -> usize {
+        self.experts.map_or(1, |experts| experts.count)
+    }
 }
 
 /// The largest rank that is accepted.
@@ -64,8 +89,10 @@ impl ModuleSet {
 /// The shape of an adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraConfig {
-    /// Rank of every pair.
+    /// Rank of every pair but those of experts.
     pub rank: usize,
+    /// Rank of the pairs of experts; `None`: [`LoraConfig::rank`] divided by their number, at least 1.
+    pub expert_rank: Option<usize>,
     /// Numerator of the scale `alpha / rank`.
     pub alpha: f32,
     /// Whether attention projections carry LoRA.
@@ -79,7 +106,16 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// The factor of the low-rank product.
+    /// Rank of the pairs of a module.
+    pub fn rank_of(&self, module: &LoraModule) -> usize {
+        match (module.experts, self.expert_rank) {
+            (None, _) => self.rank,
+            (Some(_), Some(rank)) => rank,
+            (Some(experts), None) => (self.rank / experts.count).max(1),
+        }
+    }
+
+    /// The factor of the low-rank product, the same for all modules: the Tinker tools know one rank and one alpha.
     pub fn scale(&self) -> f32 {
         self.alpha / self.rank as f32
     }
@@ -103,8 +139,8 @@ impl LoraConfig {
     /// # Errors
     /// If the rank is 0 or above [`RANK_MAX`], or no part is trained.
     pub fn validate(&self) -> Result<()> {
-        if self.rank == 0 || self.rank > RANK_MAX {
-            return Err(Error::Lora(format!("rank {} is not between 1 and {RANK_MAX}", self.rank)));
+        if let Some(rank) = [self.rank].into_iter().chain(self.expert_rank).find(|rank| !(1..=RANK_MAX).contains(rank)) {
+            return Err(Error::Lora(format!("rank {rank} is not between 1 and {RANK_MAX}")));
         }
         if !(self.attention || self.mlp || self.unembed) {
             return Err(Error::Lora("an adapter must train attention, MLP or unembedding; all three are off".into()));
@@ -119,9 +155,9 @@ impl LoraConfig {
 /// One quantity of one module of an adapter, for all layers.
 #[derive(Debug)]
 pub struct LoraStack {
-    /// `[num_layers, rank, in_features]`, f32.
+    /// `[entries, rank, in_features]`, f32; see [`LoraModule::entries`].
     pub a: Tensor,
-    /// B transposed: `[num_layers, rank, out_features]`, f32.
+    /// B transposed: `[entries, rank, out_features]`, f32.
     pub b: Tensor,
 }
 
@@ -132,8 +168,8 @@ impl LoraStack {
     /// If the backend has no memory.
     pub(crate) fn zeros(backend: &dyn Backend, module: &LoraModule, rank: usize) -> Result<Self> {
         Ok(LoraStack {
-            a: backend.zeros(&[module.layers.len(), rank, module.in_features], DType::F32)?,
-            b: backend.zeros(&[module.layers.len(), rank, module.out_features], DType::F32)?,
+            a: backend.zeros(&[module.entries(), rank, module.in_features], DType::F32)?,
+            b: backend.zeros(&[module.entries(), rank, module.out_features], DType::F32)?,
         })
     }
 }
@@ -152,7 +188,7 @@ impl LoraParams {
     /// If the backend has no memory.
     pub fn zeros(backend: &dyn Backend, modules: &[LoraModule], config: &LoraConfig) -> Result<Self> {
         let stack = |(i, m): (usize, &LoraModule)| match config.carries(i, m) {
-            true => LoraStack::zeros(backend, m, config.rank).map(Some),
+            true => LoraStack::zeros(backend, m, config.rank_of(m)).map(Some),
             false => Ok(None),
         };
         Ok(LoraParams { stacks: modules.iter().enumerate().map(stack).collect::<Result<_>>()? })
@@ -168,8 +204,8 @@ impl LoraParams {
         for (index, (module, stack)) in modules.iter().zip(&mut params.stacks).enumerate() {
             let Some(stack) = stack else { continue };
             let bound = 1.0 / (module.in_features as f32).sqrt();
-            let mut values = vec![0.0; config.rank * module.in_features];
-            for layer in 0..module.layers.len() {
+            let mut values = vec![0.0; config.rank_of(module) * module.in_features];
+            for layer in 0..module.entries() {
                 let key = [seed, (index as u64) << 32 | layer as u64];
                 for (place, value) in values.iter_mut().enumerate() {
                     *value = (strata_tensor::random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
@@ -245,9 +281,9 @@ impl Adapter {
                 pairs.push(None);
                 continue;
             };
-            let mut a = backend.packed(module.layers.len(), module.in_features, config.rank, dtype.into())?;
-            let mut b = backend.packed(module.layers.len(), config.rank, module.out_features, dtype.into())?;
-            for layer in 0..module.layers.len() {
+            let mut a = backend.packed(module.entries(), module.in_features, config.rank_of(module), dtype.into())?;
+            let mut b = backend.packed(module.entries(), config.rank_of(module), module.out_features, dtype.into())?;
+            for layer in 0..module.entries() {
                 backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
                 backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
             }

@@ -10,7 +10,7 @@ use strata_tensor::{
     random, read_logits, target_logprobs,
 };
 
-use crate::architectures::{self, BatchInputs, Decoder, Observed, Observer, WeightSource};
+use crate::architectures::{self, BatchInputs, Decoder, FusedExpert, Observed, Observer, Parameter, WeightSource};
 use crate::checkpoint::{Checkpoint, CheckpointReader, first_not_finite};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
@@ -378,9 +378,19 @@ fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     if config.tie_word_embeddings {
         reader.ignore("lm_head.weight");
     }
-    for (name, shape) in architectures::parameter_shapes(config) {
-        reader.require(&name, &shape);
-    }
+    architectures::for_each_parameter(config, |p| match fused_in(checkpoint, p) {
+        // The experts of a layer have it together; it is asked for once.
+        Some(fused) if fused.expert > 0 || fused.first > 0 => {}
+        Some(fused) => {
+            let shape = [fused.num_experts, fused.rows, fused.columns];
+            let flipped = [fused.num_experts, fused.columns, fused.rows];
+            let is_flipped = checkpoint.shape(&fused.name) == Some(&flipped[..]) && shape != flipped;
+            reader.require(&fused.name, if is_flipped { &flipped } else { &shape });
+        }
+        None => {
+            reader.require(&p.name, &p.shape);
+        }
+    });
     reader.finish()
 }
 
@@ -389,14 +399,73 @@ struct CheckpointWeights<'c> {
     checkpoint: &'c Checkpoint,
 }
 
-impl WeightSource for CheckpointWeights<'_> {
-    fn read(
-        &mut self,
+/// Where a parameter of an expert lies, if the checkpoint has all experts of its layer in one tensor.
+fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p FusedExpert> {
+    parameter.fused.as_ref().filter(|fused| !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name))
+}
+
+impl CheckpointWeights<'_> {
+    /// Passes rows that were read to `store`, if they are finite numbers.
+    fn pass_on(
+        &self,
         name: &str,
-        shape: &[usize],
+        first_element: usize,
+        first: usize,
+        rows: HostRef<'_>,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        if let Some((place, value)) = first_not_finite(rows) {
+            let (at, dtype) = (first_element + place, rows.dtype());
+            return Err(self
+                .checkpoint
+                .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
+        }
+        store(first, rows)
+    }
+
+    /// The rows of one expert of a tensor that has all of a layer.
+    fn read_fused(
+        &self,
+        fused: &FusedExpert,
+        rows: usize,
         dtype: DType,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
+        let Some(tensor) = self.checkpoint.tensor(&fused.name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {}", fused.name)));
+        };
+        let (elements, size) = (fused.rows * fused.columns, dtype.size_bytes());
+        let expert = tensor.read_rows(fused.expert..fused.expert + 1, dtype)?;
+        let bytes = expert.as_ref().as_bytes();
+        let mut own = HostTensor::zeros(&[rows, fused.columns], dtype);
+        if tensor.shape[1] == fused.rows {
+            let first = fused.first * fused.columns * size;
+            own.bytes_mut().copy_from_slice(&bytes[first..][..rows * fused.columns * size]);
+        } else {
+            // `[columns, rows]`.
+            for (i, element) in own.bytes_mut().chunks_exact_mut(size).enumerate() {
+                let (row, column) = (fused.first + i / fused.columns, i % fused.columns);
+                element.copy_from_slice(&bytes[(column * fused.rows + row) * size..][..size]);
+            }
+        }
+        self.pass_on(&fused.name, fused.expert * elements, 0, own.as_ref(), store)?;
+        let of_expert = tensor.bytes.len() / fused.num_experts;
+        self.checkpoint.forget(&fused.name, fused.expert * of_expert..(fused.expert + 1) * of_expert);
+        Ok(())
+    }
+}
+
+impl WeightSource for CheckpointWeights<'_> {
+    fn read(
+        &mut self,
+        parameter: &Parameter,
+        dtype: DType,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let Parameter { name, shape, .. } = parameter;
+        if let Some(fused) = fused_in(self.checkpoint, parameter) {
+            return self.read_fused(fused, shape[0], dtype, store);
+        }
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
         };
@@ -405,13 +474,7 @@ impl WeightSource for CheckpointWeights<'_> {
             let first = rows.start;
             let bytes = rows.start * row_bytes..rows.end * row_bytes;
             let values = tensor.read_rows(rows, dtype)?;
-            if let Some((place, value)) = first_not_finite(values.as_ref()) {
-                let at = first * shape[1..].iter().product::<usize>() + place;
-                return Err(self
-                    .checkpoint
-                    .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
-            }
-            store(first, values.as_ref())?;
+            self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), store)?;
             // Else the files of a model would take as much memory as the model while it loads.
             self.checkpoint.forget(name, bytes);
         }
@@ -437,11 +500,11 @@ struct RandomWeights {
 impl WeightSource for RandomWeights {
     fn read(
         &mut self,
-        name: &str,
-        shape: &[usize],
+        parameter: &Parameter,
         dtype: DType,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
+        let Parameter { name, shape, .. } = parameter;
         let row_len = shape[1..].iter().product::<usize>();
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];

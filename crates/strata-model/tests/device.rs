@@ -22,7 +22,15 @@ fn config(tied: bool) -> ModelConfig {
 }
 
 fn lora() -> LoraConfig {
-    LoraConfig { rank: RANK, alpha: 8.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE }
+    LoraConfig {
+        rank: RANK,
+        alpha: 8.0,
+        attention: true,
+        mlp: true,
+        unembed: true,
+        expert_rank: None,
+        left_out: ModuleSet::NONE,
+    }
 }
 
 fn cpu() -> CpuBackend {

@@ -150,7 +150,15 @@ fn passes_take_no_more_memory_than_the_model_says() {
         let mut model = Model::random(backend, config.clone(), 1, dtype).unwrap();
         model.set_logits_chunk_bytes(3 << 20);
         for rank in [1, 32] {
-            let lora = LoraConfig { rank, alpha: 8.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE };
+            let lora = LoraConfig {
+                rank,
+                alpha: 8.0,
+                attention: true,
+                mlp: true,
+                unembed: true,
+                expert_rank: None,
+                left_out: ModuleSet::NONE,
+            };
             let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
             let adapter = model.pack_adapter(lora, &params).unwrap();
             for lengths in batches {

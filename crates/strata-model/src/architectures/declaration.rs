@@ -7,7 +7,7 @@ use strata_tensor::{Backend, DType, HostRef, PackedRef, PackedStack, Tensor, Ten
 
 use super::{MatrixShape, WeightSource};
 use crate::Result;
-use crate::lora::{LoraModule, Part};
+use crate::lora::{ExpertModule, LoraModule, Part};
 
 /// A stack of matrices, `[layers, out_features, in_features]`, in the layout of products.
 #[derive(Clone, Copy, Debug)]
@@ -23,9 +23,45 @@ pub(crate) struct Parameter {
     pub name: String,
     /// Its shape there.
     pub shape: Vec<usize>,
+    /// Where it lies if the checkpoint has all experts of a layer in one tensor.
+    pub fused: Option<FusedExpert>,
     /// The decoder layer it belongs to; `None` for the model's own.
     layer: Option<usize>,
     place: Place,
+}
+
+/// A part of a tensor that has all experts of a layer: `[experts, rows, columns]`, or `[experts, columns, rows]`.
+pub(crate) struct FusedExpert {
+    pub name: String,
+    pub num_experts: usize,
+    /// Rows of all that is fused for an expert.
+    pub rows: usize,
+    /// Columns: input features.
+    pub columns: usize,
+    /// Which expert.
+    pub expert: usize,
+    /// Its first row that is meant.
+    pub first: usize,
+}
+
+/// Some rows of an expert's matrix in a stack of the matrices of all experts.
+pub(crate) struct ExpertRows {
+    pub stack: MatrixId,
+    pub first: usize,
+    /// `gate_proj`.
+    pub projection: &'static str,
+    /// `w1`.
+    pub tinker_name: &'static str,
+    /// Name of the tensor that has all experts, and the rows of an expert in it: `gate_up_proj`.
+    pub fused: (&'static str, usize),
+}
+
+#[cfg(test)]
+impl Parameter {
+    /// One that goes nowhere.
+    pub(crate) fn named(name: &str, shape: &[usize]) -> Self {
+        Parameter { name: name.into(), shape: shape.to_vec(), fused: None, layer: None, place: Place::Table }
+    }
 }
 
 /// Where a parameter goes: the first row that it fills.
@@ -41,6 +77,8 @@ struct MatrixSpec {
     layers: usize,
     in_features: usize,
     out_features: usize,
+    /// Whether it is stored as it is computed with, however the others are.
+    is_exact: bool,
 }
 
 struct VectorSpec {
@@ -62,7 +100,7 @@ pub(crate) struct Declaration {
 impl Declaration {
     /// A stack of matrices, `label` being a word for people.
     pub(crate) fn matrix(&mut self, label: &'static str, layers: usize, in_features: usize, out_features: usize) -> MatrixId {
-        self.matrices.push(MatrixSpec { label, layers, in_features, out_features });
+        self.matrices.push(MatrixSpec { label, layers, in_features, out_features, is_exact: false });
         MatrixId(self.matrices.len() - 1)
     }
 
@@ -75,7 +113,13 @@ impl Declaration {
     /// A table of embeddings, read whole from `name`.
     pub(crate) fn table(&mut self, name: &str, rows: usize, width: usize) {
         self.table = Some([rows, width]);
-        self.parameters.push(Parameter { name: name.into(), shape: vec![rows, width], layer: None, place: Place::Table });
+        self.parameters.push(Parameter {
+            name: name.into(),
+            shape: vec![rows, width],
+            fused: None,
+            layer: None,
+            place: Place::Table,
+        });
     }
 
     /// A matrix of one layer, read whole from `name`.
@@ -88,7 +132,13 @@ impl Declaration {
     ) -> MatrixId {
         let id = self.matrix(label, 1, in_features, out_features);
         let place = Place::Matrix { id, layer: 0, first: 0 };
-        self.parameters.push(Parameter { name: name.into(), shape: vec![out_features, in_features], layer: None, place });
+        self.parameters.push(Parameter {
+            name: name.into(),
+            shape: vec![out_features, in_features],
+            fused: None,
+            layer: None,
+            place,
+        });
         id
     }
 
@@ -96,7 +146,7 @@ impl Declaration {
     pub(crate) fn single_vector(&mut self, name: &str, width: usize) -> VectorId {
         let id = self.vector(1, width);
         let place = Place::Vector { id, layer: 0, first: 0 };
-        self.parameters.push(Parameter { name: name.into(), shape: vec![width], layer: None, place });
+        self.parameters.push(Parameter { name: name.into(), shape: vec![width], fused: None, layer: None, place });
         id
     }
 
@@ -113,10 +163,60 @@ impl Declaration {
         for (layer, number) in layers.iter().enumerate() {
             let name = format!("model.layers.{number}.{path}.weight");
             let place = Place::Matrix { id, layer, first };
-            self.parameters.push(Parameter { name, shape: vec![rows, in_features], layer: Some(*number), place });
+            self.parameters.push(Parameter { name, shape: vec![rows, in_features], fused: None, layer: Some(*number), place });
         }
-        self.modules.push(LoraModule { path, part, layers: layers.to_vec(), in_features, out_features: rows });
+        self.modules.push(LoraModule { path, part, layers: layers.to_vec(), experts: None, in_features, out_features: rows });
         self.modules.len() - 1
+    }
+
+    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer,
+    /// and the module of adapters for them. Its place among the modules.
+    pub(crate) fn experts(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) -> usize {
+        let in_features = self.matrices[of.stack.0].in_features;
+        for (layer, number) in layers.iter().enumerate() {
+            let prefix = format!("model.layers.{number}.mlp.experts");
+            for expert in 0..num_experts {
+                let place = Place::Matrix { id: of.stack, layer: layer * num_experts + expert, first: of.first };
+                let (fused, fused_rows) = of.fused;
+                self.parameters.push(Parameter {
+                    name: format!("{prefix}.{expert}.{}.weight", of.projection),
+                    shape: vec![rows, in_features],
+                    fused: Some(FusedExpert {
+                        name: format!("{prefix}.{fused}"),
+                        num_experts,
+                        rows: fused_rows,
+                        columns: in_features,
+                        expert,
+                        first: of.first,
+                    }),
+                    layer: Some(*number),
+                    place,
+                });
+            }
+        }
+        let experts = ExpertModule { count: num_experts, projection: of.projection, tinker_name: of.tinker_name };
+        self.modules.push(LoraModule {
+            path: "mlp.experts",
+            part: Part::Mlp,
+            layers: layers.to_vec(),
+            experts: Some(experts),
+            in_features,
+            out_features: rows,
+        });
+        self.modules.len() - 1
+    }
+
+    /// `{path}.weight` of the decoder layers `layers` as a stack of matrices that carry no LoRA.
+    pub(crate) fn router(&mut self, path: &str, layers: &[usize], in_features: usize, rows: usize) -> MatrixId {
+        let id = self.matrix("router", layers.len(), in_features, rows);
+        // A choice that is off by little is another choice.
+        self.matrices[id.0].is_exact = true;
+        for (layer, number) in layers.iter().enumerate() {
+            let place = Place::Matrix { id, layer, first: 0 };
+            let name = format!("model.layers.{number}.{path}.weight");
+            self.parameters.push(Parameter { name, shape: vec![rows, in_features], fused: None, layer: Some(*number), place });
+        }
+        id
     }
 
     /// `{path}` of the decoder layers `layers`, in order, as elements `first..first + len` of a stack of vectors.
@@ -124,7 +224,7 @@ impl Declaration {
         for (layer, number) in layers.iter().enumerate() {
             let place = Place::Vector { id, layer, first };
             let name = format!("model.layers.{number}.{path}");
-            self.parameters.push(Parameter { name, shape: vec![len], layer: Some(*number), place });
+            self.parameters.push(Parameter { name, shape: vec![len], fused: None, layer: Some(*number), place });
         }
     }
 
@@ -137,7 +237,7 @@ impl Declaration {
 
     /// A module of adapters that is no part of a decoder layer. Its place among the modules.
     pub(crate) fn module(&mut self, path: &'static str, part: Part, in_features: usize, out_features: usize) -> usize {
-        self.modules.push(LoraModule { path, part, layers: vec![0], in_features, out_features });
+        self.modules.push(LoraModule { path, part, layers: vec![0], experts: None, in_features, out_features });
         self.modules.len() - 1
     }
 
@@ -176,7 +276,10 @@ impl Declaration {
 
     /// Allocates the stacks and fills them.
     pub(crate) fn load(&self, backend: &dyn Backend, format: WeightFormat, source: &mut dyn WeightSource) -> Result<Weights> {
-        let matrix = |m: &MatrixSpec| backend.packed(m.layers, m.in_features, m.out_features, format);
+        let matrix = |m: &MatrixSpec| {
+            let format = if m.is_exact { format.compute.into() } else { format };
+            backend.packed(m.layers, m.in_features, m.out_features, format)
+        };
         let vector = |v: &VectorSpec| backend.zeros(&[v.layers, v.width], DType::F32);
         let mut weights = Weights {
             matrices: self.matrices.iter().map(matrix).collect::<strata_tensor::Result<_>>()?,
@@ -185,7 +288,7 @@ impl Declaration {
         };
         for p in self.parameters() {
             let dtype = if matches!(p.place, Place::Vector { .. }) { DType::F32 } else { format.compute };
-            source.read(&p.name, &p.shape, dtype, &mut |first, rows| weights.store(backend, p.place, first, rows))?;
+            source.read(p, dtype, &mut |first, rows| weights.store(backend, p.place, first, rows))?;
         }
         Ok(weights)
     }

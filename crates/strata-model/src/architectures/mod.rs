@@ -9,8 +9,10 @@ mod decoder;
 mod dense;
 mod llama;
 mod mistral;
+mod moe;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 
 use std::rc::Rc;
 
@@ -21,11 +23,14 @@ use crate::config::fields::{Fields, unsupported};
 use crate::config::{Rope, RopeTable};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
+pub(crate) use declaration::{FusedExpert, Parameter};
 use decoder::{DecoderLayers, Plan};
 
 pub use blocks::{AttentionConfig, MlpConfig};
 pub(crate) use decoder::Decoder;
 pub use dense::DenseConfig;
+pub use moe::MoeConfig;
+pub use qwen3_moe::Qwen3MoeConfig;
 
 /// A family, with what its models have beside what all models have.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,14 +43,21 @@ pub enum Family {
     Llama(DenseConfig),
     /// Mistral.
     Mistral(DenseConfig),
+    /// Qwen3-MoE.
+    Qwen3Moe(Qwen3MoeConfig),
 }
 
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 4] =
-    [("qwen3", qwen3::read), ("qwen2", qwen2::read), ("llama", llama::read), ("mistral", mistral::read)];
+const REGISTRY: [(&str, Read); 5] = [
+    ("qwen3", qwen3::read),
+    ("qwen3_moe", qwen3_moe::read),
+    ("qwen2", qwen2::read),
+    ("llama", llama::read),
+    ("mistral", mistral::read),
+];
 
 /// Reads a configuration by its `model_type`.
 ///
@@ -69,18 +81,29 @@ impl Family {
             Family::Qwen2(_) => "qwen2",
             Family::Llama(_) => "llama",
             Family::Mistral(_) => "mistral",
+            Family::Qwen3Moe(_) => "qwen3_moe",
         }
     }
 
     pub(crate) fn validate(&self, model: &ModelConfig) -> Result<()> {
         match self {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c.validate(model),
+            Family::Qwen3Moe(c) => c.validate(model),
         }
     }
 
     pub(crate) fn rope(&self) -> &Rope {
         match self {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => &c.attention.rope,
+            Family::Qwen3Moe(c) => &c.dense.attention.rope,
+        }
+    }
+
+    /// Experts that a token passes in a layer that has some.
+    fn active_experts(&self) -> usize {
+        match self {
+            Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) => 0,
+            Family::Qwen3Moe(c) => c.moe.experts_per_token,
         }
     }
 
@@ -91,6 +114,7 @@ impl Family {
             Family::Qwen2(c) => qwen2::write(model, c, map),
             Family::Llama(c) => llama::write(c, map),
             Family::Mistral(c) => mistral::write(c, map),
+            Family::Qwen3Moe(c) => qwen3_moe::write(model, c, map),
         }
     }
 
@@ -100,6 +124,7 @@ impl Family {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => {
                 Box::new(dense::DenseLayers::declare(d, model, c))
             }
+            Family::Qwen3Moe(c) => Box::new(qwen3_moe::Qwen3MoeLayers::declare(d, model, c)),
         }
     }
 }
@@ -133,14 +158,18 @@ pub(crate) type Observer<'o> = Option<&'o mut dyn FnMut(Observed, &Tensor) -> Re
 
 /// Where the values of an architecture's parameters come from.
 pub(crate) trait WeightSource {
-    /// Passes the values of the parameter `name` to `store`, in slices of whole rows: the first row of the slice, then the rows.
+    /// Passes the values of a parameter to `store`, in slices of whole rows: the first row of the slice, then the rows.
     fn read(
         &mut self,
-        name: &str,
-        shape: &[usize],
+        parameter: &Parameter,
         dtype: DType,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()>;
+}
+
+/// Passes all parameters of a model of this configuration to `visit`, in the order of a checkpoint.
+pub(crate) fn for_each_parameter(config: &ModelConfig, mut visit: impl FnMut(&Parameter)) {
+    Plan::of(config).declaration.parameters().into_iter().for_each(&mut visit);
 }
 
 /// Names and shapes of all parameters of a model of this configuration, in the order of a checkpoint.
@@ -169,8 +198,19 @@ pub struct LinearWork {
     pub out_features: usize,
     /// How many layers have it.
     pub layers: usize,
+    /// How many there are in each, of which a token passes some: experts.
+    pub experts: Option<ExpertWork>,
     /// Whether it is the last op of its layer, whose product is not computed again for the layer's gradients.
     pub ends_layer: bool,
+}
+
+/// Experts of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertWork {
+    /// How many there are.
+    pub count: usize,
+    /// How many a token passes.
+    pub active: usize,
 }
 
 /// Attention of one layer as work.
@@ -214,7 +254,8 @@ impl Work {
             in_features: m.in_features,
             out_features: m.out_features,
             layers: m.layers.len(),
-            ends_layer: m.path == "mlp.down_proj",
+            experts: m.experts.map(|e| ExpertWork { count: e.count, active: config.family.active_experts() }),
+            ends_layer: m.path == "mlp.down_proj" || m.experts.is_some_and(|e| e.projection == "down_proj"),
         };
         let (unembedding, linears): (Vec<_>, Vec<_>) =
             plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);

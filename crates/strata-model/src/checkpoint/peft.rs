@@ -17,7 +17,7 @@ use safetensors::tensor::{Dtype, View, serialize_to_file};
 use strata_tensor::{Backend, DType, HostRef, HostTensor, TensorRef};
 
 use super::{Checkpoint, CheckpointReader, SourceTensor, first_not_finite, read_text};
-use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, ModuleSet, Part};
+use crate::lora::{ExpertModule, LoraConfig, LoraModule, LoraParams, LoraStack, ModuleSet, Part};
 use crate::{Error, Result};
 use config::AdapterSettings;
 
@@ -91,6 +91,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
     let checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
     let mut config = LoraConfig {
         rank: settings.rank,
+        expert_rank: expert_rank(&checkpoint, modules),
         alpha: settings.alpha,
         attention: false,
         mlp: false,
@@ -190,12 +191,30 @@ pub fn read_optimizer(
     Ok(OptimizerState { m: m?, v: v?, step, numerics: checkpoint.metadata(NUMERICS) })
 }
 
-/// Path of a module in the decoder layer of this number in a checkpoint, under which its `lora_A.weight` and `lora_B.weight` are.
+/// Path of a module in the decoder layer of this number in a checkpoint, under which its `lora_A.weight` and `lora_B.weight` are. Those of experts are one tensor for all.
 fn module_path(module: &LoraModule, number: usize) -> String {
-    match module.part {
-        Part::Unembed => UNEMBED_PATHS[0].into(),
-        Part::Attention | Part::Mlp => format!("base_model.model.model.layers.{number}.{}", module.path),
+    let layer = format!("base_model.model.model.layers.{number}.{}", module.path);
+    match (module.part, module.experts) {
+        (Part::Unembed, _) => UNEMBED_PATHS[0].into(),
+        (_, Some(experts)) => format!("{layer}.{}", experts.tinker_name),
+        (_, None) => layer,
     }
+}
+
+/// Path of one expert, where each has tensors of its own.
+fn expert_path(module: &LoraModule, experts: &ExpertModule, number: usize, expert: usize) -> String {
+    format!("base_model.model.model.layers.{number}.{}.{expert}.{}", module.path, experts.projection)
+}
+
+/// The rank of experts in a file: that of the first A that is there.
+fn expert_rank(checkpoint: &Checkpoint, modules: &[LoraModule]) -> Option<usize> {
+    let of_module = |module: &LoraModule| {
+        let (experts, number) = (module.experts?, *module.layers.first()?);
+        let together = checkpoint.shape(&a_name("", &module_path(module, number))).and_then(|shape| shape.get(1));
+        let alone = || checkpoint.shape(&a_name("", &expert_path(module, &experts, number, 0))).and_then(|shape| shape.first());
+        together.or_else(alone).copied()
+    };
+    modules.iter().find_map(of_module)
 }
 
 fn a_name(prefix: &str, path: &str) -> String {
@@ -210,11 +229,25 @@ fn holds(checkpoint: &Checkpoint, path: &str) -> bool {
     checkpoint.contains(&a_name("", path)) || checkpoint.contains(&b_name("", path))
 }
 
+/// The axis of experts of the A and B of these names, where they have all experts of a layer: one side may be the same for all, with an axis of 1.
+fn leading_axes(reader: &CheckpointReader<'_>, module: &LoraModule, alone: bool, names: [&str; 2]) -> [Vec<usize>; 2] {
+    let Some(experts) = module.experts.filter(|_| !alone) else { return [vec![], vec![]] };
+    let is_shared = |name| reader.shape(name).is_some_and(|shape| shape.len() == 3 && shape[0] == 1);
+    match names.map(is_shared) {
+        [true, false] => [vec![1], vec![experts.count]],
+        [false, true] => [vec![experts.count], vec![1]],
+        _ => [vec![experts.count], vec![experts.count]],
+    }
+}
+
 /// Whether the adapter has anything for a module.
 fn is_carried(checkpoint: &Checkpoint, module: &LoraModule) -> bool {
     match module.part {
         Part::Unembed => UNEMBED_PATHS.iter().any(|path| holds(checkpoint, path)),
-        Part::Attention | Part::Mlp => module.layers.iter().any(|&number| holds(checkpoint, &module_path(module, number))),
+        Part::Attention | Part::Mlp => module.layers.iter().any(|&number| {
+            let of_experts = |experts: ExpertModule| holds(checkpoint, &expert_path(module, &experts, number, 0));
+            holds(checkpoint, &module_path(module, number)) || module.experts.is_some_and(of_experts)
+        }),
     }
 }
 
@@ -232,6 +265,12 @@ fn read_params(
             stacks.push(None);
             continue;
         }
+        let rank = config.rank_of(module);
+        // One layer decides for all whether experts have tensors of their own.
+        let alone = module.experts.filter(|experts| {
+            let path = module.layers.first().map(|&number| expert_path(module, experts, number, 0));
+            path.is_some_and(|path| reader.contains(&a_name(prefix, &path)) || reader.contains(&b_name(prefix, &path)))
+        });
         let mut pairs = Vec::with_capacity(module.layers.len());
         for &number in &module.layers {
             let mut path = module_path(module, number);
@@ -241,13 +280,22 @@ fn read_params(
             {
                 path = UNEMBED_PATHS[1].into();
             }
-            let a = reader.require(&a_name(prefix, &path), &[config.rank, module.in_features]);
-            let b = reader.require(&b_name(prefix, &path), &[module.out_features, config.rank]);
-            pairs.extend(a.zip(b));
+            let paths: Vec<String> = match alone {
+                Some(experts) => (0..experts.count).map(|expert| expert_path(module, &experts, number, expert)).collect(),
+                None => vec![path],
+            };
+            for path in paths {
+                let (a, b) = (a_name(prefix, &path), b_name(prefix, &path));
+                let [of_a, of_b] = leading_axes(reader, module, alone.is_some(), [&a, &b]);
+                let a = reader.require(&a, &[of_a, vec![rank, module.in_features]].concat());
+                let b = reader.require(&b, &[of_b, vec![module.out_features, rank]].concat());
+                pairs.extend(a.zip(b));
+            }
         }
         // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
-        if pairs.len() == module.layers.len() {
-            stacks.push(Some(read_stack(backend, module, config.rank, &pairs)?));
+        let wanted = if alone.is_some() { module.entries() } else { module.layers.len() };
+        if pairs.len() == wanted {
+            stacks.push(Some(read_stack(backend, module, rank, &pairs)?));
         }
     }
     Ok(LoraParams { stacks })
@@ -260,21 +308,34 @@ fn read_stack(
     pairs: &[(SourceTensor<'_>, SourceTensor<'_>)],
 ) -> Result<LoraStack> {
     let mut stack = LoraStack::zeros(backend, module, rank)?;
-    for (layer, (a, b)) in pairs.iter().enumerate() {
-        backend.upload(a.read(DType::F32)?.as_ref(), stack.a.row_mut(layer))?;
-        backend.upload(transposed(b.read(DType::F32)?.as_ref()).as_ref(), stack.b.row_mut(layer))?;
+    // Of what a pair stands for, a tensor has all or one that serves for all.
+    let entries = module.entries() / pairs.len().max(1);
+    for (first, (a, b)) in pairs.iter().enumerate().map(|(i, pair)| (i * entries, pair)) {
+        let (a, b) = (a.read(DType::F32)?, transposed(b.read(DType::F32)?.as_ref()));
+        for (side, to) in [(a.as_ref(), &mut stack.a), (b.as_ref(), &mut stack.b)] {
+            let len = to.shape().row_len();
+            let given = side.shape().len() / len;
+            for entry in (first..first + entries).step_by(given) {
+                backend.upload(side, to.rows_mut(entry..entry + given))?;
+            }
+        }
     }
     Ok(stack)
 }
 
-/// The transpose of an f32 matrix. Moves bits, computes nothing.
-fn transposed(matrix: HostRef<'_>) -> HostTensor {
-    let (rows, columns) = (matrix.shape().leading(), matrix.shape().row_len());
-    let source = matrix.as_bytes().as_chunks::<4>().0;
-    let mut out = HostTensor::zeros(&[columns, rows], DType::F32);
-    for (i, value) in out.bytes_mut().as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        // Element `i` of the transpose `[columns, rows]`.
-        *value = source[i % rows * columns + i / rows];
+/// f32 matrices, the last two axes, transposed. Moves bits, computes nothing.
+fn transposed(matrices: HostRef<'_>) -> HostTensor {
+    let shape = matrices.shape();
+    let dims = shape.dims();
+    let (leading, &[rows, columns]) = dims.split_last_chunk().expect("a matrix has two axes");
+    let source = matrices.as_bytes().as_chunks::<4>().0;
+    let mut out = HostTensor::zeros(&[leading, &[columns, rows]].concat(), DType::F32);
+    let len = (rows * columns).max(1);
+    for (source, out) in source.chunks_exact(len).zip(out.bytes_mut().as_chunks_mut::<4>().0.chunks_exact_mut(len)) {
+        for (i, value) in out.iter_mut().enumerate() {
+            // Element `i` of the transpose `[columns, rows]`.
+            *value = source[i % rows * columns + i / rows];
+        }
     }
     out
 }
@@ -284,8 +345,8 @@ type Lost = RefCell<Option<strata_tensor::Error>>;
 
 /// A tensor to be written; it is read from its backend, and B matrices are transposed, only when their turn comes.
 enum OutTensor<'a> {
-    A { view: TensorRef<'a>, shape: [usize; 2], from: (&'a dyn Backend, &'a Lost) },
-    B { view: TensorRef<'a>, shape: [usize; 2], from: (&'a dyn Backend, &'a Lost) },
+    A { view: TensorRef<'a>, shape: Vec<usize>, from: (&'a dyn Backend, &'a Lost) },
+    B { view: TensorRef<'a>, shape: Vec<usize>, from: (&'a dyn Backend, &'a Lost) },
     Count(u64),
 }
 
@@ -360,11 +421,19 @@ fn tensors<'a>(
     stacks.flat_map(move |(module, stack)| {
         module.layers.iter().enumerate().flat_map(move |(layer, &number)| {
             let path = module_path(module, number);
-            let (a, b) = (stack.a.row(layer), stack.b.row(layer));
-            let rank = a.shape().leading();
+            let entries = module.entries_of_layer();
+            let of_layer = layer * entries..(layer + 1) * entries;
+            let (a, b, rank) = match module.experts {
+                None => (stack.a.row(layer), stack.b.row(layer), stack.a.shape().dims()[1]),
+                Some(_) => {
+                    (stack.a.as_ref().rows(of_layer.clone()), stack.b.as_ref().rows(of_layer), stack.a.shape().dims()[1])
+                }
+            };
+            let leading = module.experts.map_or(vec![], |experts| vec![experts.count]);
+            let shape = |matrix: [usize; 2]| [&leading[..], &matrix].concat();
             [
-                (a_name(prefix, &path), OutTensor::A { view: a, shape: [rank, module.in_features], from }),
-                (b_name(prefix, &path), OutTensor::B { view: b, shape: [module.out_features, rank], from }),
+                (a_name(prefix, &path), OutTensor::A { view: a, shape: shape([rank, module.in_features]), from }),
+                (b_name(prefix, &path), OutTensor::B { view: b, shape: shape([module.out_features, rank]), from }),
             ]
         })
     })

@@ -52,6 +52,11 @@ impl<'a> CheckpointReader<'a> {
         self.checkpoint.contains(name)
     }
 
+    /// The shape of a tensor, if there is one of this name. Does not count as its use.
+    pub(crate) fn shape(&self, name: &str) -> Option<&'a [usize]> {
+        self.checkpoint.shape(name)
+    }
+
     /// Marks a tensor that is known and not needed, such as the `lm_head.weight` of a tied model, if it is there.
     pub fn ignore(&mut self, name: &str) {
         self.unused.remove(name);

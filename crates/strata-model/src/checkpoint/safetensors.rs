@@ -105,6 +105,11 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
+    /// The shape of a tensor; `None` if there is none.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|entry| &entry.shape[..])
+    }
+
     /// A tensor by name; `None` if there is none.
     ///
     /// # Errors

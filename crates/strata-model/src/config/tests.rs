@@ -26,7 +26,9 @@ fn read_with(changes: Value) -> Result<ModelConfig> {
 
 /// What a dense model has of its own.
 fn dense(config: &ModelConfig) -> &DenseConfig {
-    let (Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c)) = &config.family;
+    let (Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c)) = &config.family else {
+        panic!("{config:?} is not dense")
+    };
     c
 }
 

@@ -30,7 +30,15 @@ fn model() -> Model {
 }
 
 fn lora(rank: usize) -> LoraConfig {
-    LoraConfig { rank, alpha: 8.0, attention: true, mlp: true, unembed: true, left_out: crate::lora::ModuleSet::NONE }
+    LoraConfig {
+        rank,
+        alpha: 8.0,
+        attention: true,
+        mlp: true,
+        unembed: true,
+        expert_rank: None,
+        left_out: crate::lora::ModuleSet::NONE,
+    }
 }
 
 /// An adapter whose B is not zero, so that every gradient is felt.
@@ -395,6 +403,7 @@ fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
         most = most.max(resident_bytes().saturating_sub(before));
         Ok(())
     };
-    weights.read("w", &[rows, columns], DType::F32, &mut store).unwrap();
+    let parameter = Parameter::named("w", &[rows, columns]);
+    weights.read(&parameter, DType::F32, &mut store).unwrap();
     assert!(most < size / 2, "{most} bytes of {size}");
 }

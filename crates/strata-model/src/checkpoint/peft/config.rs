@@ -146,7 +146,15 @@ fn paths(module: &LoraModule) -> Vec<String> {
     match module.part {
         Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
         Part::Attention | Part::Mlp => {
-            module.layers.iter().map(|number| format!("model.layers.{number}.{}", module.path)).collect()
+            let of_layer = |number: &usize| match module.experts {
+                None => vec![format!("model.layers.{number}.{}", module.path)],
+                Some(experts) => {
+                    let one = |expert| format!("model.layers.{number}.{}.{expert}.{}", module.path, experts.projection);
+                    let all = format!("model.layers.{number}.{}.{}", module.path, experts.tinker_name);
+                    (0..experts.count).map(one).chain([all]).collect()
+                }
+            };
+            module.layers.iter().flat_map(of_layer).collect()
         }
     }
 }
@@ -262,7 +270,10 @@ pub(super) fn to_json(modules: &[LoraModule], config: &LoraConfig, base_model: &
     let mut target_modules: Vec<_> = carried
         .map(|(_, module)| match module.part {
             Part::Unembed => "lm_head",
-            Part::Attention | Part::Mlp => module.path.rsplit('.').next().unwrap_or(module.path),
+            Part::Attention | Part::Mlp => match module.experts {
+                Some(experts) => experts.tinker_name,
+                None => module.path.rsplit('.').next().unwrap_or(module.path),
+            },
         })
         .collect();
     target_modules.sort_unstable();

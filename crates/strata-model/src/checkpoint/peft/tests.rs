@@ -18,6 +18,7 @@ fn modules() -> Vec<LoraModule> {
         path,
         part,
         layers: (0..num_layers).collect(),
+        experts: None,
         in_features,
         out_features,
     };
@@ -30,7 +31,15 @@ fn modules() -> Vec<LoraModule> {
 }
 
 fn all_parts() -> LoraConfig {
-    LoraConfig { rank: RANK, alpha: 32.0, attention: true, mlp: true, unembed: true, left_out: ModuleSet::NONE }
+    LoraConfig {
+        rank: RANK,
+        alpha: 32.0,
+        attention: true,
+        mlp: true,
+        unembed: true,
+        expert_rank: None,
+        left_out: ModuleSet::NONE,
+    }
 }
 
 fn fill(tensor: &mut Tensor, bytes: &[u8]) {
@@ -308,6 +317,7 @@ fn adapters_that_peft_wrote_are_read() {
         path,
         part,
         layers: (0..num_layers).collect(),
+        experts: None,
         in_features,
         out_features,
     };

@@ -16,14 +16,24 @@ pub(super) struct TrainFlops {
     pub recompute: f64,
 }
 
-/// Elements of a matrix in all its layers.
-fn elements(linear: &LinearWork) -> f64 {
-    (linear.layers * linear.in_features * linear.out_features) as f64
+/// Matrices of a kind that a token passes, of all layers.
+fn passed(linear: &LinearWork) -> usize {
+    linear.layers * linear.experts.map_or(1, |experts| experts.active)
 }
 
-/// Elements of a low-rank pair in all its layers.
+/// Rank of the low-rank pairs of a kind of matrix: that of an expert is the adapter's divided by their number.
+fn rank_of(linear: &LinearWork, rank: usize) -> usize {
+    linear.experts.map_or(rank, |experts| (rank / experts.count).max(1))
+}
+
+/// Elements of a matrix that a token passes, in all its layers.
+fn elements(linear: &LinearWork) -> f64 {
+    (passed(linear) * linear.in_features * linear.out_features) as f64
+}
+
+/// Elements of a low-rank pair that a token passes, in all its layers.
 fn pair_elements(linear: &LinearWork, rank: usize) -> f64 {
-    (linear.layers * rank * (linear.in_features + linear.out_features)) as f64
+    (passed(linear) * rank_of(linear, rank) * (linear.in_features + linear.out_features)) as f64
 }
 
 /// Elements of the decoder's matrices.
@@ -53,8 +63,8 @@ pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usiz
     // A layer that runs again stops before the product of its last matrix, whose value nobody needs; of its pair only A is multiplied.
     let last = || work.linears.iter().filter(|linear| linear.ends_layer);
     let again = decoder_elements(&work) - last().map(elements).sum::<f64>();
-    let pairs_again =
-        decoder_pair_elements(&work, rank) - last().map(|l| (l.layers * rank * l.out_features) as f64).sum::<f64>();
+    let pairs_again = decoder_pair_elements(&work, rank)
+        - last().map(|l| (passed(l) * rank_of(l, rank) * l.out_features) as f64).sum::<f64>();
     TrainFlops {
         // Frozen matrices: forward and the gradient by the input. Pairs: their own gradient too. Attention: two products forward, four backward.
         model: per_element * (2.0 * matrices + 3.0 * pairs) + 3.0 * attention,
