@@ -46,7 +46,7 @@ pub use memory::Memory;
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
     AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
-    logits_chunk_rows, read_logits, target_logprobs,
+    experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
 };
 pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};

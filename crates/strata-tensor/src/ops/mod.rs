@@ -13,6 +13,7 @@ mod tests;
 pub use attention::{AttentionInput, KvAccess, attention_pages_bytes};
 pub use embedding::EmbeddingTable;
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
+pub use moe::experts_bytes_per_token;
 
 use crate::{DType, Error, Result, Tensor, TensorRef};
 

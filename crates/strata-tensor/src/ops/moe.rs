@@ -135,6 +135,18 @@ impl<'a> Tape<'a> {
     }
 }
 
+/// Bytes that [`Tape::experts`] takes for each token of a pass at most, beside its inputs, its output's gradient and what low-rank pairs take: if all tokens have chosen the same experts, on the way back.
+/// `intermediate` is the width of an expert.
+pub fn experts_bytes_per_token(hidden: usize, intermediate: usize, top_k: usize, dtype: DType) -> usize {
+    let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
+    // Gathered inputs and gradients, the first product, and what becomes of it with its gradient.
+    let between_layers = 2 * hidden * narrow + 3 * intermediate * wide + 2 * intermediate * narrow;
+    let last_product = hidden * (narrow + wide) + 2 * intermediate * narrow;
+    let choices = top_k * (size_of::<usize>() + 2 * size_of::<u32>() + 2 * wide);
+    // The gradient of the output, rounded, and that of the input.
+    hidden * (narrow + wide) + between_layers.max(last_product) + choices
+}
+
 /// Refuses what cannot be chosen.
 fn check_routing(logits: &Var, routing: &Routing<'_>) -> Result<()> {
     const OP: &str = "route";
