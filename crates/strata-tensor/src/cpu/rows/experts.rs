@@ -184,6 +184,7 @@ fn activate_lanes<G: Gate, T: Element>(fma: impl Fma, g: G, gate_up: &[f32], wei
     out.iter_mut().zip(&values).for_each(|(out, &value)| *out = T::from_f32(value));
 }
 
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn activate_backward_body<T: Element>(
     fma: impl Fma,
