@@ -407,3 +407,24 @@ fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
     weights.read(&parameter, DType::F32, &mut store).unwrap();
     assert!(most < size / 2, "{most} bytes of {size}");
 }
+
+#[test]
+fn accumulators_of_several_layers_are_those_that_follow_the_site() {
+    let model = model();
+    let (mut scored, mut trained) = (adapter(&model, 2).0, adapter(&model, 3).0);
+    let module = model.lora_modules().iter().position(|m| m.path == "mlp.up_proj").unwrap();
+    let expected = bits(&model.backend().to_f32_vec(trained.stacks[module].as_ref().unwrap().b.as_ref().rows(1..3)).unwrap());
+    scored.stacks[module] = None;
+    let mut groups = [None, Some(&mut scored), Some(&mut trained)];
+    let mut gradients = GroupGradients { groups: &mut groups };
+    let sites = [2, 0, 1].map(|group| LoraSite { group, module, layer: 1 });
+    let found = gradients.layers_at(&sites, 2);
+    let [Some(LoraGradient { a, b }), None, None] = &found[..] else { panic!("one of three groups trains this module") };
+    assert_eq!((a.shape().dims(), b.shape().dims()), (&[2, 3, 48][..], &[2, 3, 80][..]));
+    assert_eq!(bits(&model.backend().to_f32_vec(b.as_ref()).unwrap()), expected);
+    drop(found);
+    let of_one = gradients.at(&sites[..1]);
+    let b = of_one[0].as_ref().unwrap().b.as_ref();
+    assert_eq!(b.shape().dims(), [3, 80]);
+    assert_eq!(bits(&model.backend().to_f32_vec(b).unwrap()), expected[..240]);
+}

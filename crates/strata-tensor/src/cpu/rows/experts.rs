@@ -142,18 +142,6 @@ fn store<G: Gate, T: Element>(block: &[[f32; LANES]; 2], row: &mut [T], first: u
     }
 }
 
-/// Calls `body(first, count)` for runs of [`LANES`] of `n` features, with the number as a constant where they are whole.
-#[inline(always)]
-fn in_lanes(n: usize, mut body: impl FnMut(usize, usize)) {
-    let whole = n / LANES * LANES;
-    for first in (0..whole).step_by(LANES) {
-        body(first, LANES);
-    }
-    if whole < n {
-        body(whole, n - whole);
-    }
-}
-
 #[inline(always)]
 fn activate_body<T: Element>(
     fma: impl Fma,
@@ -174,20 +162,29 @@ fn activate_body<T: Element>(
 #[inline(always)]
 fn activate_with<G: Gate, T: Element>(fma: impl Fma, g: G, gate_up: &[f32], weights: &[f32], n: usize, out: &mut [T]) {
     assert!(gate_up.len() == 2 * out.len() && out.len() == weights.len() * n);
+    let whole = n / LANES * LANES;
     for ((gate_up, out), &weight) in gate_up.chunks_exact(2 * n).zip(out.chunks_exact_mut(n)).zip(weights) {
-        in_lanes(n, |first, count| {
-            let [gate, up] = load::<G>(gate_up, first, count);
-            let mut values = [0.0; LANES];
-            for l in 0..LANES {
-                values[l] = weight * g.value(fma, gate[l], up[l]);
-            }
-            for (out, &value) in out[first..first + count].iter_mut().zip(&values) {
-                *out = T::from_f32(value);
-            }
-        });
+        for first in (0..whole).step_by(LANES) {
+            activate_lanes(fma, g, gate_up, weight, first, &mut out[first..first + LANES]);
+        }
+        if whole < n {
+            activate_lanes(fma, g, gate_up, weight, whole, &mut out[whole..]);
+        }
     }
 }
 
+/// Features from `first` on, at most [`LANES`]. Whoever has so many says so with a constant.
+#[inline(always)]
+fn activate_lanes<G: Gate, T: Element>(fma: impl Fma, g: G, gate_up: &[f32], weight: f32, first: usize, out: &mut [T]) {
+    let [gate, up] = load::<G>(gate_up, first, out.len());
+    let mut values = [0.0; LANES];
+    for l in 0..LANES {
+        values[l] = weight * g.value(fma, gate[l], up[l]);
+    }
+    out.iter_mut().zip(&values).for_each(|(out, &value)| *out = T::from_f32(value));
+}
+
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn activate_backward_body<T: Element>(
     fma: impl Fma,
@@ -222,21 +219,42 @@ fn backward_with<G: Gate, T: Element>(
     assert!(gate_up.len() == 2 * dy.len() && gate_up.len() == dgate_up.len());
     assert!(dy.len() == weights.len() * n && dweights.len() == weights.len());
     let rows = dy.chunks_exact(n).zip(gate_up.chunks_exact(2 * n)).zip(dgate_up.chunks_exact_mut(2 * n));
+    let whole = n / LANES * LANES;
     for (((dy, gate_up), dgate_up), (&weight, dweight)) in rows.zip(weights.iter().zip(dweights)) {
         let mut sums = [0.0; LANES];
-        in_lanes(n, |first, count| {
-            let [gate, up] = load::<G>(gate_up, first, count);
-            let (mut slopes, mut d) = ([[0.0; LANES]; 2], [0.0; LANES]);
-            d[..count].copy_from_slice(&dy[first..first + count]);
-            for l in 0..LANES {
-                let [value, by_gate, by_up] = g.slopes(fma, gate[l], up[l]);
-                sums[l] = fma.fma(d[l], value, sums[l]);
-                (slopes[0][l], slopes[1][l]) = (d[l] * weight * by_gate, d[l] * weight * by_up);
-            }
-            store::<G, T>(&slopes, dgate_up, first, count);
-        });
+        for first in (0..whole).step_by(LANES) {
+            backward_lanes(fma, g, &dy[first..first + LANES], gate_up, weight, first, dgate_up, &mut sums);
+        }
+        if whole < n {
+            backward_lanes(fma, g, &dy[whole..], gate_up, weight, whole, dgate_up, &mut sums);
+        }
         *dweight = tree(sums);
     }
+}
+
+/// As [`activate_lanes`]; adds what the gradient of the weight is a sum of.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn backward_lanes<G: Gate, T: Element>(
+    fma: impl Fma,
+    g: G,
+    dy: &[f32],
+    gate_up: &[f32],
+    weight: f32,
+    first: usize,
+    dgate_up: &mut [T],
+    sums: &mut [f32; LANES],
+) {
+    let [gate, up] = load::<G>(gate_up, first, dy.len());
+    let mut d = [0.0; LANES];
+    d[..dy.len()].copy_from_slice(dy);
+    let mut slopes = [[0.0; LANES]; 2];
+    for l in 0..LANES {
+        let [value, by_gate, by_up] = g.slopes(fma, gate[l], up[l]);
+        sums[l] = fma.fma(d[l], value, sums[l]);
+        (slopes[0][l], slopes[1][l]) = (d[l] * weight * by_gate, d[l] * weight * by_up);
+    }
+    store::<G, T>(&slopes, dgate_up, first, dy.len());
 }
 
 #[inline(always)]

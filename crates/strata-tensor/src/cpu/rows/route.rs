@@ -74,6 +74,7 @@ fn route_body(
     }
 }
 
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn route_backward_body(
     fma: impl Fma,
