@@ -2,7 +2,7 @@
 //!
 //! This is the memory only. Which page belongs to whom, and when one is free, is the engine's business.
 
-use strata_tensor::{Backend, DType, KvPages};
+use strata_tensor::{Backend, DType, KvLayout, KvPages};
 
 use crate::Result;
 
@@ -15,18 +15,12 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `num_pages` pages for `num_layers` layers of `num_kv_heads` heads of `head_dim`. Memory is touched only as pages are used.
+    /// A cache of `num_pages` pages for `num_layers` layers that hold this of each token. Memory is touched only as pages are used.
     ///
     /// # Errors
     /// If the backend has no memory.
-    pub fn new(
-        backend: &dyn Backend,
-        num_layers: usize,
-        [num_kv_heads, head_dim]: [usize; 2],
-        dtype: DType,
-        num_pages: usize,
-    ) -> Result<Self> {
-        let layers = (0..num_layers).map(|_| backend.kv_pages(num_pages, num_kv_heads, head_dim, dtype));
+    pub fn new(backend: &dyn Backend, num_layers: usize, layout: KvLayout, dtype: DType, num_pages: usize) -> Result<Self> {
+        let layers = (0..num_layers).map(|_| backend.kv_pages(num_pages, layout, dtype));
         Ok(KvCache { layers: layers.collect::<strata_tensor::Result<_>>()? })
     }
 

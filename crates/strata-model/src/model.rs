@@ -5,9 +5,9 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use strata_tensor::{
-    Backend, Between, DType, HostRef, HostTensor, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient,
-    LoraGradients, LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows,
-    random, read_logits, target_logprobs,
+    Backend, Between, DType, HostRef, HostTensor, KvLayout, KvValues, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets,
+    LoraGradient, LoraGradients, LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage,
+    logits_chunk_rows, random, read_logits, target_logprobs,
 };
 
 use crate::architectures::{self, Architecture, BatchInputs, Observed, Observer, WeightSource};
@@ -198,13 +198,13 @@ impl Model {
     /// If the backend has no memory.
     pub fn new_kv_cache(&self, num_pages: usize) -> Result<KvCache> {
         let c = &self.config;
-        KvCache::new(self.backend(), c.num_layers, [c.num_kv_heads, c.head_dim], self.dtype, num_pages)
+        KvCache::new(self.backend(), c.num_layers, kv_layout(c), self.dtype, num_pages)
     }
 
     /// Bytes of one page of this model's KV cache.
     pub fn kv_page_bytes(&self) -> usize {
         let c = &self.config;
-        c.num_layers * self.backend.kv_page_bytes(c.num_kv_heads, c.head_dim, self.dtype)
+        c.num_layers * self.backend.kv_page_bytes(kv_layout(c), self.dtype)
     }
 
     /// Log-probabilities of all targets, with no gradient. Bits equal those of [`Model::forward_backward`] and [`Model::step`].
@@ -455,6 +455,11 @@ pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], 
         // A uniform draw of this width has the standard deviation `range`.
         _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
     }
+}
+
+/// What the pages of a layer hold of each token.
+fn kv_layout(c: &ModelConfig) -> KvLayout {
+    KvLayout { kv_heads: c.num_kv_heads, key_dim: c.head_dim, values: KvValues::Own(c.head_dim) }
 }
 
 #[cfg(test)]

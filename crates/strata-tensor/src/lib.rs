@@ -39,11 +39,11 @@ pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor};
-pub use kv::{KV_PAGE_TOKENS, KvPages};
+pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
 pub use memory::Memory;
 pub use ops::{
-    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
-    logits_chunk_rows, read_logits, target_logprobs,
+    AttentionInput, AttentionSight, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss,
+    attention_pages_bytes, logits_chunk_rows, read_logits, target_logprobs,
 };
 pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};

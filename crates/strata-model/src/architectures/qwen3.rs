@@ -6,8 +6,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, Linear,
-    PackedRef, PackedStack, QkvLayout, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
+    AttentionGeometry, AttentionInput, Backend, Between, DType, EmbeddingTable, HostRef, KV_PAGE_TOKENS, KvAccess, KvValues,
+    Linear, PackedRef, PackedStack, QkvLayout, Tape, Tensor, Var, WeightFormat, attention_pages_bytes, go_on,
 };
 
 use super::{Architecture, BatchInputs, Observed, Observer, Parameter, WeightSource};
@@ -126,6 +126,7 @@ pub(super) fn geometry(c: &ModelConfig) -> AttentionGeometry {
         scale: (1.0 / (c.head_dim as f64).sqrt()) as f32,
         eps: c.rms_norm_eps,
         window: None,
+        values: KvValues::Own(c.head_dim),
     }
 }
 

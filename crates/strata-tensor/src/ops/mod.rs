@@ -9,7 +9,7 @@ mod swiglu;
 #[cfg(test)]
 mod tests;
 
-pub use attention::{AttentionInput, KvAccess, attention_pages_bytes};
+pub use attention::{AttentionInput, AttentionSight, KvAccess, attention_pages_bytes};
 pub use embedding::EmbeddingTable;
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
 

@@ -11,8 +11,8 @@ use crate::backend::*;
 use crate::storage::Storage;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{
-    CpuBackend, DType, Error, HostRef, HostTensor, KvPages, Memory, PackedRef, PackedStack, Result, Tensor, TensorMut,
-    TensorRef, WeightFormat,
+    CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, Result, Tensor,
+    TensorMut, TensorRef, WeightFormat,
 };
 
 /// The backend.
@@ -173,13 +173,17 @@ impl RemoteBackend {
     }
 
     fn fetch_qkv(&self, qkv: &Qkv) -> Result<Qkv> {
-        Ok(Qkv { q: self.fetch(qkv.q.as_ref())?, k: self.fetch(qkv.k.as_ref())?, v: self.fetch(qkv.v.as_ref())? })
+        let v = qkv.v.as_ref().map(|v| self.fetch(v.as_ref())).transpose()?;
+        Ok(Qkv { q: self.fetch(qkv.q.as_ref())?, k: self.fetch(qkv.k.as_ref())?, v })
     }
 
     fn send_qkv(&self, here: &Qkv, qkv: &mut Qkv) -> Result<()> {
         self.send(&here.q, qkv.q.as_mut())?;
         self.send(&here.k, qkv.k.as_mut())?;
-        self.send(&here.v, qkv.v.as_mut())
+        match (&here.v, &mut qkv.v) {
+            (Some(here), Some(v)) => self.send(here, v.as_mut()),
+            _ => Ok(()),
+        }
     }
 
     fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
@@ -194,10 +198,10 @@ impl RemoteBackend {
         norms.map(|[q, k]| Ok([self.fetch(q)?, self.fetch(k)?])).transpose()
     }
 
-    fn new_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        let bytes = num_pages.saturating_mul(self.kv_page_bytes(num_kv_heads, head_dim, dtype));
-        let pages = || self.cpu.kv_pages(num_pages, num_kv_heads, head_dim, dtype).map(Held::Pages);
-        Ok(KvPages { num_pages, num_kv_heads, head_dim, dtype, storage: self.keep(bytes, pages)? })
+    fn new_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        let bytes = num_pages.saturating_mul(self.kv_page_bytes(layout, dtype));
+        let pages = || self.cpu.kv_pages(num_pages, layout, dtype).map(Held::Pages);
+        Ok(KvPages { num_pages, layout, dtype, storage: self.keep(bytes, pages)? })
     }
 }
 
@@ -278,16 +282,16 @@ impl Memory for RemoteBackend {
         self.cpu.pack_columns(self.far.table().packed_mut(stack)?, layer, columns.as_ref())
     }
 
-    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        self.new_pages(num_pages, num_kv_heads, head_dim, dtype)
+    fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        self.new_pages(num_pages, layout, dtype)
     }
 
-    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        self.new_pages(num_pages, num_kv_heads, head_dim, dtype)
+    fn scratch_kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        self.new_pages(num_pages, layout, dtype)
     }
 
-    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
-        self.cpu.kv_page_bytes(num_kv_heads, head_dim, dtype)
+    fn kv_page_bytes(&self, layout: KvLayout, dtype: DType) -> usize {
+        self.cpu.kv_page_bytes(layout, dtype)
     }
 
     fn copy_page(&self, pages: &mut KvPages, from: u32, to: u32) -> Result<()> {

@@ -42,6 +42,7 @@ pub(crate) use operands::{Out, RightSide, Rows, Target};
 use operands::{Right, panel_columns, steps};
 pub(crate) use pack::{pack_columns, pack_rows, pack_step, unpack_row};
 use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
+pub(crate) use transpose::block as transpose_block;
 
 use super::isa::{Arithmetic, Isa};
 use super::packed::{LANES, PANEL, PackedRef};

@@ -9,7 +9,7 @@ use crate::backend::{HeadColumns, QkvLayout, RotaryStyle};
 use crate::cpu::isa::{Fma, multiversion};
 
 /// The largest head that the kernels' scratch on the stack has room for.
-pub(crate) const MAX_HEAD_DIM: usize = 512;
+pub(crate) const MAX_HEAD_DIM: usize = 1024;
 
 /// Angles of rotary positions.
 #[derive(Clone, Debug)]
@@ -53,6 +53,8 @@ pub(crate) struct QkvNormRope<'a> {
     pub(crate) kv_heads: usize,
     /// Elements of a head, at most [`MAX_HEAD_DIM`].
     pub(crate) head_dim: usize,
+    /// Elements of a value.
+    pub(crate) value_dim: usize,
     /// Weight of the norm of q's heads, `[head_dim]`.
     pub(crate) q_norm: Option<&'a [f32]>,
     /// Weight of the norm of k's heads, `[head_dim]`.
@@ -66,7 +68,8 @@ pub(crate) struct QkvNormRope<'a> {
 }
 
 multiversion! {
-    /// Norms and rotates q and k of `qkv` and converts v, into `q: [rows, heads, head_dim]` and `k`, `v: [rows, kv_heads, head_dim]`.
+    /// Norms and rotates q and k of `qkv` and converts v, into `q: [rows, heads, head_dim]`, `k: [rows, kv_heads, head_dim]` and
+    /// `v: [rows, kv_heads, value_dim]`.
     pub(crate) fn qkv_norm_rope<T: Element>(
         params: &QkvNormRope<'_>,
         qkv: &[f32],
@@ -253,20 +256,20 @@ fn heads_backward<T: Element>(
 #[inline(always)]
 fn qkv_norm_rope_body<T: Element>(fma: impl Fma, params: &QkvNormRope<'_>, qkv: &[f32], q: &mut [T], k: &mut [T], v: &mut [T]) {
     let p = *params;
-    let (q_len, kv_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
+    let (q_len, k_len, v_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim, p.kv_heads * p.value_dim);
     let rows = qkv.len() / p.row_len();
-    assert!(q.len() == rows * q_len && k.len() == rows * kv_len && v.len() == k.len());
+    assert!(q.len() == rows * q_len && k.len() == rows * k_len && v.len() == rows * v_len);
     let mut scratch = [0.0; MAX_HEAD_DIM];
     let scratch = &mut scratch[..p.head_dim];
     for row in 0..rows {
         let angles = p.angles(row);
         let qkv = &qkv[row * p.row_len()..][..p.row_len()];
         let q = &mut q[row * q_len..][..q_len];
-        let k = &mut k[row * kv_len..][..kv_len];
-        let v = &mut v[row * kv_len..][..kv_len];
+        let k = &mut k[row * k_len..][..k_len];
+        let v = &mut v[row * v_len..][..v_len];
         heads_forward(fma, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, q);
         heads_forward(fma, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, k);
-        for (head, v) in v.chunks_exact_mut(p.head_dim).enumerate() {
+        for (head, v) in v.chunks_exact_mut(p.value_dim).enumerate() {
             for (v, &x) in v.iter_mut().zip(&qkv[p.layout.v.first + head * p.layout.v.stride..]) {
                 *v = T::from_f32(x);
             }
@@ -285,19 +288,19 @@ fn qkv_norm_rope_backward_body<T: Element>(
     dqkv: &mut [T],
 ) {
     let p = *params;
-    let (q_len, kv_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
+    let (q_len, k_len, v_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim, p.kv_heads * p.value_dim);
     let rows = qkv.len() / p.row_len();
-    assert!(dq.len() == rows * q_len && dk.len() == rows * kv_len && dv.len() == dk.len() && dqkv.len() == qkv.len());
+    assert!(dq.len() == rows * q_len && dk.len() == rows * k_len && dv.len() == rows * v_len && dqkv.len() == qkv.len());
     let mut scratch = [0.0; MAX_HEAD_DIM];
     let scratch = &mut scratch[..p.head_dim];
     for row in 0..rows {
         let angles = p.angles(row);
         let qkv = &qkv[row * p.row_len()..][..p.row_len()];
         let dqkv = &mut dqkv[row * p.row_len()..][..p.row_len()];
-        let (dq, dk, dv) = (&dq[row * q_len..][..q_len], &dk[row * kv_len..][..kv_len], &dv[row * kv_len..][..kv_len]);
+        let (dq, dk, dv) = (&dq[row * q_len..][..q_len], &dk[row * k_len..][..k_len], &dv[row * v_len..][..v_len]);
         heads_backward(fma, dq, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, dqkv);
         heads_backward(fma, dk, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, dqkv);
-        for (head, dv) in dv.chunks_exact(p.head_dim).enumerate() {
+        for (head, dv) in dv.chunks_exact(p.value_dim).enumerate() {
             for (out, &g) in dqkv[p.layout.v.first + head * p.layout.v.stride..].iter_mut().zip(dv) {
                 *out = T::from_f32(g);
             }
@@ -310,6 +313,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::KvValues;
     use crate::backend::AttentionGeometry;
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
@@ -340,14 +344,15 @@ mod tests {
             let turned = |x, norm| head_reference(x, norm, p.eps, style, cos, sin);
             (0..p.heads).for_each(|h| parts[0].extend(turned(head(p.layout.q, h), p.q_norm)));
             (0..p.kv_heads).for_each(|h| parts[1].extend(turned(head(p.layout.k, h), p.k_norm)));
-            (0..p.kv_heads).for_each(|h| parts[2].extend(head(p.layout.v, h)));
+            (0..p.kv_heads).for_each(|h| parts[2].extend(&head(p.layout.v, h)[..p.value_dim]));
         }
         parts.concat()
     }
 
     /// The plain layout, and others: with gates, keys and values that alternate, a part of a head that turns, none of it, other pairs.
     fn layouts(head_dim: usize, kv_heads: usize) -> Vec<QkvLayout> {
-        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, scale: 1.0, eps: 1e-6, window: None };
+        let values = KvValues::Own(head_dim);
+        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, values, scale: 1.0, eps: 1e-6, window: None };
         let plain = QkvLayout::fused(&g);
         let first = HEADS * head_dim;
         let columns = |first| HeadColumns { first, stride: 2 * head_dim };
@@ -380,6 +385,7 @@ mod tests {
             heads: HEADS,
             kv_heads,
             head_dim,
+            value_dim: head_dim,
             q_norm: normed.then_some(&q_norm),
             k_norm: normed.then_some(&k_norm),
             eps: 1e-6,
