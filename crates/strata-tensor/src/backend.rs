@@ -76,6 +76,52 @@ pub struct HeadColumns {
     pub stride: usize,
 }
 
+/// Columns of `heads` heads of one width in two matrices, from one of which to the other something goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadMove {
+    /// Heads.
+    pub heads: usize,
+    /// Width of each.
+    pub width: usize,
+    /// Where they come from.
+    pub from: HeadColumns,
+    /// Where they go.
+    pub to: HeadColumns,
+}
+
+/// Some outputs of each head of a linear layer from a latent, the matrix beside whose latents they are multiplied, and the latents.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadPart {
+    /// Heads.
+    pub heads: usize,
+    /// How many outputs of each.
+    pub width: usize,
+    /// Which outputs of the layer they are.
+    pub outputs: HeadColumns,
+    /// Which columns of the matrix of heads, `[tokens, ...]`, belong to them.
+    pub columns: HeadColumns,
+    /// From one latent to the next in the matrix of latents, `[tokens, heads * stride]`, each at the beginning of its columns.
+    pub latent_stride: usize,
+}
+
+/// Which way numbers go through the heads of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadSide {
+    /// From the outputs of heads to a latent for each: `x·W`.
+    ToLatents,
+    /// From a latent for each head to its outputs: `x·Wᵀ`.
+    FromLatents,
+}
+
+/// Which way heads turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// By their positions.
+    Forth,
+    /// Gradients, back.
+    Back,
+}
+
 /// Which numbers of a head turn against each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RotaryStyle {
@@ -406,5 +452,47 @@ pub trait Backend: Memory + Send + Sync {
         layout: &QkvLayout,
         dattended: &mut Tensor,
         dqkv: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Rotates the heads of f32 `x` to columns of `y`, in its dtype; a head is all that turns. Other columns of `y` are left alone.
+    fn rotate_heads(
+        &self,
+        x: &Tensor,
+        heads: &HeadMove,
+        rotary: &Rotary,
+        style: RotaryStyle,
+        turn: Turn,
+        y: &mut Tensor,
+    ) -> Result<()>;
+
+    /// RMSNorm of heads of f32 `x` with f32 `weight: [width]` to columns of `y`, in its dtype. Other columns of `y` are left alone.
+    fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;
+
+    /// Gradient of [`Backend::norm_heads`] by `x`, to the columns of `dx` that its heads come from, in the dtype of `dx`; `dy` is f32.
+    fn norm_heads_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        heads: &HeadMove,
+        weight: TensorRef<'_>,
+        eps: f32,
+        dx: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Multiplies each head of `x` with its part of a layer of latents, whose low-rank pairs are added as in [`Backend::linear`] and
+    /// [`Backend::linear_backward`], the product between them rounded to the dtype of `x`. `x` has the dtype of the weight, and `y`, whose other columns
+    /// are left alone, any. `x` and `y` are the matrices of heads and of latents of `part`, or the other way round. The gradient by `x` is the same with the
+    /// other side.
+    fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()>;
+
+    /// Adds to the gradients of the pairs of [`Backend::head_linear`], of either side, given what is multiplied and the gradient of the product: one of them is a
+    /// matrix of heads and one of latents, both in the dtype of the weight. Sequence after sequence, and in each token after token, the heads of each in order.
+    fn head_linear_gradients(
+        &self,
+        heads: &Tensor,
+        latents: &Tensor,
+        layer: &Linear<'_>,
+        part: &HeadPart,
+        gradients: &mut [Option<LoraGradient<'_>>],
     ) -> Result<()>;
 }

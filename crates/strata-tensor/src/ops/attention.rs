@@ -157,13 +157,13 @@ impl<'a> Tape<'a> {
 }
 
 /// What attention has found, and the logarithms of the denominators.
-struct Attended {
-    out: Rc<Tensor>,
-    log_normalizers: Tensor,
+pub(super) struct Attended {
+    pub(super) out: Rc<Tensor>,
+    pub(super) log_normalizers: Tensor,
 }
 
 /// Adds keys and values to their pages, or to some of this batch alone, and attends to them.
-fn attend(
+pub(super) fn attend(
     backend: &dyn Backend,
     qkv: &Qkv,
     g: &AttentionGeometry,
@@ -207,12 +207,12 @@ fn attend(
 }
 
 /// Room for a gradient of a tensor.
-fn like(backend: &dyn Backend, tensor: &Tensor) -> Result<Tensor> {
+pub(super) fn like(backend: &dyn Backend, tensor: &Tensor) -> Result<Tensor> {
     backend.scratch(tensor.shape().dims(), DType::F32)
 }
 
 /// Room for the gradients of what attention reads.
-fn like_qkv(backend: &dyn Backend, qkv: &Qkv) -> Result<Qkv> {
+pub(super) fn like_qkv(backend: &dyn Backend, qkv: &Qkv) -> Result<Qkv> {
     let v = qkv.v.as_ref().map(|v| like(backend, v)).transpose()?;
     Ok(Qkv { q: like(backend, &qkv.q)?, k: like(backend, &qkv.k)?, v })
 }
@@ -256,7 +256,7 @@ fn check_layout(layout: &QkvLayout, g: &AttentionGeometry) -> Result<()> {
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.
-fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
+pub(super) fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
     let follow = |end, s: &AttentionSpan<'_>| (s.tokens.start == end && s.tokens.end >= end).then_some(s.tokens.end);
     if spans.iter().try_fold(0, follow) != Some(tokens) {
         let actual = spans.iter().map(|s| s.tokens.clone()).collect::<Vec<_>>();
@@ -270,7 +270,7 @@ fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
 }
 
 /// Refuses a cache that gradients would have to go through or that does not fit, and sequences whose cache is not there.
-fn check_access(
+pub(super) fn check_access(
     spans: &[AttentionSpan<'_>],
     g: &AttentionGeometry,
     dtype: DType,

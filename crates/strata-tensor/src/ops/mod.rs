@@ -2,6 +2,7 @@
 
 mod attention;
 mod embedding;
+mod latent;
 mod linear;
 mod loss;
 mod norm;
@@ -11,6 +12,7 @@ mod tests;
 
 pub use attention::{AttentionInput, AttentionSight, KvAccess, attention_pages_bytes};
 pub use embedding::EmbeddingTable;
+pub use latent::{LatentAttention, LatentRotary};
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
 
 use crate::{DType, Error, Result, Tensor, TensorRef};

@@ -186,6 +186,33 @@ impl RemoteBackend {
         }
     }
 
+    /// Lets the processor change the gradients of some pairs.
+    fn change_pairs(
+        &self,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        op: impl FnOnce(&Table, &mut [Option<LoraGradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
+        let fetch = |g: &Option<LoraGradient<'_>>| {
+            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
+            pair.transpose()
+        };
+        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        {
+            fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
+                LoraGradient { a: a.as_mut(), b: b.as_mut() }
+            }
+            let mut views: Vec<_> = here.iter_mut().map(|pair| pair.as_mut().map(view)).collect();
+            op(&self.far.table(), &mut views)?;
+        }
+        for (here, gradient) in here.iter().zip(gradients) {
+            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
+                self.send(a, gradient.a.reborrow())?;
+                self.send(b, gradient.b.reborrow())?;
+            }
+        }
+        Ok(())
+    }
+
     fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
         Ok(Rotary { cos: self.fetch(rotary.cos.as_ref())?, sin: self.fetch(rotary.sin.as_ref())? })
     }
@@ -350,26 +377,10 @@ impl Backend for RemoteBackend {
     ) -> Result<()> {
         let (dy, x, bias) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
         let low = LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?);
-        let fetch = |g: &Option<LoraGradient<'_>>| {
-            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
-            pair.transpose()
-        };
-        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
         let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
-        {
-            fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
-                LoraGradient { a: a.as_mut(), b: b.as_mut() }
-            }
-            let mut views: Vec<_> = here.iter_mut().map(|pair| pair.as_mut().map(view)).collect();
-            let table = self.far.table();
-            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, &mut views, dx_here.as_mut())?;
-        }
-        for (here, gradient) in here.iter().zip(gradients) {
-            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
-                self.send(a, gradient.a.reborrow())?;
-                self.send(b, gradient.b.reborrow())?;
-            }
-        }
+        self.change_pairs(gradients, |table, views| {
+            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, views, dx_here.as_mut())
+        })?;
         match (dx_here, dx) {
             (Some(here), Some(dx)) => self.send(&here, dx.as_mut()),
             _ => Ok(()),
@@ -563,6 +574,56 @@ impl Backend for RemoteBackend {
         let (dy, attended, qkv) = (self.fetch(dy.as_ref())?, self.fetch(attended.as_ref())?, self.fetch(qkv.as_ref())?);
         self.change(dattended, |dattended| {
             self.change(dqkv, |dqkv| self.cpu.gate_heads_backward(&dy, &attended, &qkv, g, layout, dattended, dqkv))
+        })
+    }
+
+    fn rotate_heads(
+        &self,
+        x: &Tensor,
+        heads: &HeadMove,
+        rotary: &Rotary,
+        style: RotaryStyle,
+        turn: Turn,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let (x, rotary) = (self.fetch(x.as_ref())?, self.fetch_rotary(rotary)?);
+        self.change(y, |y| self.cpu.rotate_heads(&x, heads, &rotary, style, turn, y))
+    }
+
+    fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x, weight) = (self.fetch(x.as_ref())?, self.fetch(weight)?);
+        self.change(y, |y| self.cpu.norm_heads(&x, heads, weight.as_ref(), eps, y))
+    }
+
+    fn norm_heads_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        heads: &HeadMove,
+        weight: TensorRef<'_>,
+        eps: f32,
+        dx: &mut Tensor,
+    ) -> Result<()> {
+        let (dy, x, weight) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(weight)?);
+        self.change(dx, |dx| self.cpu.norm_heads_backward(&dy, &x, heads, weight.as_ref(), eps, dx))
+    }
+
+    fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.head_linear(&x, &self.far.table().linear(layer, &None)?, part, side, y))
+    }
+
+    fn head_linear_gradients(
+        &self,
+        heads: &Tensor,
+        latents: &Tensor,
+        layer: &Linear<'_>,
+        part: &HeadPart,
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()> {
+        let (heads, latents) = (self.fetch(heads.as_ref())?, self.fetch(latents.as_ref())?);
+        self.change_pairs(gradients, |table, views| {
+            self.cpu.head_linear_gradients(&heads, &latents, &table.linear(layer, &None)?, part, views)
         })
     }
 }

@@ -1,7 +1,8 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`logits`] what is asked of logits.
+//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`logits`] what is asked of logits.
 
+mod heads;
 mod linear;
 mod logits;
 mod memory;
@@ -12,7 +13,7 @@ use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
 use super::rows::gate::{self, Gates};
-use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, RopeTable};
+use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, RopeTable, TurningHeads};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
@@ -266,7 +267,7 @@ impl Backend for CpuBackend {
                 let (q, k, v) = unsafe {
                     (rows_mut(&q, &rows, g.heads * d), rows_mut(&k, &rows, g.kv_heads * d), rows_mut(&v, &rows, g.kv_heads * g.values.width()))
                 };
-                super::rows::rope::qkv_norm_rope(self.isa, &params, &qkv[rows.start * n..rows.end * n], q, k, v);
+                rope::qkv_norm_rope(self.isa, &params, &qkv[rows.start * n..rows.end * n], q, k, v);
             });
         });
         Ok(())
@@ -297,7 +298,7 @@ impl Backend for CpuBackend {
                 let (dq, dk, dv) = (&dq[part(g.heads * d)], &dk[part(g.kv_heads * d)], &dv[part(g.kv_heads * g.values.width())]);
                 // SAFETY: tasks have rows of their own.
                 let dqkv = unsafe { rows_mut(&dqkv, &rows, n) };
-                super::rows::rope::qkv_norm_rope_backward(self.isa, &params, dq, dk, dv, &qkv[part(n)], dqkv);
+                rope::qkv_norm_rope_backward(self.isa, &params, dq, dk, dv, &qkv[part(n)], dqkv);
             });
         });
         Ok(())
@@ -528,6 +529,86 @@ impl Backend for CpuBackend {
             });
         });
         Ok(())
+    }
+
+    fn rotate_heads(
+        &self,
+        x: &Tensor,
+        heads: &HeadMove,
+        rotary: &Rotary,
+        style: RotaryStyle,
+        turn: Turn,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let (x_columns, y_columns, half) = (x.shape().row_len(), y.shape().row_len(), heads.width / 2);
+        let (num_rows, x) = (x.rows(), x.slice::<f32>()?);
+        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
+        with_element!(y.dtype(), T => {
+            let y = SharedMut::new(y.slice_mut::<T>()?);
+            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
+                let angles = rows.start * half..rows.end * half;
+                let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+                let params = TurningHeads { heads: *heads, style, turn, cos, sin };
+                // SAFETY: tasks have rows of their own.
+                let y = unsafe { rows_mut(&y, &rows, y_columns) };
+                rope::rotate_heads(self.isa, &params, &x[rows.start * x_columns..rows.end * x_columns], x_columns, y, y_columns);
+            });
+        });
+        Ok(())
+    }
+
+    fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x_columns, y_columns, weight) = (x.shape().row_len(), y.shape().row_len(), weight.slice::<f32>()?);
+        let (num_rows, x) = (x.rows(), x.slice::<f32>()?);
+        with_element!(y.dtype(), T => {
+            let y = SharedMut::new(y.slice_mut::<T>()?);
+            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
+                let x = &x[rows.start * x_columns..rows.end * x_columns];
+                // SAFETY: tasks have rows of their own.
+                let y = unsafe { rows_mut(&y, &rows, y_columns) };
+                norm::norm_heads(self.isa, heads, x, x_columns, weight, eps, y, y_columns);
+            });
+        });
+        Ok(())
+    }
+
+    fn norm_heads_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        heads: &HeadMove,
+        weight: TensorRef<'_>,
+        eps: f32,
+        dx: &mut Tensor,
+    ) -> Result<()> {
+        let (x_columns, dy_columns, weight) = (x.shape().row_len(), dy.shape().row_len(), weight.slice::<f32>()?);
+        let (num_rows, x, dy) = (x.rows(), x.slice::<f32>()?, dy.slice::<f32>()?);
+        with_element!(dx.dtype(), T => {
+            let dx = SharedMut::new(dx.slice_mut::<T>()?);
+            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
+                let x = &x[rows.start * x_columns..rows.end * x_columns];
+                let dy = &dy[rows.start * dy_columns..rows.end * dy_columns];
+                // SAFETY: tasks have rows of their own.
+                let dx = unsafe { rows_mut(&dx, &rows, x_columns) };
+                norm::norm_heads_backward(self.isa, heads, dy, dy_columns, x, weight, eps, dx, x_columns);
+            });
+        });
+        Ok(())
+    }
+
+    fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()> {
+        self.through_heads(x, layer, part, side, y)
+    }
+
+    fn head_linear_gradients(
+        &self,
+        heads: &Tensor,
+        latents: &Tensor,
+        layer: &Linear<'_>,
+        part: &HeadPart,
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()> {
+        self.gradients_of_heads(heads, latents, layer, part, gradients)
     }
 }
 

@@ -5,7 +5,7 @@
 use super::lanes::LANES;
 use super::norm::{backward_factors, inverse_rms, normalize};
 use crate::Element;
-use crate::backend::{HeadColumns, QkvLayout, RotaryStyle};
+use crate::backend::{HeadColumns, HeadMove, QkvLayout, RotaryStyle, Turn};
 use crate::cpu::isa::{Fma, multiversion};
 
 /// The largest head that the kernels' scratch on the stack has room for.
@@ -89,6 +89,47 @@ multiversion! {
         qkv: &[f32],
         dqkv: &mut [T],
     ) = qkv_norm_rope_backward_body;
+}
+
+/// Heads that turn whole, on their way from one matrix to another.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TurningHeads<'a> {
+    /// Which, and from where to where.
+    pub(crate) heads: HeadMove,
+    /// What turns against each other, and which way.
+    pub(crate) style: RotaryStyle,
+    pub(crate) turn: Turn,
+    /// Of each row's position, `[rows, width / 2]`.
+    pub(crate) cos: &'a [f32],
+    pub(crate) sin: &'a [f32],
+}
+
+multiversion! {
+    /// Turns heads of rows of `x` into columns of as many rows of `y`, given the columns of both.
+    pub(crate) fn rotate_heads<T: Element>(params: &TurningHeads<'_>, x: &[f32], x_columns: usize, y: &mut [T], y_columns: usize) = rotate_heads_body;
+}
+
+#[inline(always)]
+fn rotate_heads_body<T: Element>(
+    fma: impl Fma,
+    params: &TurningHeads<'_>,
+    x: &[f32],
+    x_columns: usize,
+    y: &mut [T],
+    y_columns: usize,
+) {
+    let (HeadMove { heads, width, from, to }, half) = (params.heads, params.heads.width / 2);
+    for (row, (x, y)) in x.chunks_exact(x_columns).zip(y.chunks_exact_mut(y_columns)).enumerate() {
+        let range = row * half..(row + 1) * half;
+        let angles = Angles { style: params.style, cos: &params.cos[range.clone()], sin: &params.sin[range] };
+        for head in 0..heads {
+            let (x, y) = (&x[from.first + head * from.stride..][..width], &mut y[to.first + head * to.stride..][..width]);
+            match params.turn {
+                Turn::Forth => rotate(fma, x, angles, y),
+                Turn::Back => rotate_back(fma, x, angles, y),
+            }
+        }
+    }
 }
 
 /// One row's cosines and sines, and what they turn.
@@ -431,6 +472,50 @@ mod tests {
                     assert_close(&dqkv, &expected, 2e-5, &format!("{isa}, head_dim {head_dim}, {:?}", p.layout));
                     dqkv
                 });
+            });
+        }
+    }
+
+    #[test]
+    fn heads_turn_from_one_matrix_to_another_as_in_a_projection_and_back_again() {
+        let (rows, heads, width) = (3, 2, 20);
+        let (mut cos, mut sin) = (vec![0.0; rows * width / 2], vec![0.0; rows * width / 2]);
+        RopeTable::new(width, 10_000.0).angles(&[0, 3, 70], &mut cos, &mut sin);
+        let (x_columns, y_columns) = (heads * 30, heads * 24 + 1);
+        let x = random(rows * x_columns, 1);
+        let (from, to) = (HeadColumns { first: 10, stride: 30 }, HeadColumns { first: 1, stride: 24 });
+        for style in [RotaryStyle::Halves, RotaryStyle::Interleaved] {
+            on_every_isa(|isa| {
+                let there = HeadMove { heads, width, from, to };
+                let params = TurningHeads { heads: there, style, turn: Turn::Forth, cos: &cos, sin: &sin };
+                let mut y = vec![7.0; rows * y_columns];
+                rotate_heads(isa, &params, &x, x_columns, &mut y, y_columns);
+                let back = HeadMove { heads, width, from: to, to: from };
+                let mut again = vec![9.0; x.len()];
+                rotate_heads(
+                    isa,
+                    &TurningHeads { heads: back, turn: Turn::Back, ..params },
+                    &y,
+                    y_columns,
+                    &mut again,
+                    x_columns,
+                );
+                let half = width / 2;
+                for (row, head) in (0..rows).flat_map(|row| (0..heads).map(move |head| (row, head))) {
+                    let at = row * x_columns + from.first + head * from.stride;
+                    let source: Vec<f64> = x[at..at + width].iter().map(|&v| v as f64).collect();
+                    let expected =
+                        head_reference(&source, None, 0.0, style, &cos[row * half..][..half], &sin[row * half..][..half]);
+                    assert_close(
+                        &y[row * y_columns + to.first + head * to.stride..][..width],
+                        &expected,
+                        2e-6,
+                        &format!("{isa}"),
+                    );
+                    assert_close(&again[at..at + width], &source, 2e-6, &format!("{isa}, back"));
+                }
+                assert!((0..rows).all(|row| y[row * y_columns] == 7.0 && again[row * x_columns + 9] == 9.0));
+                [y, again].concat()
             });
         }
     }
