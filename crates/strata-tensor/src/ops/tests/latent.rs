@@ -1,10 +1,7 @@
 //! Attention over latents, against the keys and values that the layer would make of them: `DeepseekV3Attention` of transformers, in f64.
 
-use std::cell::RefCell;
-
 use super::*;
 use crate::backend::{Rotary, RotaryStyle};
-use crate::testing::RemoteBackend;
 use crate::{WeightFormat, WeightStorage};
 
 const SPANS: [std::ops::Range<usize>; 3] = [0..3, 3..7, 7..11];
@@ -231,18 +228,29 @@ fn pass(
     [out, dq, dkv]
 }
 
-fn pair_gradients(s: &Shape) -> Gradients {
-    let mut gradients = Gradients::default();
-    (0..2).for_each(|i| gradients.open(LoraSite { group: 0, module: i, layer: 0 }, RANKS[i], s.latent, s.outputs()));
-    gradients
+/// Gradients of A and of B transposed of both pairs, on some device.
+struct PairGradients(Vec<[Tensor; 2]>);
+
+impl PairGradients {
+    fn zeros(b: &dyn Backend, s: &Shape) -> Self {
+        let zeros = |rank: usize, width: usize| b.zeros(&[rank, width], DType::F32).unwrap();
+        PairGradients(RANKS.map(|rank| [zeros(rank, s.latent), zeros(rank, s.outputs())]).into())
+    }
+
+    fn of(&self, b: &dyn Backend, pair: usize) -> [Vec<f32>; 2] {
+        self.0[pair].each_ref().map(|t| b.to_f32_vec(t.as_ref()).unwrap())
+    }
+
+    fn all(&self, b: &dyn Backend) -> Vec<f32> {
+        [self.of(b, 0), self.of(b, 1)].concat().concat()
+    }
 }
 
-fn of_pairs(gradients: &Gradients) -> Vec<f32> {
-    [0, 1]
-        .map(|i| gradients.of(LoraSite { group: 0, module: i, layer: 0 }))
-        .into_iter()
-        .flat_map(|(a, b)| [a, b].concat())
-        .collect()
+impl LoraGradients for PairGradients {
+    fn at(&mut self, sites: &[LoraSite]) -> Vec<Option<LoraGradient<'_>>> {
+        assert!(sites.iter().map(|site| site.module).eq(0..2));
+        self.0.iter_mut().map(|[a, b]| Some(LoraGradient { a: a.as_mut(), b: b.as_mut() })).collect()
+    }
 }
 
 #[test]
@@ -261,7 +269,7 @@ fn latents_that_are_absorbed_are_attended_to_as_the_keys_and_values_that_they_st
 fn the_gradients_of_absorbed_latents_are_those_of_the_keys_and_values_that_they_stand_for() {
     let s = &SHAPES[0];
     let (b, inputs) = (backend(), Inputs::random(s));
-    let mut gradients = pair_gradients(s);
+    let mut gradients = PairGradients::zeros(&b, s);
     let [_, dq, dkv] = pass(&b, s, &On::new(&b, s, &inputs, DType::F32), &inputs, 0..3, &mut gradients);
     let dy = normal(TOKENS * s.heads * s.value, 99);
     let loss = |inputs: &Inputs| reference(s, &b, inputs).iter().zip(&dy).map(|(y, &g)| y * g as f64).sum::<f64>();
@@ -275,7 +283,7 @@ fn the_gradients_of_absorbed_latents_are_those_of_the_keys_and_values_that_they_
     assert_close(&dq, &by(&inputs.q, &|i, q| i.q = q), 1e-3, "queries");
     assert_close(&dkv, &by(&inputs.kv, &|i, kv| i.kv = kv), 1e-3, "latents");
     for i in 0..2 {
-        let (da, db) = gradients.of(LoraSite { group: 0, module: i, layer: 0 });
+        let [da, db] = gradients.of(&b, i);
         assert_close(&da, &by(&inputs.pairs[i][0], &|inputs, a| inputs.pairs[i][0] = a), 1e-3, &format!("A of pair {i}"));
         assert_close(&db, &by(&inputs.pairs[i][1], &|inputs, b| inputs.pairs[i][1] = b), 1e-3, &format!("B of pair {i}"));
     }
@@ -287,13 +295,13 @@ fn latents_have_the_same_bits_alone_in_company_in_parts_on_any_number_of_threads
         for isa in Arithmetic::available() {
             let (one, inputs) = (CpuBackend::with_isa(isa, 1), Inputs::random(s));
             let on = On::new(&one, s, &inputs, dtype);
-            let mut together = pair_gradients(s);
+            let mut together = PairGradients::zeros(&one, s);
             let all = pass(&one, s, &on, &inputs, 0..3, &mut together);
             let three = CpuBackend::with_isa(isa, 3);
-            let mut again = pair_gradients(s);
+            let mut again = PairGradients::zeros(&one, s);
             assert_eq!(pass(&three, s, &on, &inputs, 0..3, &mut again), all, "{isa} {dtype} {s:?} on three threads");
-            assert_eq!(of_pairs(&again), of_pairs(&together), "{isa} {dtype} {s:?} on three threads");
-            let mut apart = pair_gradients(s);
+            assert_eq!(again.all(&three), together.all(&one), "{isa} {dtype} {s:?} on three threads");
+            let mut apart = PairGradients::zeros(&one, s);
             for i in 0..3 {
                 let alone = pass(&three, s, &on, &inputs, i..i + 1, &mut apart);
                 for (alone, all) in alone.iter().zip(&all) {
@@ -301,13 +309,16 @@ fn latents_have_the_same_bits_alone_in_company_in_parts_on_any_number_of_threads
                     assert_eq!(alone[..], all[SPANS[i].start * width..SPANS[i].end * width], "{isa} {dtype} {s:?} alone");
                 }
             }
-            assert_eq!(of_pairs(&apart), of_pairs(&together), "{isa} {dtype} {s:?}: a batch in parts sums up to the same");
+            assert_eq!(apart.all(&three), together.all(&one), "{isa} {dtype} {s:?}: a batch in parts sums up to the same");
         }
         let here = CpuBackend::with_isa(Isa::detect(), 2);
         let inputs = Inputs::random(s);
-        let near = pass(&here, s, &On::new(&here, s, &inputs, dtype), &inputs, 0..3, &mut Nowhere);
+        let mut near_pairs = PairGradients::zeros(&here, s);
+        let near = pass(&here, s, &On::new(&here, s, &inputs, dtype), &inputs, 0..3, &mut near_pairs);
         let far = RemoteBackend::new(CpuBackend::with_isa(Isa::detect(), 2));
-        assert_eq!(pass(&far, s, &On::new(&far, s, &inputs, dtype), &inputs, 0..3, &mut Nowhere), near, "{dtype} {s:?}");
+        let mut far_pairs = PairGradients::zeros(&far, s);
+        assert_eq!(pass(&far, s, &On::new(&far, s, &inputs, dtype), &inputs, 0..3, &mut far_pairs), near, "{dtype} {s:?}");
+        assert_eq!(far_pairs.all(&far), near_pairs.all(&here), "{dtype} {s:?}");
     }
 }
 

@@ -17,7 +17,7 @@ use crate::backend::{
     RowRequest,
 };
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
-use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
+use crate::testing::{RemoteBackend, assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, KvValues, Memory, PackedStack};
 use toy::{Gradients, Quadratic};
 
@@ -319,6 +319,38 @@ fn gated_attention_of_other_layouts_is_that_of_the_plain_one_and_a_product() {
             assert!(without.eq(dplain));
         }
     }
+}
+
+#[test]
+fn gated_attention_with_sinks_in_a_window_has_the_same_bits_far_away() {
+    let g = AttentionGeometry { window: Some(3), ..GEOMETRY };
+    let run = |b: &dyn Backend| {
+        let here = |shape: &[usize], key| b.tensor(&normal(shape.iter().product(), key), shape, DType::F32).unwrap();
+        let (norms, sinks) = ([here(&[6], 5), here(&[6], 6)], here(&[4], 7));
+        let layout = QkvLayout { rotary_style: RotaryStyle::Interleaved, ..QkvLayout::gated(&g, 4) };
+        let input = AttentionInput {
+            geometry: g,
+            layout,
+            norms: Some([norms[0].as_ref(), norms[1].as_ref()]),
+            sinks: Some(sinks.as_ref()),
+            rotary: Rc::new(b.rotary(&[0, 1, 2, 3, 4, 0, 1, 2], 4, 100.0).unwrap()),
+            spans: [whole(0..5), whole(5..8)].into(),
+        };
+        let slot = Rc::new(RefCell::new(Vec::new()));
+        let mut tape = Tape::recording(b);
+        let kept = slot.clone();
+        let x = tape.push(Rc::new(here(&[8, layout.width], 1)), move |pass, dx| {
+            *kept.borrow_mut() = pass.backend.to_f32_vec(dx.as_ref().as_ref())?;
+            Ok(())
+        });
+        let y = tape.attention(&x, &input, KvAccess::None, DType::F32).unwrap();
+        let out = b.to_f32_vec(y.value().as_ref()).unwrap();
+        tape.backward(y, here(&[8, 24], 99), &mut Nowhere).unwrap();
+        (out, slot.take())
+    };
+    let near = run(&backend());
+    assert!(near.1.iter().all(|&v| v != 0.0) && near.1.len() == 8 * 72);
+    assert_eq!(run(&RemoteBackend::new(backend())), near);
 }
 
 #[test]
