@@ -22,7 +22,7 @@ pub struct AttentionSpan<'a> {
     pub tokens: Range<usize>,
     /// Positions already in its pages.
     pub past: usize,
-    /// Its pages, in order.
+    /// Its pages, in order. What is in those that lie before the window of its first new token does not matter.
     pub pages: &'a [u32],
 }
 
