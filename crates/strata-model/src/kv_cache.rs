@@ -2,7 +2,7 @@
 //!
 //! This is the memory only. Which page belongs to whom, and when one is free, is the engine's business.
 
-use strata_tensor::{AttentionGeometry, Backend, DType, KvPages};
+use strata_tensor::{Backend, DType, KvLayout, KvPages};
 
 use crate::Result;
 
@@ -15,17 +15,17 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `num_pages` pages for layers of these shapes. Memory is touched only as pages are used.
+    /// A cache of `num_pages` pages for layers that hold this of each token. Memory is touched only as pages are used.
     ///
     /// # Errors
     /// If the backend has no memory.
     pub(crate) fn new(
         backend: &dyn Backend,
-        layers: impl Iterator<Item = AttentionGeometry>,
+        layers: impl Iterator<Item = KvLayout>,
         dtype: DType,
         num_pages: usize,
     ) -> Result<Self> {
-        let layers = layers.map(|g| backend.kv_pages(num_pages, g.kv_heads, g.head_dim, dtype));
+        let layers = layers.map(|layout| backend.kv_pages(num_pages, layout, dtype));
         Ok(KvCache { layers: layers.collect::<strata_tensor::Result<_>>()? })
     }
 

@@ -198,7 +198,7 @@ impl Model {
     /// # Errors
     /// If the backend has no memory.
     pub fn new_kv_cache(&self, num_pages: usize) -> Result<KvCache> {
-        KvCache::new(self.backend(), self.decoder.geometries(), self.dtype, num_pages)
+        KvCache::new(self.backend(), self.decoder.cache_layouts(), self.dtype, num_pages)
     }
 
     /// The longest sequence whose keys lie in the cache as those of short ones do: a sequence that may come to be longer shares no pages with shorter ones.
@@ -212,7 +212,7 @@ impl Model {
 
     /// Bytes of one page of this model's KV cache.
     pub fn kv_page_bytes(&self) -> usize {
-        self.decoder.geometries().map(|g| self.backend.kv_page_bytes(g.kv_heads, g.head_dim, self.dtype)).sum()
+        self.decoder.cache_layouts().map(|layout| self.backend.kv_page_bytes(layout, self.dtype)).sum()
     }
 
     /// Log-probabilities of all targets, with no gradient. Bits equal those of [`Model::forward_backward`] and [`Model::step`].
@@ -527,6 +527,5 @@ pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], 
         _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
     }
 }
-
 #[cfg(test)]
 mod tests;

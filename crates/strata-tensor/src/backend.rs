@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::Linear;
-use crate::{DType, KvPages, PackedRef, Result, Tensor, TensorMut, TensorRef};
+use crate::{DType, KvLayout, KvPages, KvValues, PackedRef, Result, Tensor, TensorMut, TensorRef};
 
 /// Tokens of a granule. A reduction over tokens, on any device, takes the tokens of a sequence by so many at a time, in whatever order within them, and begins
 /// a granule with each sequence: so what is reduced in several parts has the same bits if it is cut between granules. It is what a matrix unit takes in one step
@@ -23,7 +23,7 @@ pub struct AttentionSpan<'a> {
     pub tokens: Range<usize>,
     /// Positions already in its pages.
     pub past: usize,
-    /// Its pages, in order.
+    /// Its pages, in order. What is in those that lie before the window of its first new token does not matter.
     pub pages: &'a [u32],
 }
 
@@ -34,8 +34,10 @@ pub struct AttentionGeometry {
     pub heads: usize,
     /// Key and value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of a head; even.
+    /// Width of a query and of a key; even.
     pub head_dim: usize,
+    /// Values.
+    pub values: KvValues,
     /// Factor on the scores, usually `1/√head_dim`.
     pub scale: f32,
     /// Epsilon of the per-head norms.
@@ -45,6 +47,16 @@ pub struct AttentionGeometry {
 }
 
 impl AttentionGeometry {
+    /// What pages hold of each token.
+    pub fn kv_layout(&self) -> KvLayout {
+        KvLayout { kv_heads: self.kv_heads, key_dim: self.head_dim, values: self.values }
+    }
+
+    /// Columns of what attention answers.
+    pub fn out_width(&self) -> usize {
+        self.heads * self.values.width()
+    }
+
     /// The first position that a query at `position` sees.
     pub fn first_visible(&self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
@@ -52,17 +64,63 @@ impl AttentionGeometry {
 
     /// Columns of the fused projection of [`QkvLayout::fused`]: queries, then keys, then values.
     pub fn qkv_width(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
+        (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.values.width()
     }
 }
 
-/// Columns of some heads, `head_dim` each, in a fused projection.
+/// Columns of some heads, each of their width, in a matrix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadColumns {
     /// Where the first head begins.
     pub first: usize,
     /// From where one head begins to where the next does.
     pub stride: usize,
+}
+
+/// Columns of `heads` heads of one width in two matrices, from one of which to the other something goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadMove {
+    /// Heads.
+    pub heads: usize,
+    /// Width of each.
+    pub width: usize,
+    /// Where they come from.
+    pub from: HeadColumns,
+    /// Where they go.
+    pub to: HeadColumns,
+}
+
+/// Some outputs of each head of a linear layer from a latent, the matrix beside whose latents they are multiplied, and the latents.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadPart {
+    /// Heads.
+    pub heads: usize,
+    /// How many outputs of each.
+    pub width: usize,
+    /// Which outputs of the layer they are.
+    pub outputs: HeadColumns,
+    /// Which columns of the matrix of heads, `[tokens, ...]`, belong to them.
+    pub columns: HeadColumns,
+    /// From one latent to the next in the matrix of latents, `[tokens, heads * stride]`, each at the beginning of its columns.
+    pub latent_stride: usize,
+}
+
+/// Which way numbers go through the heads of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadSide {
+    /// From the outputs of heads to a latent for each: `x·W`.
+    ToLatents,
+    /// From a latent for each head to its outputs: `x·Wᵀ`.
+    FromLatents,
+}
+
+/// Which way heads turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// By their positions.
+    Forth,
+    /// Gradients, back.
+    Back,
 }
 
 /// Which numbers of a head turn against each other.
@@ -101,18 +159,18 @@ impl QkvLayout {
 
     /// For each query head its query and then its gate, then all keys, then all values, as Qwen3-Next and Qwen3.5 have them; of heads `rotary_dim` turn.
     pub fn gated(g: &AttentionGeometry, rotary_dim: usize) -> Self {
-        let gate = HeadColumns { first: g.head_dim, stride: 2 * g.head_dim };
-        QkvLayout { rotary_dim, ..Self::of(g, 2 * g.head_dim, Some(gate)) }
+        let stride = g.head_dim + g.values.width();
+        QkvLayout { rotary_dim, ..Self::of(g, stride, Some(HeadColumns { first: g.head_dim, stride })) }
     }
 
     fn of(g: &AttentionGeometry, query_stride: usize, gate: Option<HeadColumns>) -> Self {
         let (d, keys) = (g.head_dim, g.heads * query_stride);
         let values = keys + g.kv_heads * d;
         QkvLayout {
-            width: values + g.kv_heads * d,
+            width: values + g.kv_heads * g.values.width(),
             q: HeadColumns { first: 0, stride: query_stride },
             k: HeadColumns { first: keys, stride: d },
-            v: HeadColumns { first: values, stride: d },
+            v: HeadColumns { first: values, stride: g.values.width() },
             gate,
             rotary_dim: d,
             rotary_style: RotaryStyle::Halves,
@@ -129,15 +187,15 @@ pub struct Rotary {
     pub sin: Tensor,
 }
 
-/// Queries, keys and values after per-head norm and rotary embedding, in the compute dtype.
+/// Queries, keys and values as attention reads them, in the compute dtype.
 #[derive(Debug)]
 pub struct Qkv {
     /// `[tokens, heads, head_dim]`.
     pub q: Tensor,
     /// `[tokens, kv_heads, head_dim]`.
     pub k: Tensor,
-    /// `[tokens, kv_heads, head_dim]`.
-    pub v: Tensor,
+    /// `[tokens, kv_heads, value width]`; `None` if values are the first numbers of keys.
+    pub v: Option<Tensor>,
 }
 
 /// Hyperparameters of one AdamW step. They stay f64 until they have become factors: in f32, 1 - 0.999 is off in its fifth digit.
@@ -232,7 +290,7 @@ pub trait Backend: Memory + Send + Sync {
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize;
 
     /// Bytes of scratch that [`Backend::attention`] and its gradient take beside their inputs and outputs, however many tokens there are; what
-    /// the gradient takes for each token of one long sequence is at most `(heads + 1) * head_dim` f32 numbers five times over. `dtype` is that of queries, keys and values.
+    /// the gradient takes for each token of one long sequence is at most `(heads + 1) * max(head_dim, value width)` f32 numbers five times over. `dtype` is that of queries, keys and values.
     fn attention_scratch_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize;
 
     /// Refuses numbers of heads, and widths of them, that [`Backend::attention`] and what goes with it cannot compute.
@@ -301,8 +359,8 @@ pub trait Backend: Memory + Send + Sync {
 
     /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
     /// window leaves, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
-    /// window of every query are not read. The softmax of head `h` has one more term, `exp(sinks[h])`, that has no value (f32 `[heads]`; gpt-oss). `out` is as
-    /// `q`; `log_normalizers: [tokens, heads]`, f32, of the softmax with its sink.
+    /// window of every query are not read. The softmax of head `h` has one more term, `exp(sinks[h])`, that has no value (f32 `[heads]`; gpt-oss). `out`
+    /// is `[tokens, heads, value width]` in the dtype of `q`; `log_normalizers: [tokens, heads]`, f32, of the softmax with its sink.
     #[allow(clippy::too_many_arguments)]
     fn attention(
         &self,
@@ -315,7 +373,7 @@ pub trait Backend: Memory + Send + Sync {
         log_normalizers: &mut Tensor,
     ) -> Result<()>;
 
-    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32. Sinks are frozen, and what they do is in `log_normalizers`.
+    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32. That of keys has both parts where they are values too. Sinks are frozen, and what they do is in `log_normalizers`.
     #[allow(clippy::too_many_arguments)]
     fn attention_backward(
         &self,
@@ -371,7 +429,7 @@ pub trait Backend: Memory + Send + Sync {
     /// Sum of the squares of all elements of an f32 tensor, in a fixed order, in f64.
     fn sum_squares(&self, tensor: &Tensor) -> Result<f64>;
 
-    /// `y = attended * sigmoid(gate)`, `[tokens, heads * head_dim]` in the dtype of `attended`, with the gates of f32 `qkv: [tokens, layout.width]`.
+    /// `y = attended * sigmoid(gate)`, `[tokens, heads * head_dim]` in the dtype of `attended` (`head_dim` is here that of values), with the gates of f32 `qkv: [tokens, layout.width]`.
     ///
     /// # Panics
     /// If the layout has no gate.
@@ -440,5 +498,47 @@ pub trait Backend: Memory + Send + Sync {
         gates: &Tensor,
         dx: &mut Tensor,
         dgates: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Rotates the heads of f32 `x` to columns of `y`, in its dtype; a head is all that turns. Other columns of `y` are left alone.
+    fn rotate_heads(
+        &self,
+        x: &Tensor,
+        heads: &HeadMove,
+        rotary: &Rotary,
+        style: RotaryStyle,
+        turn: Turn,
+        y: &mut Tensor,
+    ) -> Result<()>;
+
+    /// RMSNorm of heads of f32 `x` with f32 `weight: [width]` to columns of `y`, in its dtype. Other columns of `y` are left alone.
+    fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;
+
+    /// Gradient of [`Backend::norm_heads`] by `x`, to the columns of `dx` that its heads come from, in the dtype of `dx`; `dy` is f32.
+    fn norm_heads_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        heads: &HeadMove,
+        weight: TensorRef<'_>,
+        eps: f32,
+        dx: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Multiplies each head of `x` with its part of a layer of latents, whose low-rank pairs are added as in [`Backend::linear`] and
+    /// [`Backend::linear_backward`], the product between them rounded to the dtype of `x`. `x` has the dtype of the weight, and `y`, whose other columns
+    /// are left alone, any. `x` and `y` are the matrices of heads and of latents of `part`, or the other way round. The gradient by `x` is the same with the
+    /// other side.
+    fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()>;
+
+    /// Adds to the gradients of the pairs of [`Backend::head_linear`], of either side, given what is multiplied and the gradient of the product: one of them is a
+    /// matrix of heads and one of latents, both in the dtype of the weight. Sequence after sequence, and in each token after token, the heads of each in order.
+    fn head_linear_gradients(
+        &self,
+        heads: &Tensor,
+        latents: &Tensor,
+        layer: &Linear<'_>,
+        part: &HeadPart,
+        gradients: &mut [Option<LoraGradient<'_>>],
     ) -> Result<()>;
 }

@@ -34,19 +34,19 @@ pub mod testing;
 mod weights;
 
 pub use backend::{
-    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, HeadColumns, LogprobTargets, LoraGradient, LowProducts, Qkv,
-    QkvLayout, Rotary, RotaryStyle, RowReply, RowRequest,
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets,
+    LoraGradient, LowProducts, Qkv, QkvLayout, Rotary, RotaryStyle, RowReply, RowRequest, Turn,
 };
 pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor};
-pub use kv::{KV_PAGE_TOKENS, KvPages};
+pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
 pub use memory::Memory;
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
-    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
-    experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
+    AttentionInput, AttentionSight, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LatentAttention, LatentRotary, LogprobPass,
+    TargetLoss, attention_pages_bytes, experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
 };
 pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};

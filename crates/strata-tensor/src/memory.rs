@@ -1,7 +1,9 @@
 //! The memory of a device, and the only ways in and out of it.
 
 use crate::host::{HostRef, f32_bytes_mut};
-use crate::{DType, Error, HostTensor, KvPages, PackedStack, Result, Shape, Tensor, TensorMut, TensorRef, WeightFormat};
+use crate::{
+    DType, Error, HostTensor, KvLayout, KvPages, PackedStack, Result, Shape, Tensor, TensorMut, TensorRef, WeightFormat,
+};
 
 /// What every device does with memory. Tensors, packed weights and pages are allocated here and belong to the backend that allocated them; only
 /// [`Memory::upload`] and [`Memory::download`] pass elements between it and the host.
@@ -73,14 +75,14 @@ pub trait Memory {
     fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()>;
 
     /// Room for `num_pages` pages of keys and values of one layer. Memory is touched only as pages are used.
-    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages>;
+    fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages>;
 
     /// As [`Memory::kv_pages`], for as long as an op: pages that hold what others left, which nobody sees, see
     /// [`Backend::attention`](crate::Backend::attention).
-    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages>;
+    fn scratch_kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages>;
 
     /// Bytes of one page.
-    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize;
+    fn kv_page_bytes(&self, layout: KvLayout, dtype: DType) -> usize;
 
     /// Copies page `from` over page `to`, for a sequence that goes on from a place within it. What follows that place is never seen.
     ///

@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, Linear, LoraGroup, QkvLayout, Tape, TensorRef,
-    Var, attention_pages_bytes,
+    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, KvValues, Linear, LoraGroup, QkvLayout, Tape,
+    TensorRef, Var, attention_pages_bytes,
 };
 
 use super::BatchInputs;
@@ -77,6 +77,7 @@ impl AttentionConfig {
             heads: self.num_heads,
             kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
+            values: KvValues::Own(self.head_dim),
             scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
             eps,
             window,

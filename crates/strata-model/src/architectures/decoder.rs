@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, Backend, Between, DType, EmbeddingTable, KvAccess, PackedRef, Tape, Var, WeightFormat,
+    AttentionGeometry, Backend, Between, DType, EmbeddingTable, KvAccess, KvLayout, PackedRef, Tape, Var, WeightFormat,
     attention_pages_bytes, go_on,
 };
 
@@ -146,6 +146,11 @@ impl Decoder {
     /// Rotary positions.
     pub(crate) fn rope(&self) -> &Rope {
         &self.plan.rope
+    }
+
+    /// What each layer holds of a token in the cache.
+    pub(crate) fn cache_layouts(&self) -> impl Iterator<Item = KvLayout> {
+        self.geometries().map(|g| g.kv_layout())
     }
 
     /// Shapes of attention, layer by layer.

@@ -2,10 +2,11 @@
 //!
 //! For each page and head, keys are a packed matrix `head_dim → KV_PAGE_TOKENS` and values one of `KV_PAGE_TOKENS → head_dim`
 //! (see `packed`): a query multiplies a page of keys, and a row of probabilities a page of values, exactly as a token multiplies a weight.
+//! Values that are the first numbers of keys have no memory of their own: they are transposed in cache from the keys, as weights are for a backward pass.
 
 use super::memory::Buffer;
 use super::packed::layer_len;
-use crate::{DType, Error, KV_PAGE_TOKENS, Result};
+use crate::{DType, Error, KV_PAGE_TOKENS, KvLayout, KvValues, Result};
 
 /// Keys and values of one layer, `[num_pages][num_kv_heads]` packed pages of each.
 pub(crate) struct KvPages {
@@ -26,8 +27,8 @@ impl KvPages {
     }
 
     /// Bytes of one page of keys and values.
-    pub(crate) fn page_bytes(num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
-        num_kv_heads * (key_len(head_dim) + value_len(head_dim)) * dtype.size_bytes()
+    pub(crate) fn page_bytes(layout: KvLayout, dtype: DType) -> usize {
+        layout.kv_heads * (key_len(layout.key_dim) + own_value_len(layout.values)) * dtype.size_bytes()
     }
 
     /// Gives the memory of pages that are free back to the system, as far as it can take it; they read as zeros from then on, and take memory
@@ -64,9 +65,17 @@ pub(crate) fn key_len(head_dim: usize) -> usize {
     layer_len(head_dim, KV_PAGE_TOKENS)
 }
 
-/// Elements of the values of one page and head.
-pub(crate) fn value_len(head_dim: usize) -> usize {
-    layer_len(KV_PAGE_TOKENS, head_dim)
+/// Elements of the values of one page and head, laid out for products.
+pub(crate) fn value_len(width: usize) -> usize {
+    layer_len(KV_PAGE_TOKENS, width)
+}
+
+/// Elements of a page and head beside its keys.
+pub(crate) fn own_value_len(values: KvValues) -> usize {
+    match values {
+        KvValues::Own(width) => value_len(width),
+        KvValues::PrefixOfKey(_) => 0,
+    }
 }
 
 #[cfg(test)]
@@ -84,7 +93,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn released_pages_give_their_memory_back_and_the_others_stay() {
-        let page_bytes = KvPages::page_bytes(2, 36, DType::BF16);
+        let page_bytes = KvPages::page_bytes(KvLayout { kv_heads: 2, key_dim: 36, values: KvValues::Own(36) }, DType::BF16);
         let num_pages = (256 << 20) / page_bytes;
         let mut pages = KvPages::zeroed(num_pages, page_bytes).unwrap();
         let untouched = resident_bytes();

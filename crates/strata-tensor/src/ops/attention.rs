@@ -2,10 +2,10 @@
 
 use std::rc::Rc;
 
-use super::{check_f32, check_vector};
+use super::{check, check_f32, check_vector};
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary};
 use crate::tape::{Tape, Var, in_f32};
-use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, Result, Tensor, TensorRef};
+use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, KvValues, Result, Tensor, TensorRef};
 
 const OP: &str = "attention";
 
@@ -34,8 +34,20 @@ pub struct AttentionInput<'a> {
     pub spans: Rc<[AttentionSpan<'a>]>,
 }
 
+/// What attention of queries, keys and values of their own reads beside them.
+#[derive(Clone)]
+pub struct AttentionSight<'a> {
+    /// Shapes.
+    pub geometry: AttentionGeometry,
+    /// As in [`AttentionInput`].
+    pub sinks: Option<TensorRef<'a>>,
+    /// As in [`AttentionInput`].
+    pub spans: Rc<[AttentionSpan<'a>]>,
+}
+
 impl<'a> Tape<'a> {
-    /// f32 `qkv: [tokens, layout.width]` (queries, keys, values and, where the layout has them, gates) to `[tokens, heads * head_dim]` in `dtype`.
+    /// f32 `qkv: [tokens, layout.width]` (queries, keys, values and, where the layout has them, gates) to `[tokens, heads * value width]` in
+    /// `dtype`. Values are their own.
     ///
     /// # Errors
     /// If shapes, the layout, the sequences or their pages do not fit, or the tape would have to go back through a cache.
@@ -63,53 +75,14 @@ impl<'a> Tape<'a> {
         }
         check_spans(&input.spans, tokens)?;
         let records = self.records(&[qkv], false);
-        match &kv {
-            KvAccess::Cache(_) if records => return Err(Error::Unsupported("gradients through a KV cache".into())),
-            KvAccess::Cache(pages) => check_pages(&input.spans, &g, dtype, pages)?,
-            KvAccess::None => {
-                if let Some(span) = input.spans.iter().find(|s| s.past > 0) {
-                    return Err(Error::Unsupported(format!("a sequence with {} cached tokens needs its cache", span.past)));
-                }
-            }
-        }
+        check_access(&input.spans, &g, dtype, &kv, records)?;
         let mut split = Qkv {
             q: backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?,
             k: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
-            v: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
+            v: Some(backend.scratch(&[tokens, g.kv_heads, g.values.width()], dtype)?),
         };
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
-        let mut out = backend.scratch(&[tokens, g.heads * g.head_dim], dtype)?;
-        let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
-        let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
-            backend.write_kv(&split, &g, spans, pages)?;
-            backend.attention(&split.q, &g, input.sinks, spans, pages, &mut out, &mut log_normalizers)
-        };
-        match kv {
-            KvAccess::Cache(pages) => attend(&input.spans, pages)?,
-            KvAccess::None => {
-                // Keys and values in the layout of a cache, with pages of this batch alone.
-                let count = |s: &AttentionSpan<'_>| s.tokens.len().div_ceil(KV_PAGE_TOKENS);
-                // Short sequences leave most of their page empty: so many at a time that the pages of all take little more than their tokens.
-                let longest = input.spans.iter().map(count).max().unwrap_or(0);
-                let num_pages = longest.max(whole_batch_pages(tokens)).min(input.spans.iter().map(count).sum());
-                let ids: Vec<u32> = (0..num_pages as u32).collect();
-                let mut pages = backend.scratch_kv_pages(ids.len(), g.kv_heads, g.head_dim, dtype)?;
-                let mut batch: Vec<AttentionSpan<'_>> = Vec::new();
-                let mut first_free = 0;
-                for span in input.spans.iter() {
-                    if first_free + count(span) > num_pages {
-                        attend(&batch, &mut pages)?;
-                        batch.clear();
-                        first_free = 0;
-                    }
-                    let of_span = &ids[first_free..first_free + count(span)];
-                    first_free += of_span.len();
-                    batch.push(AttentionSpan { tokens: span.tokens.clone(), past: 0, pages: of_span });
-                }
-                attend(&batch, &mut pages)?;
-            }
-        }
-        let out = Rc::new(out);
+        let Attended { out, log_normalizers } = attend(backend, &split, &g, input.sinks, &input.spans, kv)?;
         let mut y = out.clone();
         if layout.gate.is_some() {
             let mut gated = backend.scratch(out.shape().dims(), dtype)?;
@@ -121,21 +94,127 @@ impl<'a> Tape<'a> {
         }
         let (projection, node, saved, input) = (qkv.shared(), qkv.node(), out, input.clone());
         Ok(self.push(y, move |pass, dy| {
-            let like = |t: &Tensor| pass.backend.scratch(t.shape().dims(), DType::F32);
             let mut dout = in_f32(pass.backend, dy)?;
             let mut dqkv = pass.backend.scratch(projection.shape().dims(), dtype)?;
             if layout.gate.is_some() {
-                let mut dattended = like(&saved)?;
+                let mut dattended = like(pass.backend, &saved)?;
                 pass.backend.gate_heads_backward(&dout, &saved, &projection, &g, &layout, &mut dattended, &mut dqkv)?;
                 dout = Rc::new(dattended);
             }
-            let mut gradient = Qkv { q: like(&split.q)?, k: like(&split.k)?, v: like(&split.v)? };
+            let mut gradient = like_qkv(pass.backend, &split)?;
             pass.backend.attention_backward(&dout, &split, &saved, &log_normalizers, &g, &input.spans, &mut gradient)?;
             drop(dout);
             pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &layout, &mut dqkv)?;
             pass.accumulate(node, Rc::new(dqkv))
         }))
     }
+
+    /// Attention of queries `[tokens, heads * head_dim]` to keys `[tokens, kv_heads * head_dim]` and values `[tokens, kv_heads * value width]`, which are `None`
+    /// where they are a part of the keys; all in one dtype, in which the result is too, `[tokens, heads * value width]`.
+    ///
+    /// # Errors
+    /// If shapes, dtypes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
+    pub fn attend(&mut self, q: Var, k: Var, v: Option<Var>, sight: &AttentionSight<'a>, kv: KvAccess<'_>) -> Result<Var> {
+        let (g, backend, dtype) = (sight.geometry, self.backend(), q.value().dtype());
+        backend.check_attention(&g)?;
+        if v.is_some() != matches!(g.values, KvValues::Own(_)) {
+            return Err(Error::Unsupported(format!("values {:?} beside those given: {}", g.values, v.is_some())));
+        }
+        let widths = [g.heads * g.head_dim, g.kv_heads * g.head_dim, g.kv_heads * g.values.width()];
+        for (x, width) in [Some(&q), Some(&k), v.as_ref()].into_iter().zip(widths) {
+            let Some(x) = x else { continue };
+            check(OP, x.value(), dtype, width)?;
+            if x.value().rows() != q.value().rows() {
+                let (expected, actual) = (format!("{} tokens", q.value().rows()), x.value().shape().to_string());
+                return Err(Error::Shape { op: OP, expected, actual });
+            }
+        }
+        if let Some(sinks) = sight.sinks {
+            check_vector(OP, sinks, g.heads)?;
+        }
+        check_spans(&sight.spans, q.value().rows())?;
+        let inputs: Vec<&Var> = [&q, &k].into_iter().chain(&v).collect();
+        let records = self.records(&inputs, false);
+        check_access(&sight.spans, &g, dtype, &kv, records)?;
+        let nodes = [q.node(), k.node(), v.as_ref().and_then(Var::node)];
+        let own = |x: Var| x.into_tensor(backend);
+        let split = Qkv { q: own(q)?, k: own(k)?, v: v.map(own).transpose()? };
+        let Attended { out, log_normalizers } = attend(backend, &split, &g, sight.sinks, &sight.spans, kv)?;
+        if !records {
+            return Ok(self.shared_constant(out));
+        }
+        let (saved, spans) = (out.clone(), sight.spans.clone());
+        Ok(self.push(out, move |pass, dout| {
+            let dout = in_f32(pass.backend, dout)?;
+            let mut gradient = like_qkv(pass.backend, &split)?;
+            pass.backend.attention_backward(&dout, &split, &saved, &log_normalizers, &g, &spans, &mut gradient)?;
+            let [q, k, v] = nodes;
+            pass.accumulate(q, Rc::new(gradient.q))?;
+            pass.accumulate(k, Rc::new(gradient.k))?;
+            gradient.v.map_or(Ok(()), |gradient| pass.accumulate(v, Rc::new(gradient)))
+        }))
+    }
+}
+
+/// What attention has found, and the logarithms of the denominators.
+pub(super) struct Attended {
+    pub(super) out: Rc<Tensor>,
+    pub(super) log_normalizers: Tensor,
+}
+
+/// Adds keys and values to their pages, or to some of this batch alone, and attends to them.
+pub(super) fn attend(
+    backend: &dyn Backend,
+    qkv: &Qkv,
+    g: &AttentionGeometry,
+    sinks: Option<TensorRef<'_>>,
+    spans: &[AttentionSpan<'_>],
+    kv: KvAccess<'_>,
+) -> Result<Attended> {
+    let (tokens, dtype) = (qkv.q.rows(), qkv.q.dtype());
+    let mut out = backend.scratch(&[tokens, g.out_width()], dtype)?;
+    let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
+    let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
+        backend.write_kv(qkv, g, spans, pages)?;
+        backend.attention(&qkv.q, g, sinks, spans, pages, &mut out, &mut log_normalizers)
+    };
+    match kv {
+        KvAccess::Cache(pages) => attend(spans, pages)?,
+        KvAccess::None => {
+            // Keys and values in the layout of a cache, with pages of this batch alone.
+            let count = |s: &AttentionSpan<'_>| s.tokens.len().div_ceil(KV_PAGE_TOKENS);
+            // Short sequences leave most of their page empty: so many at a time that the pages of all take little more than their tokens.
+            let longest = spans.iter().map(count).max().unwrap_or(0);
+            let num_pages = longest.max(whole_batch_pages(tokens)).min(spans.iter().map(count).sum());
+            let ids: Vec<u32> = (0..num_pages as u32).collect();
+            let mut pages = backend.scratch_kv_pages(ids.len(), g.kv_layout(), dtype)?;
+            let mut batch: Vec<AttentionSpan<'_>> = Vec::new();
+            let mut first_free = 0;
+            for span in spans {
+                if first_free + count(span) > num_pages {
+                    attend(&batch, &mut pages)?;
+                    batch.clear();
+                    first_free = 0;
+                }
+                let of_span = &ids[first_free..first_free + count(span)];
+                first_free += of_span.len();
+                batch.push(AttentionSpan { tokens: span.tokens.clone(), past: 0, pages: of_span });
+            }
+            attend(&batch, &mut pages)?;
+        }
+    }
+    Ok(Attended { out: Rc::new(out), log_normalizers })
+}
+
+/// Room for a gradient of a tensor.
+pub(super) fn like(backend: &dyn Backend, tensor: &Tensor) -> Result<Tensor> {
+    backend.scratch(tensor.shape().dims(), DType::F32)
+}
+
+/// Room for the gradients of what attention reads.
+pub(super) fn like_qkv(backend: &dyn Backend, qkv: &Qkv) -> Result<Qkv> {
+    let v = qkv.v.as_ref().map(|v| like(backend, v)).transpose()?;
+    Ok(Qkv { q: like(backend, &qkv.q)?, k: like(backend, &qkv.k)?, v })
 }
 
 /// Pages for the keys and values of a pass over `tokens` tokens that is not over a cache, unless one sequence needs more: twice those that full
@@ -146,7 +225,7 @@ fn whole_batch_pages(tokens: usize) -> usize {
 
 /// Bytes of keys and values in pages that a pass over `tokens` tokens takes at most, if it is not over a cache.
 pub fn attention_pages_bytes(backend: &dyn Backend, tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
-    whole_batch_pages(tokens) * backend.kv_page_bytes(g.kv_heads, g.head_dim, dtype)
+    whole_batch_pages(tokens) * backend.kv_page_bytes(g.kv_layout(), dtype)
 }
 
 /// Refuses heads that overlap or leave columns to nobody, and turns of more or less than pairs of a head.
@@ -155,31 +234,29 @@ fn check_layout(layout: &QkvLayout, g: &AttentionGeometry) -> Result<()> {
         let (turning, d) = (layout.rotary_dim, g.head_dim);
         return Err(Error::Unsupported(format!("a rotary part of {turning} in heads of {d}: it is even and at most a head")));
     }
-    let all = [
-        Some((layout.q, g.heads)),
-        Some((layout.k, g.kv_heads)),
-        Some((layout.v, g.kv_heads)),
-        layout.gate.map(|gate| (gate, g.heads)),
-    ];
-    let heads = all.into_iter().flatten().flat_map(|(columns, heads)| {
-        (0..heads).map(move |head| columns.stride.saturating_mul(head).saturating_add(columns.first))
-    });
-    let mut firsts: Vec<usize> = heads.collect();
-    firsts.sort_unstable();
-    let whole =
-        firsts.iter().enumerate().all(|(i, &first)| first == i * g.head_dim) && layout.width == firsts.len() * g.head_dim;
-    if !whole {
+    let KvValues::Own(value_dim) = g.values else {
+        return Err(Error::Unsupported("a fused projection whose values are a part of its keys".into()));
+    };
+    let (d, gate) = (g.head_dim, layout.gate.map(|gate| (gate, g.heads, value_dim)));
+    let all = [Some((layout.q, g.heads, d)), Some((layout.k, g.kv_heads, d)), Some((layout.v, g.kv_heads, value_dim)), gate];
+    let mut heads: Vec<(usize, usize)> = Vec::new();
+    for (columns, count, width) in all.into_iter().flatten() {
+        heads.extend((0..count).map(|head| (columns.stride.saturating_mul(head).saturating_add(columns.first), width)));
+    }
+    heads.sort_unstable();
+    let follow = |end, &(first, width): &(usize, usize)| (first == end).then_some(end + width);
+    if heads.iter().try_fold(0, follow) != Some(layout.width) {
         return Err(Error::Shape {
             op: OP,
-            expected: format!("a layout of {} columns as heads of {} side by side", layout.width, g.head_dim),
-            actual: format!("heads from {firsts:?}"),
+            expected: format!("a layout of {} columns as heads side by side", layout.width),
+            actual: format!("heads from and of {heads:?}"),
         });
     }
     Ok(())
 }
 
 /// Refuses sequences that are not all of a batch of `tokens`, one after another.
-fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
+pub(super) fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
     let follow = |end, s: &AttentionSpan<'_>| (s.tokens.start == end && s.tokens.end >= end).then_some(s.tokens.end);
     if spans.iter().try_fold(0, follow) != Some(tokens) {
         let actual = spans.iter().map(|s| s.tokens.clone()).collect::<Vec<_>>();
@@ -192,16 +269,34 @@ fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a cache that gradients would have to go through or that does not fit, and sequences whose cache is not there.
+pub(super) fn check_access(
+    spans: &[AttentionSpan<'_>],
+    g: &AttentionGeometry,
+    dtype: DType,
+    kv: &KvAccess<'_>,
+    records: bool,
+) -> Result<()> {
+    match kv {
+        KvAccess::Cache(_) if records => Err(Error::Unsupported("gradients through a KV cache".into())),
+        KvAccess::Cache(pages) => check_pages(spans, g, dtype, pages),
+        KvAccess::None => match spans.iter().find(|s| s.past > 0) {
+            Some(span) => Err(Error::Unsupported(format!("a sequence with {} cached tokens needs its cache", span.past))),
+            None => Ok(()),
+        },
+    }
+}
+
 /// Refuses a cache of another shape, pages that are not there or not enough, and a page that two sequences would write.
 fn check_pages(spans: &[AttentionSpan<'_>], g: &AttentionGeometry, dtype: DType, pages: &KvPages) -> Result<()> {
     if pages.dtype != dtype {
         return Err(Error::DType { op: OP, expected: dtype, actual: pages.dtype });
     }
-    if [pages.num_kv_heads, pages.head_dim] != [g.kv_heads, g.head_dim] {
+    if pages.layout != g.kv_layout() {
         return Err(Error::Shape {
             op: OP,
-            expected: format!("a cache of {} heads of {}", g.kv_heads, g.head_dim),
-            actual: format!("{} heads of {}", pages.num_kv_heads, pages.head_dim),
+            expected: format!("a cache of {:?}", g.kv_layout()),
+            actual: format!("{:?}", pages.layout),
         });
     }
     let mut written = Vec::new();

@@ -2,6 +2,7 @@
 
 mod attention;
 mod embedding;
+mod latent;
 mod linear;
 mod loss;
 mod moe;
@@ -10,8 +11,9 @@ mod swiglu;
 #[cfg(test)]
 mod tests;
 
-pub use attention::{AttentionInput, KvAccess, attention_pages_bytes};
+pub use attention::{AttentionInput, AttentionSight, KvAccess, attention_pages_bytes};
 pub use embedding::EmbeddingTable;
+pub use latent::{LatentAttention, LatentRotary};
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
 pub use moe::experts_bytes_per_token;
 

@@ -2,7 +2,9 @@
 
 use std::sync::LazyLock;
 
-use crate::{CpuBackend, DType, HostRef, Isa, KvPages, Memory, PackedStack, Tensor, TensorMut, TensorRef, random};
+use crate::{
+    CpuBackend, DType, HostRef, Isa, KvLayout, KvPages, KvValues, Memory, PackedStack, Tensor, TensorMut, TensorRef, random,
+};
 
 static CPU: LazyLock<CpuBackend> = LazyLock::new(|| CpuBackend::with_isa(Isa::detect(), 1));
 
@@ -45,8 +47,8 @@ impl PackedStack {
 }
 
 impl KvPages {
-    pub(crate) fn new(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
-        CPU.kv_pages(num_pages, num_kv_heads, head_dim, dtype).unwrap()
+    pub(crate) fn new(num_pages: usize, kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
+        CPU.kv_pages(num_pages, KvLayout { kv_heads, key_dim: head_dim, values: KvValues::Own(head_dim) }, dtype).unwrap()
     }
 }
 

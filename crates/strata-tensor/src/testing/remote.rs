@@ -12,8 +12,8 @@ use crate::moe::{Dispatch, Experts, RouterScores, Routing, SigmoidScores};
 use crate::storage::Storage;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{
-    CpuBackend, DType, Error, HostRef, HostTensor, KvPages, Memory, PackedRef, PackedStack, Result, Tensor, TensorMut,
-    TensorRef, WeightFormat,
+    CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, Result, Tensor,
+    TensorMut, TensorRef, WeightFormat,
 };
 
 /// The backend.
@@ -185,13 +185,44 @@ impl RemoteBackend {
     }
 
     fn fetch_qkv(&self, qkv: &Qkv) -> Result<Qkv> {
-        Ok(Qkv { q: self.fetch(qkv.q.as_ref())?, k: self.fetch(qkv.k.as_ref())?, v: self.fetch(qkv.v.as_ref())? })
+        let v = qkv.v.as_ref().map(|v| self.fetch(v.as_ref())).transpose()?;
+        Ok(Qkv { q: self.fetch(qkv.q.as_ref())?, k: self.fetch(qkv.k.as_ref())?, v })
     }
 
     fn send_qkv(&self, here: &Qkv, qkv: &mut Qkv) -> Result<()> {
         self.send(&here.q, qkv.q.as_mut())?;
         self.send(&here.k, qkv.k.as_mut())?;
-        self.send(&here.v, qkv.v.as_mut())
+        match (&here.v, &mut qkv.v) {
+            (Some(here), Some(v)) => self.send(here, v.as_mut()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets the processor change the gradients of some pairs.
+    fn change_pairs(
+        &self,
+        gradients: &mut [Option<LoraGradient<'_>>],
+        op: impl FnOnce(&Table, &mut [Option<LoraGradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
+        let fetch = |g: &Option<LoraGradient<'_>>| {
+            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
+            pair.transpose()
+        };
+        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        {
+            fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
+                LoraGradient { a: a.as_mut(), b: b.as_mut() }
+            }
+            let mut views: Vec<_> = here.iter_mut().map(|pair| pair.as_mut().map(view)).collect();
+            op(&self.far.table(), &mut views)?;
+        }
+        for (here, gradient) in here.iter().zip(gradients) {
+            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
+                self.send(a, gradient.a.reborrow())?;
+                self.send(b, gradient.b.reborrow())?;
+            }
+        }
+        Ok(())
     }
 
     fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
@@ -214,38 +245,14 @@ impl RemoteBackend {
         op(&Routing { scores: RouterScores::Sigmoid(SigmoidScores { correction_bias, ..sigmoid }), ..*routing })
     }
 
-    /// Lets the processor add to gradients.
-    fn change_gradients(
-        &self,
-        gradients: &mut [Option<LoraGradient<'_>>],
-        op: impl FnOnce(&mut [Option<LoraGradient<'_>>]) -> Result<()>,
-    ) -> Result<()> {
-        fn view((a, b): &mut (Tensor, Tensor)) -> LoraGradient<'_> {
-            LoraGradient { a: a.as_mut(), b: b.as_mut() }
-        }
-        let fetch = |g: &Option<LoraGradient<'_>>| {
-            let pair = g.as_ref().map(|g| Ok((self.fetch(g.a.as_ref())?, self.fetch(g.b.as_ref())?)));
-            pair.transpose()
-        };
-        let mut here = gradients.iter().map(fetch).collect::<Result<Vec<_>>>()?;
-        op(&mut here.iter_mut().map(|pair| pair.as_mut().map(view)).collect::<Vec<_>>())?;
-        for (here, gradient) in here.iter().zip(gradients) {
-            if let (Some((a, b)), Some(gradient)) = (here, gradient) {
-                self.send(a, gradient.a.reborrow())?;
-                self.send(b, gradient.b.reborrow())?;
-            }
-        }
-        Ok(())
-    }
-
     fn fetch_norms(&self, norms: Option<[TensorRef<'_>; 2]>) -> Result<Option<[Tensor; 2]>> {
         norms.map(|[q, k]| Ok([self.fetch(q)?, self.fetch(k)?])).transpose()
     }
 
-    fn new_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        let bytes = num_pages.saturating_mul(self.kv_page_bytes(num_kv_heads, head_dim, dtype));
-        let pages = || self.cpu.kv_pages(num_pages, num_kv_heads, head_dim, dtype).map(Held::Pages);
-        Ok(KvPages { num_pages, num_kv_heads, head_dim, dtype, storage: self.keep(bytes, pages)? })
+    fn new_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        let bytes = num_pages.saturating_mul(self.kv_page_bytes(layout, dtype));
+        let pages = || self.cpu.kv_pages(num_pages, layout, dtype).map(Held::Pages);
+        Ok(KvPages { num_pages, layout, dtype, storage: self.keep(bytes, pages)? })
     }
 }
 
@@ -326,16 +333,16 @@ impl Memory for RemoteBackend {
         self.cpu.pack_columns(self.far.table().packed_mut(stack)?, layer, columns.as_ref())
     }
 
-    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        self.new_pages(num_pages, num_kv_heads, head_dim, dtype)
+    fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        self.new_pages(num_pages, layout, dtype)
     }
 
-    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        self.new_pages(num_pages, num_kv_heads, head_dim, dtype)
+    fn scratch_kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        self.new_pages(num_pages, layout, dtype)
     }
 
-    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
-        self.cpu.kv_page_bytes(num_kv_heads, head_dim, dtype)
+    fn kv_page_bytes(&self, layout: KvLayout, dtype: DType) -> usize {
+        self.cpu.kv_page_bytes(layout, dtype)
     }
 
     fn copy_page(&self, pages: &mut KvPages, from: u32, to: u32) -> Result<()> {
@@ -395,9 +402,8 @@ impl Backend for RemoteBackend {
         let (dy, x, bias) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
         let low = LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?);
         let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
-        self.change_gradients(gradients, |gradients| {
-            let table = self.far.table();
-            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, gradients, dx_here.as_mut())
+        self.change_pairs(gradients, |table, views| {
+            self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, views, dx_here.as_mut())
         })?;
         match (dx_here, dx) {
             (Some(here), Some(dx)) => self.send(&here, dx.as_mut()),
@@ -639,8 +645,7 @@ impl Backend for RemoteBackend {
         let biases = self.fetch_biases(layer)?;
         let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
         self.change(dweights, |dweights| {
-            self.change_gradients(gradients, |gradients| {
-                let table = self.far.table();
+            self.change_pairs(gradients, |table, gradients| {
                 let layer = table.experts(layer, &biases)?;
                 self.cpu.experts_backward(&dy, &x, &weights, dispatch, &layer, gradients, dweights, dx_here.as_mut())
             })
@@ -666,5 +671,55 @@ impl Backend for RemoteBackend {
     ) -> Result<()> {
         let (dy, x, gates) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(gates.as_ref())?);
         self.change(dx, |dx| self.change(dgates, |dgates| self.cpu.sigmoid_gate_backward(&dy, &x, &gates, dx, dgates)))
+    }
+
+    fn rotate_heads(
+        &self,
+        x: &Tensor,
+        heads: &HeadMove,
+        rotary: &Rotary,
+        style: RotaryStyle,
+        turn: Turn,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let (x, rotary) = (self.fetch(x.as_ref())?, self.fetch_rotary(rotary)?);
+        self.change(y, |y| self.cpu.rotate_heads(&x, heads, &rotary, style, turn, y))
+    }
+
+    fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x, weight) = (self.fetch(x.as_ref())?, self.fetch(weight)?);
+        self.change(y, |y| self.cpu.norm_heads(&x, heads, weight.as_ref(), eps, y))
+    }
+
+    fn norm_heads_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        heads: &HeadMove,
+        weight: TensorRef<'_>,
+        eps: f32,
+        dx: &mut Tensor,
+    ) -> Result<()> {
+        let (dy, x, weight) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(weight)?);
+        self.change(dx, |dx| self.cpu.norm_heads_backward(&dy, &x, heads, weight.as_ref(), eps, dx))
+    }
+
+    fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.head_linear(&x, &self.far.table().linear(layer, &None)?, part, side, y))
+    }
+
+    fn head_linear_gradients(
+        &self,
+        heads: &Tensor,
+        latents: &Tensor,
+        layer: &Linear<'_>,
+        part: &HeadPart,
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()> {
+        let (heads, latents) = (self.fetch(heads.as_ref())?, self.fetch(latents.as_ref())?);
+        self.change_pairs(gradients, |table, views| {
+            self.cpu.head_linear_gradients(&heads, &latents, &table.linear(layer, &None)?, part, views)
+        })
     }
 }

@@ -29,21 +29,22 @@ const BLOCK_PAGES: usize = 4;
 /// Pages of queries, for each thread, that are worth a round of their own.
 const ROUND_PAGES_PER_THREAD: usize = 8;
 
-/// What the backward pass reads and writes; queries are `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`.
+/// What the backward pass reads and writes; queries are `[tokens, heads, head_dim]`, keys `[tokens, kv_heads, head_dim]`.
 pub(crate) struct AttentionGradient<'a, T> {
     pub q: &'a [T],
     pub k: &'a [T],
-    pub v: &'a [T],
-    /// Output of the forward pass, as queries.
+    /// `[tokens, kv_heads, value width]`; `None` if they are the first numbers of keys.
+    pub v: Option<&'a [T]>,
+    /// Output of the forward pass, `[tokens, heads, value width]`.
     pub out: &'a [T],
     /// `[tokens, heads]`, from the forward pass.
     pub log_normalizers: &'a [f32],
-    /// Gradient of the output, as queries.
+    /// Gradient of the output, of its shape.
     pub dout: &'a [f32],
     /// Gradients, overwritten.
     pub dq: &'a mut [f32],
     pub dk: &'a mut [f32],
-    pub dv: &'a mut [f32],
+    pub dv: Option<&'a mut [f32]>,
 }
 
 multiversion! {
@@ -94,10 +95,10 @@ impl Unit<'_> {
 
 /// A page of queries of one head: 64 rows, zeros where there are fewer.
 struct Queries<'a, T> {
-    /// `[64, row_len]`.
+    /// `[64, row_len]`, of queries and of values.
     q: &'a mut [T],
     dout: &'a mut [T],
-    /// `[head_dim, 64]`.
+    /// `[head_dim, 64]` and `[value width, 64]`.
     q_transposed: &'a mut [T],
     dout_transposed: &'a mut [T],
     /// Σ dO∘O of each query.
@@ -108,55 +109,52 @@ struct Queries<'a, T> {
 }
 
 impl<'a, T: Plain + Element> Queries<'a, T> {
-    fn take(arena: &mut Arena<'a>, d: usize) -> Self {
-        let rows = PAGE * row_len::<T>(d);
+    fn take(arena: &mut Arena<'a>, g: &AttentionGeometry) -> Self {
+        let (d, value_dim) = (g.head_dim, g.values.width());
         Queries {
-            q: arena.take(rows),
-            dout: arena.take(rows),
+            q: arena.take(PAGE * row_len::<T>(d)),
+            dout: arena.take(PAGE * row_len::<T>(value_dim)),
             q_transposed: arena.take(d * PAGE),
-            dout_transposed: arena.take(d * PAGE),
+            dout_transposed: arena.take(value_dim * PAGE),
             delta: arena.take(PAGE),
             log_normalizers: arena.take(PAGE),
             dq: arena.take(PAGE * d),
         }
     }
 
-    fn bytes(d: usize) -> usize {
-        2 * taken_bytes::<T>(PAGE * row_len::<T>(d))
-            + 2 * taken_bytes::<T>(d * PAGE)
-            + 2 * taken_bytes::<f32>(PAGE)
-            + taken_bytes::<f32>(PAGE * d)
+    fn bytes(g: &AttentionGeometry) -> usize {
+        let of = |d: usize| taken_bytes::<T>(PAGE * row_len::<T>(d)) + taken_bytes::<T>(d * PAGE);
+        of(g.head_dim) + of(g.values.width()) + 2 * taken_bytes::<f32>(PAGE) + taken_bytes::<f32>(PAGE * g.head_dim)
     }
 }
 
 /// A page of keys and values, zeros where there are fewer than 64.
 struct Keys<'a> {
-    /// Packed `head_dim → 64`.
+    /// Packed `head_dim → 64` and `value width → 64`.
     keys_as_columns: &'a mut [u32],
     values_as_columns: &'a mut [u32],
     /// Packed `64 → head_dim`.
     keys_as_rows: &'a mut [u32],
-    /// Gradients, `[head_dim, 64]`.
+    /// Gradients, `[head_dim, 64]` and `[value width, 64]`.
     dk: &'a mut [f32],
     dv: &'a mut [f32],
 }
 
 impl<'a> Keys<'a> {
-    fn take<T: Element>(arena: &mut Arena<'a>, d: usize) -> Self {
-        let columns = key_len(d) / per_step::<T>();
+    fn take<T: Element>(arena: &mut Arena<'a>, g: &AttentionGeometry) -> Self {
+        let (d, value_dim) = (g.head_dim, g.values.width());
         Keys {
-            keys_as_columns: arena.take(columns),
-            values_as_columns: arena.take(columns),
+            keys_as_columns: arena.take(key_len(d) / per_step::<T>()),
+            values_as_columns: arena.take(key_len(value_dim) / per_step::<T>()),
             keys_as_rows: arena.take(steps_words::<T>(d)),
             dk: arena.take(d * PAGE),
-            dv: arena.take(d * PAGE),
+            dv: arena.take(value_dim * PAGE),
         }
     }
 
-    fn bytes<T: Element>(d: usize) -> usize {
-        2 * taken_bytes::<u32>(key_len(d) / per_step::<T>())
-            + taken_bytes::<u32>(steps_words::<T>(d))
-            + 2 * taken_bytes::<f32>(d * PAGE)
+    fn bytes<T: Element>(g: &AttentionGeometry) -> usize {
+        let of = |d: usize| taken_bytes::<u32>(key_len(d) / per_step::<T>()) + taken_bytes::<f32>(d * PAGE);
+        of(g.head_dim) + of(g.values.width()) + taken_bytes::<u32>(steps_words::<T>(g.head_dim))
     }
 }
 
@@ -167,13 +165,12 @@ fn steps_words<T: Element>(columns: usize) -> usize {
 
 /// Bytes of one page of a key head: its keys, and the queries of the heads that share it.
 fn page_bytes<T: Element + Plain>(g: &AttentionGeometry) -> usize {
-    Keys::bytes::<T>(g.head_dim) + g.heads / g.kv_heads * Queries::<T>::bytes(g.head_dim)
+    Keys::bytes::<T>(g) + g.heads / g.kv_heads * Queries::<T>::bytes(g)
 }
 
 /// Bytes that the backward pass takes at once whatever its tokens: a round, and what the threads work in.
 pub(crate) fn round_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
-    num_threads
-        * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g) + block_scratch_bytes::<T>() + pack_scratch_bytes::<T>(g.head_dim))
+    num_threads * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g) + block_scratch_bytes::<T>() + pack_scratch_bytes::<T>(g))
 }
 
 /// Gradients of whole sequences (no cached past) by their queries, keys and values.
@@ -195,7 +192,7 @@ pub(crate) fn backward<T: Element + Plain>(
         inputs: Inputs { q, k, v, out, log_normalizers, dout },
         dq: SharedMut::new(dq),
         dk: SharedMut::new(dk),
-        dv: SharedMut::new(dv),
+        dv: dv.map(SharedMut::new),
     };
     let round_pages = ROUND_PAGES_PER_THREAD * pool.num_threads();
     let mut round: Vec<Unit<'_>> = Vec::new();
@@ -217,7 +214,7 @@ pub(crate) fn backward<T: Element + Plain>(
 struct Inputs<'a, T> {
     q: &'a [T],
     k: &'a [T],
-    v: &'a [T],
+    v: Option<&'a [T]>,
     out: &'a [T],
     log_normalizers: &'a [f32],
     dout: &'a [f32],
@@ -230,7 +227,7 @@ struct Pass<'a, T> {
     inputs: Inputs<'a, T>,
     dq: SharedMut<f32>,
     dk: SharedMut<f32>,
-    dv: SharedMut<f32>,
+    dv: Option<SharedMut<f32>>,
 }
 
 impl<T: Element + Plain> Pass<'_, T> {
@@ -270,22 +267,25 @@ impl<T: Element + Plain> Pass<'_, T> {
     /// # Safety
     /// Nobody else has this page.
     unsafe fn prepare(&self, unit: &Unit<'_>, page: usize, pages: &Pages<T>) {
-        let (g, d, row_len, zero) = (self.g, self.g.head_dim, row_len::<T>(self.g.head_dim), T::from_f32(0.0));
+        let (g, d, value_dim, zero) = (self.g, self.g.head_dim, self.g.values.width(), T::from_f32(0.0));
+        let (row_len, value_row_len) = (row_len::<T>(d), row_len::<T>(value_dim));
         let (rows, first) = (unit.rows(page), unit.tokens.start + page * PAGE);
         // SAFETY: passed on from the caller.
         let keys = unsafe { pages.keys(unit, page) };
-        with_scratch(pack_scratch_bytes::<T>(d), |mut arena| {
-            let (k, v) = (arena.take::<T>(PAGE * d), arena.take::<T>(PAGE * d));
-            for (gathered, source) in [(&mut *k, self.inputs.k), (&mut *v, self.inputs.v)] {
-                let (present, absent) = gathered.split_at_mut(rows * d);
-                for (r, row) in present.chunks_exact_mut(d).enumerate() {
-                    row.copy_from_slice(&source[((first + r) * g.kv_heads + unit.kv_head) * d..][..d]);
+        with_scratch(pack_scratch_bytes::<T>(g), |mut arena| {
+            let (k, v) = (arena.take::<T>(PAGE * d), arena.take::<T>(PAGE * value_dim));
+            // Values that are a part of keys lie as far apart as keys do.
+            let (values, stride) = self.inputs.v.map_or((self.inputs.k, d), |v| (v, value_dim));
+            for (gathered, width, source, stride) in [(&mut *k, d, self.inputs.k, d), (&mut *v, value_dim, values, stride)] {
+                let (present, absent) = gathered.split_at_mut(rows * width);
+                for (r, row) in present.chunks_exact_mut(width).enumerate() {
+                    row.copy_from_slice(&source[((first + r) * g.kv_heads + unit.kv_head) * stride..][..width]);
                 }
                 absent.fill(zero);
             }
             for slot in 0..PAGE {
                 write_key(&k[slot * d..][..d], slot, keys.keys_as_columns);
-                write_key(&v[slot * d..][..d], slot, keys.values_as_columns);
+                write_key(&v[slot * value_dim..][..value_dim], slot, keys.values_as_columns);
             }
             pack_rows_as_steps(self.isa, k, d, keys.keys_as_rows);
         });
@@ -298,13 +298,16 @@ impl<T: Element + Plain> Pass<'_, T> {
             }
             for r in 0..rows {
                 let place = (first + r) * g.heads + unit.kv_head * group + head;
-                let (q, dout) = (&self.inputs.q[place * d..][..d], &self.inputs.dout[place * d..][..d]);
+                let of_values = place * value_dim..(place + 1) * value_dim;
+                let (q, dout) = (&self.inputs.q[place * d..][..d], &self.inputs.dout[of_values.clone()]);
                 tile.log_normalizers[r] = self.inputs.log_normalizers[place];
-                tile.delta[r] = dot_mixed(self.isa, dout, &self.inputs.out[place * d..][..d]);
-                for c in 0..d {
-                    let dout = T::from_f32(dout[c]);
-                    (tile.q[r * row_len + c], tile.q_transposed[c * PAGE + r]) = (q[c], q[c]);
-                    (tile.dout[r * row_len + c], tile.dout_transposed[c * PAGE + r]) = (dout, dout);
+                tile.delta[r] = dot_mixed(self.isa, dout, &self.inputs.out[of_values]);
+                for (c, &q) in q.iter().enumerate() {
+                    (tile.q[r * row_len + c], tile.q_transposed[c * PAGE + r]) = (q, q);
+                }
+                for (c, &dout) in dout.iter().enumerate() {
+                    let dout = T::from_f32(dout);
+                    (tile.dout[r * value_row_len + c], tile.dout_transposed[c * PAGE + r]) = (dout, dout);
                 }
             }
         }
@@ -315,9 +318,10 @@ impl<T: Element + Plain> Pass<'_, T> {
     /// # Safety
     /// Nobody else has these pages of queries or of keys.
     unsafe fn block(&self, unit: &Unit<'_>, key_block: usize, query_block: usize, pages: &Pages<T>) {
-        let (g, d) = (self.g, self.g.head_dim);
-        let (steps, page_steps) = (row_len::<T>(d) / per_step::<T>(), PAGE / per_step::<T>());
-        let (row_bytes, page_bytes) = (steps * 4, page_steps * 4);
+        let (g, d, value_dim) = (self.g, self.g.head_dim, self.g.values.width());
+        let steps_of = |d: usize| row_len::<T>(d) / per_step::<T>();
+        let (steps, value_steps, page_steps) = (steps_of(d), steps_of(value_dim), PAGE / per_step::<T>());
+        let page_bytes = page_steps * 4;
         let pages_of = |block: usize| block * BLOCK_PAGES..((block + 1) * BLOCK_PAGES).min(unit.num_pages());
         let zero = T::from_f32(0.0);
         let first_page = |query_page: usize| g.first_visible(query_page * PAGE) / PAGE;
@@ -333,7 +337,8 @@ impl<T: Element + Plain> Pass<'_, T> {
                         // SAFETY: passed on from the caller.
                         let tile = unsafe { pages.queries(unit, query_page, head) };
                         let rows = unit.rows(query_page);
-                        let from_rows = |first: &[T]| Left { rows, steps, first: first.as_ptr().cast(), stride: row_bytes };
+                        let from_rows =
+                            |first: &[T], steps| Left { rows, steps, first: first.as_ptr().cast(), stride: steps * 4 };
                         let from_columns = |first: &[T], rows| Left {
                             rows,
                             steps: page_steps,
@@ -342,10 +347,10 @@ impl<T: Element + Plain> Pass<'_, T> {
                         };
                         // SAFETY: all blocks are whole: 64 rows or columns, padded with zeros.
                         unsafe {
-                            let (q, dout) = (from_rows(tile.q), from_rows(tile.dout));
+                            let (q, dout) = (from_rows(tile.q, steps), from_rows(tile.dout, value_steps));
                             let (k, v) = (keys.keys_as_columns.as_ptr(), keys.values_as_columns.as_ptr());
                             product(&self.kernel, q, k, steps, PAGE, scores.as_mut_ptr(), PAGE, false);
-                            product(&self.kernel, dout, v, steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
+                            product(&self.kernel, dout, v, value_steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
                         }
                         for r in 0..rows {
                             let visible = visible_slots(g, query_page * PAGE + r, key_page);
@@ -366,7 +371,7 @@ impl<T: Element + Plain> Pass<'_, T> {
                             key_block != query_block || key_page > first_page(query_page).max(key_block * BLOCK_PAGES);
                         // SAFETY: as above.
                         unsafe {
-                            let (dout, q) = (from_columns(tile.dout_transposed, d), from_columns(tile.q_transposed, d));
+                            let (dout, q) = (from_columns(tile.dout_transposed, value_dim), from_columns(tile.q_transposed, d));
                             product(
                                 &self.kernel,
                                 dout,
@@ -392,17 +397,23 @@ impl<T: Element + Plain> Pass<'_, T> {
     /// # Safety
     /// Nobody else has this page.
     unsafe fn write(&self, unit: &Unit<'_>, page: usize, pages: &Pages<T>) {
-        let (g, d) = (self.g, self.g.head_dim);
+        let (g, d, value_dim) = (self.g, self.g.head_dim, self.g.values.width());
         let (rows, first) = (unit.rows(page), unit.tokens.start + page * PAGE);
         // SAFETY: passed on from the caller.
         let keys = unsafe { pages.keys(unit, page) };
         for slot in 0..rows {
             let place = (first + slot) * g.kv_heads + unit.kv_head;
             // SAFETY: each page has key heads of its own.
-            let (dk, dv) = unsafe { (self.dk.part(place * d..(place + 1) * d), self.dv.part(place * d..(place + 1) * d)) };
-            for c in 0..d {
-                dk[c] = keys.dk[c * PAGE + slot];
-                dv[c] = keys.dv[c * PAGE + slot];
+            let dk = unsafe { self.dk.part(place * d..(place + 1) * d) };
+            dk.iter_mut().enumerate().for_each(|(c, dk)| *dk = keys.dk[c * PAGE + slot]);
+            let of_values = (0..value_dim).map(|c| keys.dv[c * PAGE + slot]);
+            match &self.dv {
+                Some(dv) => {
+                    // SAFETY: as above.
+                    let dv = unsafe { dv.part(place * value_dim..(place + 1) * value_dim) };
+                    dv.iter_mut().zip(of_values).for_each(|(dv, g)| *dv = g);
+                }
+                None => dk.iter_mut().zip(of_values).for_each(|(dk, g)| *dk += g),
             }
         }
         let group = g.heads / g.kv_heads;
@@ -424,8 +435,8 @@ fn block_scratch_bytes<T: Element + Plain>() -> usize {
 }
 
 /// Bytes of scratch that laying out a page takes.
-fn pack_scratch_bytes<T: Element + Plain>(d: usize) -> usize {
-    2 * taken_bytes::<T>(PAGE * d)
+fn pack_scratch_bytes<T: Element + Plain>(g: &AttentionGeometry) -> usize {
+    taken_bytes::<T>(PAGE * g.head_dim) + taken_bytes::<T>(PAGE * g.values.width())
 }
 
 /// The pages of a round: of each its keys, and then the queries of the heads that share them.
@@ -441,17 +452,17 @@ impl<T: Element + Plain> Pages<T> {
     unsafe fn keys<'a>(&'a self, unit: &Unit<'_>, page: usize) -> Keys<'a> {
         let start = (unit.first_page + page) * page_bytes::<T>(&self.g);
         // SAFETY: the caller's promise.
-        let bytes = unsafe { self.bytes.part(start..start + Keys::bytes::<T>(self.g.head_dim)) };
-        Keys::take::<T>(&mut Arena::new(bytes), self.g.head_dim)
+        let bytes = unsafe { self.bytes.part(start..start + Keys::bytes::<T>(&self.g)) };
+        Keys::take::<T>(&mut Arena::new(bytes), &self.g)
     }
 
     /// # Safety
     /// Nobody else has these queries while they are in use.
     unsafe fn queries<'a>(&'a self, unit: &Unit<'_>, page: usize, head: usize) -> Queries<'a, T> {
-        let d = self.g.head_dim;
-        let start = (unit.first_page + page) * page_bytes::<T>(&self.g) + Keys::bytes::<T>(d) + head * Queries::<T>::bytes(d);
+        let g = &self.g;
+        let start = (unit.first_page + page) * page_bytes::<T>(g) + Keys::bytes::<T>(g) + head * Queries::<T>::bytes(g);
         // SAFETY: the caller's promise.
-        let bytes = unsafe { self.bytes.part(start..start + Queries::<T>::bytes(d)) };
-        Queries::take(&mut Arena::new(bytes), d)
+        let bytes = unsafe { self.bytes.part(start..start + Queries::<T>::bytes(g)) };
+        Queries::take(&mut Arena::new(bytes), g)
     }
 }

@@ -17,15 +17,15 @@ pub(crate) use backward::{AttentionGradient, backward};
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
-use super::kv::{KvPages, key_len, value_len};
-use super::matmul::{Tile, TileKernel, pack_step};
+use super::kv::{KvPages, key_len, own_value_len, value_len};
+use super::matmul::{Tile, TileKernel, pack_step, transpose_block};
 use super::memory::Buffer;
-use super::packed::{LANES, PANEL};
+use super::packed::{LANES, PANEL, PackedRef};
 use super::rows::softmax;
 use super::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::{AttentionGeometry, AttentionSpan};
-use crate::{Element, KV_PAGE_TOKENS as PAGE, Result};
+use crate::{Element, KV_PAGE_TOKENS as PAGE, KvValues, Result, WeightStorage};
 
 /// Rows of a tile of queries, at most: with two query heads to a key head, 32 positions.
 const TILE_ROWS: usize = 64;
@@ -39,7 +39,7 @@ const TASKS_PER_THREAD: usize = 4;
 
 /// Where the keys and values of one page and head lie in the words of a cache.
 fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usize) -> (usize, usize) {
-    let (keys, values) = (key_len(g.head_dim) / per_step, value_len(g.head_dim) / per_step);
+    let (keys, values) = (key_len(g.head_dim) / per_step, own_value_len(g.values) / per_step);
     let start = (page * g.kv_heads + kv_head) * (keys + values);
     (start, start + keys)
 }
@@ -47,30 +47,31 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
 /// Bytes that attention takes beside its inputs and outputs, forward or back, however many tokens there are, unless a sequence is longer than
 /// what the backward pass takes at a time.
 pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
-    let (d, rows) = (g.head_dim, (g.heads / g.kv_heads).max(TILE_ROWS));
-    let split = 2 * taken_bytes::<f32>(rows * PAGE) + taken_bytes::<f32>(rows * d);
+    let (d, rows) = (g.values.width(), (g.heads / g.kv_heads).max(TILE_ROWS));
+    let split = 2 * taken_bytes::<f32>(rows * PAGE) + taken_bytes::<f32>(rows * g.head_dim) + taken_bytes::<T>(value_len(d));
     // Of fewer tiles than tasks, each has what it has found so far and what it finds in the splits of a round, of which there are no more than tasks and tiles.
     let found = 3 * TASKS_PER_THREAD * Found::bytes(rows, d);
     num_threads * (split + found) + backward::round_bytes::<T>(g, num_threads)
 }
 
-/// Writes the new keys and values, `[tokens, kv_heads, head_dim]` each, to the pages of their sequences. What lies in the rest of a page stays.
+/// Writes the new keys, `[tokens, kv_heads, head_dim]`, and values, unless they are a part of them, to the pages of their sequences. What lies in the rest of a page stays.
 pub(crate) fn write_pages<T: Element>(
     pool: &Pool,
     g: &AttentionGeometry,
     k: &[T],
-    v: &[T],
+    v: Option<&[T]>,
     spans: &[AttentionSpan<'_>],
     pages: &mut KvPages,
 ) {
-    let d = g.head_dim;
+    let (d, value_dim) = (g.head_dim, g.values.width());
+    assert_eq!(v.is_some(), matches!(g.values, KvValues::Own(_)));
     let per_step = 4 / T::DTYPE.size_bytes();
     let num_pages = pages.num_pages;
     // SAFETY: the buffer is aligned to a page, and every four bytes of it are a word.
     let words = SharedMut::new(unsafe {
         std::slice::from_raw_parts_mut(pages.buffer.as_mut_ptr().cast::<u32>(), pages.buffer.len() / 4)
     });
-    let head_len = (key_len(d) + value_len(d)) / per_step;
+    let head_len = (key_len(d) + own_value_len(g.values)) / per_step;
     pool.run(spans.len() * g.kv_heads, &|task| {
         let (span, kv_head) = (&spans[task / g.kv_heads], task % g.kv_heads);
         for (i, token) in span.tokens.clone().enumerate() {
@@ -81,9 +82,11 @@ pub(crate) fn write_pages<T: Element>(
             // SAFETY: a page that is written belongs to one sequence, and each task has one head of it.
             let head = unsafe { words.part(keys..keys + head_len) };
             let (key_words, value_words) = head.split_at_mut(values - keys);
-            let at = (token * g.kv_heads + kv_head) * d;
-            write_key(&k[at..at + d], slot, key_words);
-            write_value(&v[at..at + d], slot, value_words);
+            let head = token * g.kv_heads + kv_head;
+            write_key(&k[head * d..][..d], slot, key_words);
+            if let Some(v) = v {
+                write_value(&v[head * value_dim..][..value_dim], slot, value_words);
+            }
         }
     });
 }
@@ -205,6 +208,20 @@ fn visible_slots(g: &AttentionGeometry, position: usize, page: usize) -> Range<u
     slot(g.first_visible(position))..slot(position + 1)
 }
 
+/// The values of a packed page whose keys begin with them, laid out as values of their own are.
+fn values_of_keys<T: Element>(isa: Isa, keys: &[u32], g: &AttentionGeometry, values: &mut [u32]) {
+    // As weights from keys to slots, of which a product over slots reads the transposed.
+    // SAFETY: words are readable as bytes.
+    let bytes = unsafe { std::slice::from_raw_parts(keys.as_ptr().cast::<u8>(), size_of_val(keys)) };
+    let storage = WeightStorage::Dense;
+    let keys = PackedRef { in_features: g.head_dim, out_features: PAGE, dtype: T::DTYPE, storage, bytes };
+    let (width, steps) = (g.values.width(), PAGE / per_step::<T>());
+    for first in (0..width).step_by(PANEL) {
+        let inputs = first..(first + PANEL).min(width);
+        transpose_block(isa, keys, inputs, 0..steps, &mut values[first * steps..]);
+    }
+}
+
 /// What a query head attends with and to: some positions of one sequence, the query heads that share a key head, and the keys.
 struct QueryTile<'s> {
     span: &'s AttentionSpan<'s>,
@@ -268,7 +285,7 @@ struct Forward<'a, T> {
     log_normalizers: SharedMut<f32>,
 }
 
-/// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence up to its own position. Writes `out` in the same shape, and
+/// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence up to its own position. Writes `out: [tokens, heads, value width]`, and
 /// the logarithm of each query's softmax denominator, `[tokens, heads]`, where the backward pass will want it.
 ///
 /// Keys are taken in splits of [`SPLIT_KEYS`], counted from the first of the sequence, and what is found in them is joined in order. Where there are not enough
@@ -309,12 +326,13 @@ pub(crate) fn forward<T: Element + Plain>(
             // The longest tiles of a sequence are its last: begin with them, so that threads finish together.
             let tile = &tiles[tiles.len() - 1 - task];
             let rows = tile.rows(group);
-            with_scratch(2 * Found::bytes(rows, g.head_dim) + forward.split_bytes(rows), |mut arena| {
+            let d = g.values.width();
+            with_scratch(2 * Found::bytes(rows, d) + forward.split_bytes(rows), |mut arena| {
                 let splits = tile.splits(g);
-                let mut total = Found::take(&mut arena, rows, g.head_dim);
+                let mut total = Found::take(&mut arena, rows, d);
                 forward.split(tile, splits.start, &mut total, &mut arena);
                 if splits.len() > 1 {
-                    let mut part = Found::take(&mut arena, rows, g.head_dim);
+                    let mut part = Found::take(&mut arena, rows, d);
                     for split in splits.start + 1..splits.end {
                         forward.split(tile, split, &mut part, &mut arena);
                         forward.join(tile, split, &part, &mut total);
@@ -331,7 +349,7 @@ pub(crate) fn forward<T: Element + Plain>(
 impl<T: Element + Plain> Forward<'_, T> {
     /// All tiles, `at_a_time` splits of each at a time.
     fn in_splits(&self, pool: &Pool, tiles: &[QueryTile<'_>], at_a_time: usize) -> Result<()> {
-        let (d, group) = (self.g.head_dim, self.g.heads / self.g.kv_heads);
+        let (d, group) = (self.g.values.width(), self.g.heads / self.g.kv_heads);
         let rows_max = tiles.iter().map(|tile| tile.rows(group)).max().unwrap_or(0);
         let size = Found::bytes(rows_max, d);
         // Of each tile what it has found so far, and then in each of the next splits.
@@ -378,20 +396,32 @@ impl<T: Element + Plain> Forward<'_, T> {
 
     /// Bytes of scratch of [`Forward::split`].
     fn split_bytes(&self, rows: usize) -> usize {
-        taken_bytes::<T>(rows * row_len::<T>(self.g.head_dim)) + taken_bytes::<f32>(rows * PAGE) + taken_bytes::<T>(rows * PAGE)
+        taken_bytes::<T>(rows * row_len::<T>(self.g.head_dim))
+            + taken_bytes::<f32>(rows * PAGE)
+            + taken_bytes::<T>(rows * PAGE)
+            + taken_bytes::<u32>(self.transposed_words())
+    }
+
+    /// Words of a page of values that are to be laid out.
+    fn transposed_words(&self) -> usize {
+        match self.g.values {
+            KvValues::Own(_) => 0,
+            KvValues::PrefixOfKey(width) => value_len(width) / per_step::<T>(),
+        }
     }
 
     /// What a tile finds in one split of the keys. Rows that see none of it find unspecified things.
     fn split(&self, tile: &QueryTile<'_>, split: usize, found: &mut Found<'_>, arena: &mut Arena<'_>) {
         let (g, words) = (self.g, self.words);
-        let (d, row_len, per_step) = (g.head_dim, row_len::<T>(g.head_dim), per_step::<T>());
+        let (key_dim, d, row_len, per_step) = (g.head_dim, g.values.width(), row_len::<T>(g.head_dim), per_step::<T>());
         let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
         let mut arena = arena.reborrow();
         let (queries, scores) = (arena.take::<T>(rows * row_len), arena.take::<f32>(rows * PAGE));
         let probabilities = arena.take::<T>(rows * PAGE);
+        let transposed = arena.take::<u32>(self.transposed_words());
         for (r, query) in queries.chunks_exact_mut(row_len).enumerate() {
-            query[..d].copy_from_slice(&self.q[tile.place(g, r) * d..][..d]);
-            query[d..].fill(T::from_f32(0.0));
+            query[..key_dim].copy_from_slice(&self.q[tile.place(g, r) * key_dim..][..key_dim]);
+            query[key_dim..].fill(T::from_f32(0.0));
         }
         found.maxima.fill(f32::NEG_INFINITY);
         found.sums.fill(0.0);
@@ -401,8 +431,14 @@ impl<T: Element + Plain> Forward<'_, T> {
         for block in blocks {
             let accumulate = block > first_block;
             let (keys, values) = head_words(g, per_step, tile.span.pages[block] as usize, tile.kv_head);
-            let keys = &words[keys..][..key_len(d) / per_step];
-            let values = &words[values..][..value_len(d) / per_step];
+            let keys = &words[keys..][..key_len(key_dim) / per_step];
+            let values = match g.values {
+                KvValues::Own(_) => &words[values..][..value_len(d) / per_step],
+                KvValues::PrefixOfKey(_) => {
+                    values_of_keys::<T>(self.isa, keys, g, transposed);
+                    &*transposed
+                }
+            };
             let queries =
                 Left { rows, steps: row_len / per_step, first: queries.as_ptr().cast(), stride: size_of_val(queries) / rows };
             // SAFETY: the buffers hold `rows` rows, and the slices a packed matrix each.
@@ -462,7 +498,7 @@ impl<T: Element + Plain> Forward<'_, T> {
 
     /// Joins what the rows of a tile have found in a split to what they have found before it.
     fn join(&self, tile: &QueryTile<'_>, split: usize, part: &Found<'_>, total: &mut Found<'_>) {
-        let d = self.g.head_dim;
+        let d = self.g.values.width();
         for r in 0..total.sums.len() {
             let position = tile.position(r);
             let first = self.g.first_visible(position) / SPLIT_KEYS;
@@ -479,7 +515,7 @@ impl<T: Element + Plain> Forward<'_, T> {
 
     /// The result of a tile, once the sinks have joined as keys with values of zero.
     fn write(&self, tile: &QueryTile<'_>, total: &mut Found<'_>) {
-        let d = self.g.head_dim;
+        let d = self.g.values.width();
         let nothing = vec![0.0; self.sinks.map_or(0, |_| d)];
         for (r, (maximum, sum)) in total.maxima.iter_mut().zip(&mut *total.sums).enumerate() {
             let place = tile.place(self.g, r);

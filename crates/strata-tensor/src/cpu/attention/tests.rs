@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv};
 use crate::testing::{assert_close, bits, poison, rows, tensor};
-use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Tensor};
+use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, KvValues, Memory, Tensor};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 /// Around the edges of splits of keys, and of blocks of queries by keys.
@@ -16,10 +16,12 @@ const GEOMETRIES: [(usize, usize, usize); 9] =
     [(2, 1, 2), (1, 2, 16), (1, 3, 20), (1, 4, 32), (1, 5, 64), (2, 2, 64), (1, 1, 80), (3, 1, 128), (1, 2, 128)];
 
 fn geometry((kv_heads, group, head_dim): (usize, usize, usize)) -> AttentionGeometry {
+    let values = KvValues::Own(head_dim);
     AttentionGeometry {
         heads: kv_heads * group,
         kv_heads,
         head_dim,
+        values,
         scale: (head_dim as f32).powf(-0.5),
         eps: 0.0,
         window: None,
@@ -27,12 +29,13 @@ fn geometry((kv_heads, group, head_dim): (usize, usize, usize)) -> AttentionGeom
 }
 
 fn random_qkv(g: &AttentionGeometry, tokens: usize, dtype: DType) -> Qkv {
-    let of = |heads, key| tensor(&[tokens, heads, g.head_dim], dtype, key);
-    Qkv { q: of(g.heads, 1), k: of(g.kv_heads, 2), v: of(g.kv_heads, 3) }
+    let of = |heads, width, key| tensor(&[tokens, heads, width], dtype, key);
+    let v = matches!(g.values, KvValues::Own(_)).then(|| of(g.kv_heads, g.values.width(), 3));
+    Qkv { q: of(g.heads, g.head_dim, 1), k: of(g.kv_heads, g.head_dim, 2), v }
 }
 
 fn part(qkv: &Qkv, range: Range<usize>) -> Qkv {
-    Qkv { q: rows(&qkv.q, range.clone()), k: rows(&qkv.k, range.clone()), v: rows(&qkv.v, range) }
+    Qkv { q: rows(&qkv.q, range.clone()), k: rows(&qkv.k, range.clone()), v: qkv.v.as_ref().map(|v| rows(v, range)) }
 }
 
 /// Sequences of these lengths, one after another.
@@ -46,7 +49,7 @@ fn packed(lengths: &[usize]) -> Vec<Range<usize>> {
 
 /// A cache in which every page is full of NaN.
 fn poisoned_pages(g: &AttentionGeometry, num_pages: usize, dtype: DType) -> KvPages {
-    let mut pages = KvPages::new(num_pages, g.kv_heads, g.head_dim, dtype);
+    let mut pages = CpuBackend::with_isa(Isa::detect(), 1).kv_pages(num_pages, g.kv_layout(), dtype).unwrap();
     pages.storage.get_mut::<super::KvPages>().unwrap().buffer.fill(0xff);
     pages
 }
@@ -69,6 +72,18 @@ impl Layer {
         Layer::new(shape, None, false)
     }
 
+    /// Keys whose beginning is their value, seen through a window and with sinks.
+    fn latent() -> Self {
+        let mut layer = Layer::new((1, 3, 24), Some(130), true);
+        layer.g.values = KvValues::PrefixOfKey(17);
+        layer
+    }
+
+    fn with_values(shape: (usize, usize, usize), values: KvValues) -> Self {
+        let plain = Layer::plain(shape);
+        Layer { g: AttentionGeometry { values, ..plain.g }, ..plain }
+    }
+
     /// What is seen of keys by one query head.
     fn sight(&self, head: usize) -> Sight {
         let sink = self.sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| sinks.to_f32_vec()[head] as f64);
@@ -79,7 +94,7 @@ impl Layer {
 /// The output and log-normalizers of new tokens, whose keys and values are added to `pages`.
 fn attend(b: &CpuBackend, layer: &Layer, qkv: &Qkv, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> [Tensor; 2] {
     let g = &layer.g;
-    let mut out = poison(qkv.q.shape().dims(), qkv.q.dtype());
+    let mut out = poison(&[qkv.q.rows(), g.heads, g.values.width()], qkv.q.dtype());
     let mut log_normalizers = poison(&[qkv.q.rows(), g.heads], DType::F32);
     b.write_kv(qkv, g, spans, pages).unwrap();
     b.attention(&qkv.q, g, layer.sinks.as_ref().map(Tensor::as_ref), spans, pages, &mut out, &mut log_normalizers).unwrap();
@@ -106,13 +121,13 @@ fn attend_whole(b: &CpuBackend, layer: &Layer, qkv: &Qkv, sequences: &[Range<usi
 }
 
 /// Gradients of queries, keys and values of whole sequences.
-fn go_back(b: &CpuBackend, layer: &Layer, qkv: &Qkv, dout: &Tensor, sequences: &[Range<usize>]) -> [Tensor; 3] {
+fn go_back(b: &CpuBackend, layer: &Layer, qkv: &Qkv, dout: &Tensor, sequences: &[Range<usize>]) -> Vec<Tensor> {
     let [out, log_normalizers] = attend_whole(b, layer, qkv, sequences);
     let like = |t: &Tensor| poison(t.shape().dims(), DType::F32);
-    let mut gradient = Qkv { q: like(&qkv.q), k: like(&qkv.k), v: like(&qkv.v) };
+    let mut gradient = Qkv { q: like(&qkv.q), k: like(&qkv.k), v: qkv.v.as_ref().map(like) };
     let spans: Vec<_> = sequences.iter().map(|s| AttentionSpan { tokens: s.clone(), past: 0, pages: &[] }).collect();
     b.attention_backward(dout, qkv, &out, &log_normalizers, &layer.g, &spans, &mut gradient).unwrap();
-    [gradient.q, gradient.k, gradient.v]
+    [gradient.q, gradient.k].into_iter().chain(gradient.v).collect()
 }
 
 /// One head of one sequence, `[len, head_dim]`, in f64.
@@ -120,6 +135,19 @@ fn head_of(t: &Tensor, sequence: &Range<usize>, head: usize) -> Vec<Vec<f64>> {
     let [_, heads, d] = *t.shape().dims() else { panic!("a tensor of heads has three axes") };
     let values = t.to_f32_vec();
     sequence.clone().map(|t| values[(t * heads + head) * d..][..d].iter().map(|&v| v as f64).collect()).collect()
+}
+
+/// Keys and values of one head of one sequence.
+fn keys_and_values(qkv: &Qkv, g: &AttentionGeometry, sequence: &Range<usize>, kv_head: usize) -> [Vec<Vec<f64>>; 2] {
+    let k = head_of(&qkv.k, sequence, kv_head);
+    let prefix = || k.iter().map(|k| k[..g.values.width()].to_vec()).collect();
+    let v = qkv.v.as_ref().map_or_else(prefix, |v| head_of(v, sequence, kv_head));
+    [k, v]
+}
+
+/// The gradient of what attention answers.
+fn random_dout(g: &AttentionGeometry, tokens: usize) -> Tensor {
+    tensor(&[tokens, g.heads, g.values.width()], DType::F32, 4)
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -161,8 +189,8 @@ fn reference(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], sight: Sight) -> (V
 /// Gradients by q, k and v of `Σ dout · reference(q, k, v)`.
 fn reference_backward(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], dout: &[Vec<f64>], sight: Sight) -> [Vec<Vec<f64>>; 3] {
     let (out, log_normalizers) = reference(q, k, v, sight);
-    let zeros = || vec![vec![0.0; q[0].len()]; q.len()];
-    let [mut dq, mut dk, mut dv] = [zeros(), zeros(), zeros()];
+    let zeros = |like: &[Vec<f64>]| vec![vec![0.0; like[0].len()]; like.len()];
+    let [mut dq, mut dk, mut dv] = [zeros(q), zeros(k), zeros(v)];
     for t in 0..q.len() {
         for s in sight.keys(t) {
             let p = (sight.scale * dot(&q[t], &k[s]) - log_normalizers[t]).exp();
@@ -189,7 +217,12 @@ fn cases() -> impl Iterator<Item = (Layer, DType, &'static [usize])> {
     let long = [None, Some(1), Some(64), Some(100), Some(257), Some(600)];
     let long = long.map(|window| (Layer::new((1, 2, 16), window, window == Some(100)), &LONG_LENGTHS[..]));
     let sinks = [(2, 2, 64), (1, 1, 2)].map(|shape| (Layer::new(shape, None, true), &LENGTHS[..]));
-    let all = short.chain(windows).chain(long).chain(sinks);
+    let own = [((2, 2, 16), 20), ((1, 3, 36), 7), ((1, 1, 32), 130)];
+    let own = own.map(|(shape, width)| (Layer::with_values(shape, KvValues::Own(width)), &LENGTHS[..]));
+    let prefix = [((1, 3, 20), 7), ((2, 2, 24), 16), ((1, 5, 80), 64), ((1, 2, 70), 70), ((1, 2, 576), 512)];
+    let prefix = prefix.map(|(shape, width)| (Layer::with_values(shape, KvValues::PrefixOfKey(width)), &LENGTHS[..]));
+    let prefix = prefix.into_iter().chain([(Layer::latent(), &LONG_LENGTHS[..])]);
+    let all = short.chain(windows).chain(long).chain(sinks).chain(own).chain(prefix);
     all.flat_map(|(layer, lengths)| DTYPES.map(|dtype| (layer.clone(), dtype, lengths)))
 }
 
@@ -206,7 +239,7 @@ fn attention_is_causal_softmax_attention_on_every_instruction_set() {
         let results: Vec<_> = results.collect();
         for (sequence, head) in sequences.iter().flat_map(|s| (0..g.heads).map(move |h| (s, h))) {
             let kv_head = head * g.kv_heads / g.heads;
-            let [k, v] = [&qkv.k, &qkv.v].map(|t| head_of(t, sequence, kv_head));
+            let [k, v] = keys_and_values(&qkv, &g, sequence, kv_head);
             let (out, log_normalizers) = reference(&head_of(&qkv.q, sequence, head), &k, &v, layer.sight(head));
             for (isa, [actual_out, actual_normalizers]) in &results {
                 let context = format!("{isa} {dtype} {g:?}, head {head} of {sequence:?}");
@@ -225,7 +258,8 @@ fn a_sequence_has_the_same_bits_whole_in_chunks_and_token_by_token() {
     let tables: [&[u32]; 2] = [&[4, 0, 2], &[1, 5, 3]];
     let plain = [(1, 2, 16), (1, 5, 20), (2, 1, 64)].map(Layer::plain);
     let windows = [1, 30, 64, 66].map(|window| Layer::new((1, 2, 16), Some(window), window > 40));
-    for (layer, dtype) in plain.into_iter().chain(windows).flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
+    let latents = [Layer::latent(), Layer::with_values((1, 2, 20), KvValues::PrefixOfKey(16))];
+    for (layer, dtype) in plain.into_iter().chain(windows).chain(latents).flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
         let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
         for isa in Arithmetic::available() {
@@ -260,8 +294,8 @@ fn a_long_sequence_has_the_same_bits_whole_in_chunks_and_by_single_tokens_whoeve
     let len = 2100usize;
     let table: Vec<u32> = (0..len.div_ceil(KV_PAGE_TOKENS) as u32).rev().collect();
     let windows = [None, Some(300), Some(513), Some(1100)];
-    let layers = windows.map(|window| Layer::new((1, 2, 16), window, window == Some(513)));
-    for (layer, dtype) in layers.into_iter().flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
+    let layers = windows.map(|window| Layer::new((1, 2, 16), window, window == Some(513))).into_iter().chain([Layer::latent()]);
+    for (layer, dtype) in layers.flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
         let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
         for isa in Arithmetic::available() {
@@ -294,7 +328,7 @@ fn the_sign_of_a_zero_does_not_tell_where_a_sequence_was_cut() {
         let values: Vec<f32> = (0..len * 16).map(|i| value(i / 16 / KV_PAGE_TOKENS)).collect();
         Tensor::from_f32(&values, &[len, 1, 16], DType::F32).unwrap()
     };
-    let qkv = Qkv { q: fill(&|_| 30.0), k: fill(&|page| 30.0 * page as f32), v: fill(&|page| [-1.0, -0.0, 0.0][page]) };
+    let qkv = Qkv { q: fill(&|_| 30.0), k: fill(&|page| 30.0 * page as f32), v: Some(fill(&|page| [-1.0, -0.0, 0.0][page])) };
     for isa in Arithmetic::available() {
         let b = CpuBackend::with_isa(isa, 1);
         let [whole, _] = attend_whole(&b, &layer, &qkv, &packed(&[len]));
@@ -321,9 +355,10 @@ fn an_infinity_reaches_no_earlier_token_and_a_strangers_reaches_none() {
             for (bad, value) in
                 [(1, f32::INFINITY), (63, f32::NAN), (64, f32::NEG_INFINITY), (77, f32::INFINITY), (149, f32::NAN)]
             {
-                let mut v = qkv.v.to_f32_vec();
+                let own = qkv.v.as_ref().expect("values of their own");
+                let mut v = own.to_f32_vec();
                 v[bad * g.kv_heads * g.head_dim..][..g.kv_heads * g.head_dim].fill(value);
-                let v = Tensor::from_f32(&v, qkv.v.shape().dims(), dtype).unwrap();
+                let v = Some(Tensor::from_f32(&v, own.shape().dims(), dtype).unwrap());
                 let poisoned = Qkv { q: qkv.q.clone(), k: qkv.k.clone(), v };
                 let whole = attend_whole(&b, &layer, &poisoned, &packed(&[len])).map(|t| bits(&t));
                 for (poisoned, finite) in whole.iter().zip(&finite) {
@@ -358,12 +393,14 @@ fn a_sequence_has_the_same_bits_alone_in_company_and_on_any_number_of_threads() 
         (Layer::plain((1, 1, 16)), &LONG_LENGTHS),
         (Layer::new((1, 3, 20), Some(50), true), &LENGTHS),
         (Layer::new((1, 1, 16), Some(150), true), &LONG_LENGTHS),
+        (Layer::with_values((1, 3, 20), KvValues::PrefixOfKey(16)), &LENGTHS),
+        (Layer::latent(), &LONG_LENGTHS),
     ];
     for ((layer, lengths), dtype) in layers.into_iter().flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
         let (g, sequences) = (layer.g, packed(lengths));
         let tokens = lengths.iter().sum();
         let qkv = random_qkv(&g, tokens, dtype);
-        let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
+        let dout = random_dout(&g, qkv.q.rows());
         for isa in Arithmetic::available() {
             let (one, four) = (CpuBackend::with_isa(isa, 1), CpuBackend::with_isa(isa, 4));
             let forward = attend_whole(&four, &layer, &qkv, &sequences);
@@ -388,22 +425,22 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
         let sequences = packed(lengths);
         let g = layer.g;
         let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
-        let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
+        let dout = random_dout(&g, qkv.q.rows());
         let tolerance = if dtype == DType::F32 { 2e-5 } else { 3e-2 };
         let results = Arithmetic::available()
             .into_iter()
             .map(|isa| (isa, go_back(&CpuBackend::with_isa(isa, 2), &layer, &qkv, &dout, &sequences)));
         let results: Vec<_> = results.collect();
         for (sequence, kv_head) in sequences.iter().flat_map(|s| (0..g.kv_heads).map(move |h| (s, h))) {
-            let [k, v] = [&qkv.k, &qkv.v].map(|t| head_of(t, sequence, kv_head));
-            let [mut dk_sum, mut dv_sum] = [&k, &v].map(|t| vec![vec![0.0; g.head_dim]; t.len()]);
+            let [k, v] = keys_and_values(&qkv, &g, sequence, kv_head);
+            let [mut dk_sum, mut dv_sum] = [&k, &v].map(|t| vec![vec![0.0; t[0].len()]; t.len()]);
             let group = g.heads / g.kv_heads;
             for head in kv_head * group..(kv_head + 1) * group {
                 let (q, dout) = (head_of(&qkv.q, sequence, head), head_of(&dout, sequence, head));
                 let [dq, dk, dv] = reference_backward(&q, &k, &v, &dout, layer.sight(head));
                 dk_sum.iter_mut().zip(&dk).for_each(|(sum, dk)| add_scaled(sum, 1.0, dk));
                 dv_sum.iter_mut().zip(&dv).for_each(|(sum, dv)| add_scaled(sum, 1.0, dv));
-                for (isa, [actual, ..]) in &results {
+                for (isa, actual) in results.iter().map(|(isa, gradients)| (isa, &gradients[0])) {
                     assert_head(
                         actual,
                         sequence,
@@ -414,10 +451,15 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
                     );
                 }
             }
-            for (isa, [_, dk, dv]) in &results {
+            if let KvValues::PrefixOfKey(_) = g.values {
+                dk_sum.iter_mut().zip(&dv_sum).for_each(|(dk, dv)| dk.iter_mut().zip(dv).for_each(|(dk, dv)| *dk += dv));
+            }
+            for (isa, gradients) in &results {
                 let context = format!("{isa} {dtype} {g:?} head {kv_head} of {sequence:?}");
-                assert_head(dk, sequence, kv_head, &dk_sum, tolerance, &format!("dk, {context}"));
-                assert_head(dv, sequence, kv_head, &dv_sum, tolerance, &format!("dv, {context}"));
+                assert_head(&gradients[1], sequence, kv_head, &dk_sum, tolerance, &format!("dk, {context}"));
+                if let Some(dv) = gradients.get(2) {
+                    assert_head(dv, sequence, kv_head, &dv_sum, tolerance, &format!("dv, {context}"));
+                }
             }
         }
     }
@@ -448,8 +490,11 @@ fn the_reference_gradient_is_that_of_the_reference() {
 #[test]
 fn nothing_before_the_window_reaches_a_token_be_it_infinite_or_of_a_page_that_is_gone() {
     let len = 230;
-    for (window, dtype) in [3, 64, 70].into_iter().flat_map(|w| DTYPES.map(|d| (w, d))) {
-        let layer = Layer::new((1, 2, 20), Some(window), false);
+    let values = [KvValues::Own(20), KvValues::PrefixOfKey(16)];
+    let cases = [3, 64, 70].into_iter().flat_map(|w| DTYPES.map(|d| (w, d))).flat_map(|(w, d)| values.map(|v| (w, d, v)));
+    for (window, dtype, values) in cases {
+        let mut layer = Layer::new((1, 2, 20), Some(window), false);
+        layer.g.values = values;
         let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
         for isa in Arithmetic::available() {
@@ -462,7 +507,7 @@ fn nothing_before_the_window_reaches_a_token_be_it_infinite_or_of_a_page_that_is
                     values[bad * g.head_dim] = f32::INFINITY;
                     Tensor::from_f32(&values, t.shape().dims(), dtype).unwrap()
                 };
-                let spoiled = Qkv { q: qkv.q.clone(), k: spoil(&qkv.k), v: spoil(&qkv.v) };
+                let spoiled = Qkv { q: qkv.q.clone(), k: spoil(&qkv.k), v: qkv.v.as_ref().map(spoil) };
                 let whole = attend_whole(&b, &layer, &spoiled, &packed(&[len])).map(|t| bits(&t));
                 for (whole, finite) in whole.iter().zip(&finite) {
                     let from = (bad + window) * finite.len() / len;
@@ -494,11 +539,11 @@ fn a_window_as_long_as_the_sequence_and_a_sink_of_no_weight_change_no_bit() {
     for dtype in DTYPES {
         let plain = Layer::plain(shape);
         let qkv = random_qkv(&plain.g, 365, dtype);
-        let dout = tensor(qkv.q.shape().dims(), DType::F32, 4);
+        let dout = random_dout(&plain.g, qkv.q.rows());
         let b = CpuBackend::with_isa(Isa::detect(), 2);
         let all = |layer: &Layer| {
             let forward = attend_whole(&b, layer, &qkv, &sequences).map(|t| bits(&t));
-            (forward, go_back(&b, layer, &qkv, &dout, &sequences).map(|t| bits(&t)))
+            (forward, go_back(&b, layer, &qkv, &dout, &sequences).iter().map(bits).collect::<Vec<_>>())
         };
         let no_weight = Tensor::from_f32(&[f32::NEG_INFINITY; 2], &[2], DType::F32).unwrap();
         for window in [300, 301, usize::MAX] {
@@ -518,5 +563,16 @@ fn a_sink_that_outweighs_all_keys_leaves_nothing_of_them() {
     for (out, log_normalizers) in out.chunks(32).zip(log_normalizers.chunks(2)) {
         assert!(out[..16].iter().all(|&v| v == 0.0) && out[16..].iter().all(|&v| v != 0.0 && v.is_finite()));
         assert!(log_normalizers[0] == 300.0 && log_normalizers[1] > 0.0);
+    }
+}
+
+#[test]
+fn a_latent_is_in_its_pages_once() {
+    let latent = Layer::with_values((1, 128, 576), KvValues::PrefixOfKey(512)).g;
+    let b = CpuBackend::with_isa(Isa::detect(), 1);
+    assert_eq!(b.kv_page_bytes(latent.kv_layout(), DType::BF16), KV_PAGE_TOKENS * 576 * 2);
+    assert!(b.check_attention(&latent).is_ok());
+    for values in [KvValues::PrefixOfKey(577), KvValues::PrefixOfKey(0), KvValues::Own(0), KvValues::Own(1025)] {
+        assert!(b.check_attention(&AttentionGeometry { values, ..latent }).is_err(), "{values:?}");
     }
 }

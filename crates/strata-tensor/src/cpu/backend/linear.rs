@@ -12,7 +12,7 @@ use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{DType, Result, Tensor, TensorMut};
 
 /// Some rows and columns of a matrix `[rows, columns]`, as numbers of its dtype.
-fn block(tensor: &Tensor, rows: Range<usize>, columns: Range<usize>) -> Result<Rows<'_>> {
+pub(super) fn block(tensor: &Tensor, rows: Range<usize>, columns: Range<usize>) -> Result<Rows<'_>> {
     with_element!(tensor.dtype(), T => Ok(Rows::new(tensor.slice::<T>()?, tensor.shape().row_len(), rows, columns)))
 }
 
@@ -28,12 +28,12 @@ fn all_of(out: &mut Tensor, target: &Target, rows: usize, columns: usize) -> Res
 }
 
 /// A low-rank product on its way to a result.
-struct Pending<'a> {
+pub(super) struct Pending<'a> {
     /// Its left side, `[tokens, rank]`.
-    low: &'a Tensor,
-    first_row: usize,
-    first_column: usize,
-    right: RightSide<'a>,
+    pub(super) low: &'a Tensor,
+    pub(super) first_row: usize,
+    pub(super) first_column: usize,
+    pub(super) right: RightSide<'a>,
 }
 
 impl Pending<'_> {
@@ -45,7 +45,7 @@ impl Pending<'_> {
 
 impl CpuBackend {
     /// `out = left · right + bias`, and all of `pending` in turn.
-    fn product(
+    pub(super) fn product(
         &self,
         left: Rows<'_>,
         right: RightSide<'_>,
@@ -75,7 +75,7 @@ impl CpuBackend {
     }
 
     /// `scale · left · right` in `dtype`.
-    fn low_product(&self, left: Rows<'_>, right: RightSide<'_>, scale: f32, dtype: DType) -> Result<Tensor> {
+    pub(super) fn low_product(&self, left: Rows<'_>, right: RightSide<'_>, scale: f32, dtype: DType) -> Result<Tensor> {
         let shape = [left.rows(), right.columns()];
         let mut product = self.scratch(&shape, DType::F32)?;
         self.product(left, right, None, &[], &mut product)?;
@@ -161,6 +161,6 @@ impl CpuBackend {
 }
 
 /// All pairs of all groups, in order.
-fn pairs<'l, 'a>(groups: &'l [LoraGroup<'a>]) -> impl Iterator<Item = (&'l LoraGroup<'a>, &'l LoraProjection<'a>)> {
+pub(super) fn pairs<'l, 'a>(groups: &'l [LoraGroup<'a>]) -> impl Iterator<Item = (&'l LoraGroup<'a>, &'l LoraProjection<'a>)> {
     groups.iter().flat_map(|group| group.projections.iter().map(move |projection| (group, projection)))
 }

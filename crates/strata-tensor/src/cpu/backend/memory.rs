@@ -8,8 +8,8 @@ use crate::cpu::{kv, matmul, packed};
 use crate::memory::{Memory, sized};
 use crate::storage::Storage;
 use crate::{
-    DType, Element, Error, HostRef, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef, WeightFormat,
-    WeightStorage,
+    DType, Element, Error, HostRef, KvLayout, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef,
+    WeightFormat, WeightStorage,
 };
 
 /// The packed weights of a layer, as they lie.
@@ -65,8 +65,8 @@ fn rounded<T: Element>(values: &[f32]) -> Result<Buffer> {
 }
 
 impl CpuBackend {
-    fn new_pages(num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType, memory: kv::KvPages) -> KvPages {
-        KvPages { num_pages, num_kv_heads, head_dim, dtype, storage: Storage::new(memory) }
+    fn new_pages(num_pages: usize, layout: KvLayout, dtype: DType, memory: kv::KvPages) -> KvPages {
+        KvPages { num_pages, layout, dtype, storage: Storage::new(memory) }
     }
 }
 
@@ -184,18 +184,18 @@ impl Memory for CpuBackend {
         Ok(())
     }
 
-    fn kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        let memory = kv::KvPages::zeroed(num_pages, self.kv_page_bytes(num_kv_heads, head_dim, dtype))?;
-        Ok(Self::new_pages(num_pages, num_kv_heads, head_dim, dtype, memory))
+    fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        let memory = kv::KvPages::zeroed(num_pages, self.kv_page_bytes(layout, dtype))?;
+        Ok(Self::new_pages(num_pages, layout, dtype, memory))
     }
 
-    fn scratch_kv_pages(&self, num_pages: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Result<KvPages> {
-        let memory = kv::KvPages::recycled(num_pages, self.kv_page_bytes(num_kv_heads, head_dim, dtype))?;
-        Ok(Self::new_pages(num_pages, num_kv_heads, head_dim, dtype, memory))
+    fn scratch_kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
+        let memory = kv::KvPages::recycled(num_pages, self.kv_page_bytes(layout, dtype))?;
+        Ok(Self::new_pages(num_pages, layout, dtype, memory))
     }
 
-    fn kv_page_bytes(&self, num_kv_heads: usize, head_dim: usize, dtype: DType) -> usize {
-        kv::KvPages::page_bytes(num_kv_heads, head_dim, dtype)
+    fn kv_page_bytes(&self, layout: KvLayout, dtype: DType) -> usize {
+        kv::KvPages::page_bytes(layout, dtype)
     }
 
     fn copy_page(&self, pages: &mut KvPages, from: u32, to: u32) -> Result<()> {
@@ -210,7 +210,7 @@ impl Memory for CpuBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Isa;
+    use crate::{Isa, KvValues};
 
     #[test]
     fn a_row_view_writes_through() {
@@ -238,8 +238,9 @@ mod tests {
             assert!(matches!(b.scratch(&shape, DType::F32), Err(Error::OutOfMemory { .. })));
         }
         assert!(matches!(b.packed(1, 1 << 40, 1 << 21, DType::F32.into()), Err(Error::OutOfMemory { .. })));
-        assert!(matches!(b.kv_pages(1 << 60, 1, 4, DType::F32), Err(Error::OutOfMemory { .. })));
-        let mut pages = b.kv_pages(2, 1, 4, DType::F32).unwrap();
+        let layout = KvLayout { kv_heads: 1, key_dim: 4, values: KvValues::Own(4) };
+        assert!(matches!(b.kv_pages(1 << 60, layout, DType::F32), Err(Error::OutOfMemory { .. })));
+        let mut pages = b.kv_pages(2, layout, DType::F32).unwrap();
         assert!(b.copy_page(&mut pages, 0, 2).is_err() && b.release_pages(&mut pages, &[2]).is_err());
     }
 

@@ -1,8 +1,10 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`experts`] mixtures of experts, [`logits`] what is asked of logits.
+//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
+//! of experts, [`logits`] what is asked of logits.
 
 mod experts;
+mod heads;
 mod linear;
 mod logits;
 mod memory;
@@ -13,16 +15,18 @@ use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
 use super::rows::gate::{self, Gates};
-use super::rows::rope::{MAX_HEAD_DIM, QkvNormRope, angles};
+use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads, angles};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
 use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::Linear;
-use crate::{DType, Element, Error, KvPages, PackedRef, Result, Tensor, TensorRef};
+use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, Result, Tensor, TensorRef};
 use memory::{pages, pages_mut, weights};
 
+/// What the fused projection of a model has.
+const OWN_VALUES: &str = "a fused projection has values of its own";
 /// Elements of a row op that are worth a task of their own: some microseconds of streaming.
 const TASK_ELEMENTS: usize = 16 << 10;
 /// Elements in a piece of a sum over a tensor; part of the order of the sum.
@@ -139,12 +143,14 @@ impl Backend for CpuBackend {
             return Err(Error::Unsupported("attention with a window of 0 keys: a query sees its own at least".into()));
         }
         let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
-        if grouped && g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim) {
+        let widths = 1..=if let KvValues::PrefixOfKey(_) = g.values { g.head_dim } else { MAX_HEAD_DIM };
+        let of_width = g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim);
+        if grouped && of_width && widths.contains(&g.values.width()) {
             return Ok(());
         }
         Err(Error::Unsupported(format!(
-            "attention with {} heads, {} kv heads of width {}: heads must be a multiple of kv heads, and their width even and at most {MAX_HEAD_DIM}",
-            g.heads, g.kv_heads, g.head_dim
+            "attention with {} heads, {} kv heads of width {}, values {:?}: heads must be a multiple of kv heads, their width even and at most {MAX_HEAD_DIM}, and values are not wider than that, or than keys that they are a part of",
+            g.heads, g.kv_heads, g.head_dim, g.values
         )))
     }
 
@@ -254,16 +260,16 @@ impl Backend for CpuBackend {
             let (q, k, v) = (
                 SharedMut::new(out.q.slice_mut::<T>()?),
                 SharedMut::new(out.k.slice_mut::<T>()?),
-                SharedMut::new(out.v.slice_mut::<T>()?),
+                SharedMut::new(out.v.as_mut().expect(OWN_VALUES).slice_mut::<T>()?),
             );
             self.over_rows(num_rows, n, |rows| {
                 let angles = rows.start * half..rows.end * half;
                 let params = params(g, layout, norms, &cos[angles.clone()], &sin[angles]);
                 // SAFETY: tasks have rows of their own.
                 let (q, k, v) = unsafe {
-                    (rows_mut(&q, &rows, g.heads * d), rows_mut(&k, &rows, g.kv_heads * d), rows_mut(&v, &rows, g.kv_heads * d))
+                    (rows_mut(&q, &rows, g.heads * d), rows_mut(&k, &rows, g.kv_heads * d), rows_mut(&v, &rows, g.kv_heads * g.values.width()))
                 };
-                super::rows::rope::qkv_norm_rope(self.isa, &params, &qkv[rows.start * n..rows.end * n], q, k, v);
+                rope::qkv_norm_rope(self.isa, &params, &qkv[rows.start * n..rows.end * n], q, k, v);
             });
         });
         Ok(())
@@ -283,17 +289,18 @@ impl Backend for CpuBackend {
         let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
         let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
         let norms = norm_slices(norms)?;
-        let (dq, dk, dv) = (gradient.q.slice::<f32>()?, gradient.k.slice::<f32>()?, gradient.v.slice::<f32>()?);
+        let dv = gradient.v.as_ref().expect(OWN_VALUES).slice::<f32>()?;
+        let (dq, dk) = (gradient.q.slice::<f32>()?, gradient.k.slice::<f32>()?);
         with_element!(dqkv.dtype(), T => {
             let dqkv = SharedMut::new(dqkv.slice_mut::<T>()?);
             self.over_rows(num_rows, n, |rows| {
                 let angles = rows.start * half..rows.end * half;
                 let params = params(g, layout, norms, &cos[angles.clone()], &sin[angles]);
                 let part = |width: usize| rows.start * width..rows.end * width;
-                let (dq, dk, dv) = (&dq[part(g.heads * d)], &dk[part(g.kv_heads * d)], &dv[part(g.kv_heads * d)]);
+                let (dq, dk, dv) = (&dq[part(g.heads * d)], &dk[part(g.kv_heads * d)], &dv[part(g.kv_heads * g.values.width())]);
                 // SAFETY: tasks have rows of their own.
                 let dqkv = unsafe { rows_mut(&dqkv, &rows, n) };
-                super::rows::rope::qkv_norm_rope_backward(self.isa, &params, dq, dk, dv, &qkv[part(n)], dqkv);
+                rope::qkv_norm_rope_backward(self.isa, &params, dq, dk, dv, &qkv[part(n)], dqkv);
             });
         });
         Ok(())
@@ -301,7 +308,8 @@ impl Backend for CpuBackend {
 
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()> {
         with_element!(qkv.k.dtype(), T => {
-            attention::write_pages::<T>(&self.pool, g, qkv.k.slice()?, qkv.v.slice()?, spans, pages_mut(pages)?);
+            let v = qkv.v.as_ref().map(|v| v.slice()).transpose()?;
+            attention::write_pages::<T>(&self.pool, g, qkv.k.slice()?, v, spans, pages_mut(pages)?);
         });
         Ok(())
     }
@@ -339,13 +347,13 @@ impl Backend for CpuBackend {
             let io = AttentionGradient::<T> {
                 q: qkv.q.slice()?,
                 k: qkv.k.slice()?,
-                v: qkv.v.slice()?,
+                v: qkv.v.as_ref().map(|v| v.slice()).transpose()?,
                 out: out.slice()?,
                 log_normalizers: log_normalizers.slice()?,
                 dout: dout.slice()?,
                 dq: gradient.q.slice_mut()?,
                 dk: gradient.k.slice_mut()?,
-                dv: gradient.v.slice_mut()?,
+                dv: gradient.v.as_mut().map(|dv| dv.slice_mut()).transpose()?,
             };
             attention::backward(&self.pool, self.arithmetic, g, spans, io)?;
         });
@@ -486,7 +494,7 @@ impl Backend for CpuBackend {
         y: &mut Tensor,
     ) -> Result<()> {
         let gates = Gates::new(g, layout);
-        let (width, n, num_rows, qkv) = (layout.width, g.heads * g.head_dim, qkv.rows(), qkv.slice::<f32>()?);
+        let (width, n, num_rows, qkv) = (layout.width, g.out_width(), qkv.rows(), qkv.slice::<f32>()?);
         with_element!(y.dtype(), T => {
             let (attended, y) = (attended.slice::<T>()?, SharedMut::new(y.slice_mut::<T>()?));
             self.over_rows(num_rows, n, |rows| {
@@ -510,7 +518,7 @@ impl Backend for CpuBackend {
         dqkv: &mut Tensor,
     ) -> Result<()> {
         let gates = Gates::new(g, layout);
-        let (width, n, num_rows) = (layout.width, g.heads * g.head_dim, qkv.rows());
+        let (width, n, num_rows) = (layout.width, g.out_width(), qkv.rows());
         let (dy, qkv) = (dy.slice::<f32>()?, qkv.slice::<f32>()?);
         let dattended = SharedMut::new(dattended.slice_mut::<f32>()?);
         with_element!(dqkv.dtype(), T => {
@@ -572,6 +580,86 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         self.gradient_of_gate(dy, x, gates, dx, dgates)
     }
+
+    fn rotate_heads(
+        &self,
+        x: &Tensor,
+        heads: &HeadMove,
+        rotary: &Rotary,
+        style: RotaryStyle,
+        turn: Turn,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let (x_columns, y_columns, half) = (x.shape().row_len(), y.shape().row_len(), heads.width / 2);
+        let (num_rows, x) = (x.rows(), x.slice::<f32>()?);
+        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
+        with_element!(y.dtype(), T => {
+            let y = SharedMut::new(y.slice_mut::<T>()?);
+            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
+                let angles = rows.start * half..rows.end * half;
+                let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+                let params = TurningHeads { heads: *heads, style, turn, cos, sin };
+                // SAFETY: tasks have rows of their own.
+                let y = unsafe { rows_mut(&y, &rows, y_columns) };
+                rope::rotate_heads(self.isa, &params, &x[rows.start * x_columns..rows.end * x_columns], x_columns, y, y_columns);
+            });
+        });
+        Ok(())
+    }
+
+    fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x_columns, y_columns, weight) = (x.shape().row_len(), y.shape().row_len(), weight.slice::<f32>()?);
+        let (num_rows, x) = (x.rows(), x.slice::<f32>()?);
+        with_element!(y.dtype(), T => {
+            let y = SharedMut::new(y.slice_mut::<T>()?);
+            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
+                let x = &x[rows.start * x_columns..rows.end * x_columns];
+                // SAFETY: tasks have rows of their own.
+                let y = unsafe { rows_mut(&y, &rows, y_columns) };
+                norm::norm_heads(self.isa, heads, x, x_columns, weight, eps, y, y_columns);
+            });
+        });
+        Ok(())
+    }
+
+    fn norm_heads_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        heads: &HeadMove,
+        weight: TensorRef<'_>,
+        eps: f32,
+        dx: &mut Tensor,
+    ) -> Result<()> {
+        let (x_columns, dy_columns, weight) = (x.shape().row_len(), dy.shape().row_len(), weight.slice::<f32>()?);
+        let (num_rows, x, dy) = (x.rows(), x.slice::<f32>()?, dy.slice::<f32>()?);
+        with_element!(dx.dtype(), T => {
+            let dx = SharedMut::new(dx.slice_mut::<T>()?);
+            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
+                let x = &x[rows.start * x_columns..rows.end * x_columns];
+                let dy = &dy[rows.start * dy_columns..rows.end * dy_columns];
+                // SAFETY: tasks have rows of their own.
+                let dx = unsafe { rows_mut(&dx, &rows, x_columns) };
+                norm::norm_heads_backward(self.isa, heads, dy, dy_columns, x, weight, eps, dx, x_columns);
+            });
+        });
+        Ok(())
+    }
+
+    fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()> {
+        self.through_heads(x, layer, part, side, y)
+    }
+
+    fn head_linear_gradients(
+        &self,
+        heads: &Tensor,
+        latents: &Tensor,
+        layer: &Linear<'_>,
+        part: &HeadPart,
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()> {
+        self.gradients_of_heads(heads, latents, layer, part, gradients)
+    }
 }
 
 fn params<'a>(
@@ -586,6 +674,7 @@ fn params<'a>(
         heads: g.heads,
         kv_heads: g.kv_heads,
         head_dim: g.head_dim,
+        value_dim: g.values.width(),
         q_norm: norms.map(|n| n[0]),
         k_norm: norms.map(|n| n[1]),
         eps: g.eps,

@@ -38,10 +38,11 @@ pub(crate) use addends::{Addend, Addends};
 use int8::{BytesKernel, BytesTile};
 use kernel::Chains;
 pub(crate) use kernel::{Tile, TileKernel};
-pub(crate) use operands::{Out, RightSide, Rows, Target};
+pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
 use operands::{Right, panel_columns, steps};
 pub(crate) use pack::{pack_columns, pack_rows, pack_step, unpack_row};
 use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
+pub(crate) use transpose::block as transpose_block;
 
 use super::isa::{Arithmetic, Isa};
 use super::packed::{LANES, PANEL, PackedRef};

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::pack::unpack_int8;
-use super::transpose;
+use super::{int8, transpose};
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{LANES, PANEL, PackedRef};
@@ -129,6 +129,14 @@ pub(super) fn steps(len: usize, dtype: DType) -> usize {
 /// Columns `64 * panel ..` of a matrix of `columns`.
 pub(super) fn panel_columns(panel: usize, columns: usize) -> usize {
     (columns - panel * PANEL).min(PANEL)
+}
+
+/// Bytes from one whole panel of packed weights to the next.
+pub(crate) fn panel_bytes(w: &PackedRef<'_>) -> usize {
+    match w.storage {
+        WeightStorage::Dense => steps(w.in_features, w.dtype) * PANEL * 4,
+        WeightStorage::Int8 => int8::panel_bytes(w.in_features, PANEL),
+    }
 }
 
 /// A block of the right side of a product: where its steps lie, a panel of columns each, and bytes from one to the next.

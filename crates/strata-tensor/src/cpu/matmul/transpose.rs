@@ -11,7 +11,7 @@ use crate::{DType, WeightStorage};
 
 /// Writes inputs `inputs` (at most a panel, beginning at a multiple of [`PANEL`]) of the output steps `out_steps` to `block`: one row of
 /// `inputs.len()` words, padded to whole vectors, for each step. Words of the padding are unspecified.
-pub(super) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps: Range<usize>, block: &mut [u32]) {
+pub(crate) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps: Range<usize>, block: &mut [u32]) {
     // SAFETY: packed buffers are aligned to pages, and every four bytes are a word.
     let words = unsafe { std::slice::from_raw_parts(w.bytes.as_ptr().cast::<u32>(), w.bytes.len() / 4) };
     // A panel of outputs of weights that are stored in bytes, as far as these inputs go.

@@ -19,7 +19,7 @@ impl Gates {
     /// If the layout has no gates.
     pub(crate) fn new(g: &AttentionGeometry, layout: &QkvLayout) -> Self {
         let columns = layout.gate.expect("gates are asked for where there are some");
-        Gates { width: layout.width, heads: g.heads, head_dim: g.head_dim, columns }
+        Gates { width: layout.width, heads: g.heads, head_dim: g.values.width(), columns }
     }
 
     /// Where head `i` of the heads of all rows has its gates.
@@ -87,6 +87,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::KvValues;
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
     const ROWS: usize = 3;
@@ -100,7 +101,8 @@ mod tests {
 
     fn with_gates(check: impl Fn(&Gates, Vec<f32>, Vec<f32>)) {
         for head_dim in [2, 16, 37, 64] {
-            let g = AttentionGeometry { heads: 3, kv_heads: 1, head_dim, scale: 1.0, eps: 0.0, window: None };
+            let values = KvValues::Own(head_dim);
+            let g = AttentionGeometry { heads: 3, kv_heads: 1, head_dim, values, scale: 1.0, eps: 0.0, window: None };
             let gates = Gates::new(&g, &QkvLayout::gated(&g, 2));
             check(&gates, random(ROWS * 3 * head_dim, 1), random(ROWS * gates.width, 2));
         }

@@ -2,6 +2,7 @@
 
 use super::lanes::{dot, dot3};
 use crate::Element;
+use crate::backend::HeadMove;
 use crate::cpu::isa::{Fma, multiversion};
 
 multiversion! {
@@ -12,6 +13,82 @@ multiversion! {
 multiversion! {
     /// Adds the gradient of `x: [rows, n]` to `dx`, given that of the output, `dy: [rows, n]`. The weight is frozen.
     pub(crate) fn rms_norm_backward(dy: &[f32], x: &[f32], weight: &[f32], eps: f32, dx: &mut [f32]) = rms_norm_backward_body;
+}
+
+multiversion! {
+    /// Normalises heads of rows of `x` into columns of as many rows of `y`, given the columns of both.
+    pub(crate) fn norm_heads<T: Element>(
+        heads: &HeadMove,
+        x: &[f32],
+        x_columns: usize,
+        weight: &[f32],
+        eps: f32,
+        y: &mut [T],
+        y_columns: usize,
+    ) = norm_heads_body;
+}
+
+multiversion! {
+    /// The gradient of the heads of `x` into their columns of `dx`, given that of `y`, whose columns are `dy_columns`.
+    pub(crate) fn norm_heads_backward<T: Element>(
+        heads: &HeadMove,
+        dy: &[f32],
+        dy_columns: usize,
+        x: &[f32],
+        weight: &[f32],
+        eps: f32,
+        dx: &mut [T],
+        x_columns: usize,
+    ) = norm_heads_backward_body;
+}
+
+#[inline(always)]
+#[expect(clippy::too_many_arguments)]
+fn norm_heads_body<T: Element>(
+    fma: impl Fma,
+    heads: &HeadMove,
+    x: &[f32],
+    x_columns: usize,
+    weight: &[f32],
+    eps: f32,
+    y: &mut [T],
+    y_columns: usize,
+) {
+    let HeadMove { heads, width, from, to } = *heads;
+    for (x, y) in x.chunks_exact(x_columns).zip(y.chunks_exact_mut(y_columns)) {
+        for head in 0..heads {
+            let x = &x[from.first + head * from.stride..][..width];
+            normalize(x, weight, inverse_rms(fma, x, eps), &mut y[to.first + head * to.stride..][..width]);
+        }
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::too_many_arguments)]
+fn norm_heads_backward_body<T: Element>(
+    fma: impl Fma,
+    heads: &HeadMove,
+    dy: &[f32],
+    dy_columns: usize,
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    dx: &mut [T],
+    x_columns: usize,
+) {
+    let HeadMove { heads, width, from, to } = *heads;
+    let rows = dy.chunks_exact(dy_columns).zip(x.chunks_exact(x_columns)).zip(dx.chunks_exact_mut(x_columns));
+    for ((dy, x), dx) in rows {
+        for head in 0..heads {
+            let first = from.first + head * from.stride;
+            let (x, dx) = (&x[first..][..width], &mut dx[first..][..width]);
+            let dy = &dy[to.first + head * to.stride..][..width];
+            let (inverse, along) = backward_factors(fma, dy, x, weight, eps);
+            for (((dx, &dy), &x), &w) in dx.iter_mut().zip(dy).zip(x).zip(weight) {
+                *dx = T::from_f32(fma.fma(dy * w, inverse, -(x * along)));
+            }
+        }
+    }
 }
 
 /// `1 / sqrt(mean(x^2) + eps)` of one row.
@@ -63,6 +140,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::backend::HeadColumns;
     use crate::cpu::rows::testing::{LENGTHS, assert_close, numeric_gradient, on_every_isa, random};
 
     const EPS: f32 = 1e-6;
@@ -107,5 +185,29 @@ mod tests {
                 dx
             });
         }
+    }
+
+    #[test]
+    fn heads_within_rows_have_the_bits_of_rows_of_their_own_forward_and_back() {
+        let (rows, width) = (3, 20);
+        let from = HeadColumns { first: 2, stride: 23 };
+        let heads = HeadMove { heads: 2, width, from, to: HeadColumns { first: 0, stride: 21 } };
+        let (x, weight, dy) = (random(rows * 50, 1), random(width, 2), random(rows * 42, 3));
+        let gather = |values: &[f32], columns: usize, at: HeadColumns| -> Vec<f32> {
+            let row = |row: &[f32]| [0, 1].map(|head| row[at.first + head * at.stride..][..width].to_vec()).concat();
+            values.chunks(columns).flat_map(row).collect()
+        };
+        on_every_isa(|isa| {
+            let (mut y, mut expected) = (vec![7.0; rows * 42], vec![0.0; rows * 2 * width]);
+            norm_heads(isa, &heads, &x, 50, &weight, EPS, &mut y, 42);
+            rms_norm(isa, &gather(&x, 50, from), &weight, EPS, &mut expected);
+            assert_eq!(gather(&y, 42, heads.to), expected);
+            let (mut dx, mut dexpected) = (vec![7.0; x.len()], vec![0.0; expected.len()]);
+            norm_heads_backward(isa, &heads, &dy, 42, &x, &weight, EPS, &mut dx, 50);
+            rms_norm_backward(isa, &gather(&dy, 42, heads.to), &gather(&x, 50, from), &weight, EPS, &mut dexpected);
+            assert_eq!(gather(&dx, 50, from), dexpected);
+            assert!(y.chunks(42).all(|row| row[20] == 7.0) && dx.chunks(50).all(|row| row[1] == 7.0 && row[22] == 7.0));
+            [y, dx].concat()
+        });
     }
 }

@@ -5,11 +5,11 @@
 use super::lanes::LANES;
 use super::norm::{backward_factors, inverse_rms, normalize};
 use crate::Element;
-use crate::backend::{HeadColumns, QkvLayout, RotaryStyle};
+use crate::backend::{HeadColumns, HeadMove, QkvLayout, RotaryStyle, Turn};
 use crate::cpu::isa::{Fma, multiversion};
 
 /// The largest head that the kernels' scratch on the stack has room for.
-pub(crate) const MAX_HEAD_DIM: usize = 512;
+pub(crate) const MAX_HEAD_DIM: usize = 1024;
 
 /// Cosines and sines of these positions times `factor`, both `[positions, frequencies]`. The angle is an f32 product, as in the
 /// reference; its cosine and sine are rounded once, and so is their product with the factor.
@@ -35,6 +35,8 @@ pub(crate) struct QkvNormRope<'a> {
     pub(crate) kv_heads: usize,
     /// Elements of a head, at most [`MAX_HEAD_DIM`].
     pub(crate) head_dim: usize,
+    /// Elements of a value.
+    pub(crate) value_dim: usize,
     /// Weight of the norm of q's heads, `[head_dim]`.
     pub(crate) q_norm: Option<&'a [f32]>,
     /// Weight of the norm of k's heads, `[head_dim]`.
@@ -48,7 +50,8 @@ pub(crate) struct QkvNormRope<'a> {
 }
 
 multiversion! {
-    /// Norms and rotates q and k of `qkv` and converts v, into `q: [rows, heads, head_dim]` and `k`, `v: [rows, kv_heads, head_dim]`.
+    /// Norms and rotates q and k of `qkv` and converts v, into `q: [rows, heads, head_dim]`, `k: [rows, kv_heads, head_dim]` and
+    /// `v: [rows, kv_heads, value_dim]`.
     pub(crate) fn qkv_norm_rope<T: Element>(
         params: &QkvNormRope<'_>,
         qkv: &[f32],
@@ -68,6 +71,47 @@ multiversion! {
         qkv: &[f32],
         dqkv: &mut [T],
     ) = qkv_norm_rope_backward_body;
+}
+
+/// Heads that turn whole, on their way from one matrix to another.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TurningHeads<'a> {
+    /// Which, and from where to where.
+    pub(crate) heads: HeadMove,
+    /// What turns against each other, and which way.
+    pub(crate) style: RotaryStyle,
+    pub(crate) turn: Turn,
+    /// Of each row's position, `[rows, width / 2]`.
+    pub(crate) cos: &'a [f32],
+    pub(crate) sin: &'a [f32],
+}
+
+multiversion! {
+    /// Turns heads of rows of `x` into columns of as many rows of `y`, given the columns of both.
+    pub(crate) fn rotate_heads<T: Element>(params: &TurningHeads<'_>, x: &[f32], x_columns: usize, y: &mut [T], y_columns: usize) = rotate_heads_body;
+}
+
+#[inline(always)]
+fn rotate_heads_body<T: Element>(
+    fma: impl Fma,
+    params: &TurningHeads<'_>,
+    x: &[f32],
+    x_columns: usize,
+    y: &mut [T],
+    y_columns: usize,
+) {
+    let (HeadMove { heads, width, from, to }, half) = (params.heads, params.heads.width / 2);
+    for (row, (x, y)) in x.chunks_exact(x_columns).zip(y.chunks_exact_mut(y_columns)).enumerate() {
+        let range = row * half..(row + 1) * half;
+        let angles = Angles { style: params.style, cos: &params.cos[range.clone()], sin: &params.sin[range] };
+        for head in 0..heads {
+            let (x, y) = (&x[from.first + head * from.stride..][..width], &mut y[to.first + head * to.stride..][..width]);
+            match params.turn {
+                Turn::Forth => rotate(fma, x, angles, y),
+                Turn::Back => rotate_back(fma, x, angles, y),
+            }
+        }
+    }
 }
 
 /// One row's cosines and sines, and what they turn.
@@ -235,20 +279,20 @@ fn heads_backward<T: Element>(
 #[inline(always)]
 fn qkv_norm_rope_body<T: Element>(fma: impl Fma, params: &QkvNormRope<'_>, qkv: &[f32], q: &mut [T], k: &mut [T], v: &mut [T]) {
     let p = *params;
-    let (q_len, kv_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
+    let (q_len, k_len, v_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim, p.kv_heads * p.value_dim);
     let rows = qkv.len() / p.row_len();
-    assert!(q.len() == rows * q_len && k.len() == rows * kv_len && v.len() == k.len());
+    assert!(q.len() == rows * q_len && k.len() == rows * k_len && v.len() == rows * v_len);
     let mut scratch = [0.0; MAX_HEAD_DIM];
     let scratch = &mut scratch[..p.head_dim];
     for row in 0..rows {
         let angles = p.angles(row);
         let qkv = &qkv[row * p.row_len()..][..p.row_len()];
         let q = &mut q[row * q_len..][..q_len];
-        let k = &mut k[row * kv_len..][..kv_len];
-        let v = &mut v[row * kv_len..][..kv_len];
+        let k = &mut k[row * k_len..][..k_len];
+        let v = &mut v[row * v_len..][..v_len];
         heads_forward(fma, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, q);
         heads_forward(fma, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, k);
-        for (head, v) in v.chunks_exact_mut(p.head_dim).enumerate() {
+        for (head, v) in v.chunks_exact_mut(p.value_dim).enumerate() {
             for (v, &x) in v.iter_mut().zip(&qkv[p.layout.v.first + head * p.layout.v.stride..]) {
                 *v = T::from_f32(x);
             }
@@ -267,19 +311,19 @@ fn qkv_norm_rope_backward_body<T: Element>(
     dqkv: &mut [T],
 ) {
     let p = *params;
-    let (q_len, kv_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
+    let (q_len, k_len, v_len) = (p.heads * p.head_dim, p.kv_heads * p.head_dim, p.kv_heads * p.value_dim);
     let rows = qkv.len() / p.row_len();
-    assert!(dq.len() == rows * q_len && dk.len() == rows * kv_len && dv.len() == dk.len() && dqkv.len() == qkv.len());
+    assert!(dq.len() == rows * q_len && dk.len() == rows * k_len && dv.len() == rows * v_len && dqkv.len() == qkv.len());
     let mut scratch = [0.0; MAX_HEAD_DIM];
     let scratch = &mut scratch[..p.head_dim];
     for row in 0..rows {
         let angles = p.angles(row);
         let qkv = &qkv[row * p.row_len()..][..p.row_len()];
         let dqkv = &mut dqkv[row * p.row_len()..][..p.row_len()];
-        let (dq, dk, dv) = (&dq[row * q_len..][..q_len], &dk[row * kv_len..][..kv_len], &dv[row * kv_len..][..kv_len]);
+        let (dq, dk, dv) = (&dq[row * q_len..][..q_len], &dk[row * k_len..][..k_len], &dv[row * v_len..][..v_len]);
         heads_backward(fma, dq, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, dqkv);
         heads_backward(fma, dk, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, dqkv);
-        for (head, dv) in dv.chunks_exact(p.head_dim).enumerate() {
+        for (head, dv) in dv.chunks_exact(p.value_dim).enumerate() {
             for (out, &g) in dqkv[p.layout.v.first + head * p.layout.v.stride..].iter_mut().zip(dv) {
                 *out = T::from_f32(g);
             }
@@ -292,6 +336,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::KvValues;
     use crate::backend::AttentionGeometry;
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
@@ -327,14 +372,15 @@ mod tests {
             let turned = |x, norm| head_reference(x, norm, p.eps, style, cos, sin);
             (0..p.heads).for_each(|h| parts[0].extend(turned(head(p.layout.q, h), p.q_norm)));
             (0..p.kv_heads).for_each(|h| parts[1].extend(turned(head(p.layout.k, h), p.k_norm)));
-            (0..p.kv_heads).for_each(|h| parts[2].extend(head(p.layout.v, h)));
+            (0..p.kv_heads).for_each(|h| parts[2].extend(&head(p.layout.v, h)[..p.value_dim]));
         }
         parts.concat()
     }
 
     /// The plain layout, and others: with gates, keys and values that alternate, a part of a head that turns, none of it, other pairs.
     fn layouts(head_dim: usize, kv_heads: usize) -> Vec<QkvLayout> {
-        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, scale: 1.0, eps: 1e-6, window: None };
+        let values = KvValues::Own(head_dim);
+        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, values, scale: 1.0, eps: 1e-6, window: None };
         let plain = QkvLayout::fused(&g);
         let first = HEADS * head_dim;
         let columns = |first| HeadColumns { first, stride: 2 * head_dim };
@@ -365,6 +411,7 @@ mod tests {
             heads: HEADS,
             kv_heads,
             head_dim,
+            value_dim: head_dim,
             q_norm: normed.then_some(&q_norm),
             k_norm: normed.then_some(&k_norm),
             eps: 1e-6,
@@ -410,6 +457,50 @@ mod tests {
                     assert_close(&dqkv, &expected, 2e-5, &format!("{isa}, head_dim {head_dim}, {:?}", p.layout));
                     dqkv
                 });
+            });
+        }
+    }
+
+    #[test]
+    fn heads_turn_from_one_matrix_to_another_as_in_a_projection_and_back_again() {
+        let (rows, heads, width) = (3, 2, 20);
+        let (mut cos, mut sin) = (vec![0.0; rows * width / 2], vec![0.0; rows * width / 2]);
+        angles(&[0, 3, 70], &frequencies(width, 10_000.0), 1.0, &mut cos, &mut sin);
+        let (x_columns, y_columns) = (heads * 30, heads * 24 + 1);
+        let x = random(rows * x_columns, 1);
+        let (from, to) = (HeadColumns { first: 10, stride: 30 }, HeadColumns { first: 1, stride: 24 });
+        for style in [RotaryStyle::Halves, RotaryStyle::Interleaved] {
+            on_every_isa(|isa| {
+                let there = HeadMove { heads, width, from, to };
+                let params = TurningHeads { heads: there, style, turn: Turn::Forth, cos: &cos, sin: &sin };
+                let mut y = vec![7.0; rows * y_columns];
+                rotate_heads(isa, &params, &x, x_columns, &mut y, y_columns);
+                let back = HeadMove { heads, width, from: to, to: from };
+                let mut again = vec![9.0; x.len()];
+                rotate_heads(
+                    isa,
+                    &TurningHeads { heads: back, turn: Turn::Back, ..params },
+                    &y,
+                    y_columns,
+                    &mut again,
+                    x_columns,
+                );
+                let half = width / 2;
+                for (row, head) in (0..rows).flat_map(|row| (0..heads).map(move |head| (row, head))) {
+                    let at = row * x_columns + from.first + head * from.stride;
+                    let source: Vec<f64> = x[at..at + width].iter().map(|&v| v as f64).collect();
+                    let expected =
+                        head_reference(&source, None, 0.0, style, &cos[row * half..][..half], &sin[row * half..][..half]);
+                    assert_close(
+                        &y[row * y_columns + to.first + head * to.stride..][..width],
+                        &expected,
+                        2e-6,
+                        &format!("{isa}"),
+                    );
+                    assert_close(&again[at..at + width], &source, 2e-6, &format!("{isa}, back"));
+                }
+                assert!((0..rows).all(|row| y[row * y_columns] == 7.0 && again[row * x_columns + 9] == 9.0));
+                [y, again].concat()
             });
         }
     }

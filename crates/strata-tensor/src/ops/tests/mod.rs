@@ -4,6 +4,7 @@
 #![allow(clippy::single_range_in_vec_init)]
 
 mod composite;
+mod latent;
 mod moe;
 mod toy;
 
@@ -17,8 +18,8 @@ use crate::backend::{
     RowRequest,
 };
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
-use crate::testing::{assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
-use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, Memory, PackedStack};
+use crate::testing::{RemoteBackend, assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
+use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, KvValues, Memory, PackedStack};
 use toy::{Gradients, Quadratic};
 
 fn backend() -> CpuBackend {
@@ -239,7 +240,7 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
 }
 
 const GEOMETRY: AttentionGeometry =
-    AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, scale: 0.4, eps: 1e-6, window: None };
+    AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, values: KvValues::Own(6), scale: 0.4, eps: 1e-6, window: None };
 
 fn attention_input<'a>(
     b: &CpuBackend,
@@ -322,9 +323,93 @@ fn gated_attention_of_other_layouts_is_that_of_the_plain_one_and_a_product() {
 }
 
 #[test]
+fn gated_attention_with_sinks_in_a_window_has_the_same_bits_far_away() {
+    let g = AttentionGeometry { window: Some(3), ..GEOMETRY };
+    let run = |b: &dyn Backend| {
+        let here = |shape: &[usize], key| b.tensor(&normal(shape.iter().product(), key), shape, DType::F32).unwrap();
+        let (norms, sinks) = ([here(&[6], 5), here(&[6], 6)], here(&[4], 7));
+        let layout = QkvLayout { rotary_style: RotaryStyle::Interleaved, ..QkvLayout::gated(&g, 4) };
+        let input = AttentionInput {
+            geometry: g,
+            layout,
+            norms: Some([norms[0].as_ref(), norms[1].as_ref()]),
+            sinks: Some(sinks.as_ref()),
+            rotary: Rc::new(b.rotary(&[0, 1, 2, 3, 4, 0, 1, 2], &frequencies(4), 1.0).unwrap()),
+            spans: [whole(0..5), whole(5..8)].into(),
+        };
+        let slot = Rc::new(RefCell::new(Vec::new()));
+        let mut tape = Tape::recording(b);
+        let kept = slot.clone();
+        let x = tape.push(Rc::new(here(&[8, layout.width], 1)), move |pass, dx| {
+            *kept.borrow_mut() = pass.backend.to_f32_vec(dx.as_ref().as_ref())?;
+            Ok(())
+        });
+        let y = tape.attention(&x, &input, KvAccess::None, DType::F32).unwrap();
+        let out = b.to_f32_vec(y.value().as_ref()).unwrap();
+        tape.backward(y, here(&[8, 24], 99), &mut Nowhere).unwrap();
+        (out, slot.take())
+    };
+    let near = run(&backend());
+    assert!(near.1.iter().all(|&v| v != 0.0) && near.1.len() == 8 * 72);
+    assert_eq!(run(&RemoteBackend::new(backend())), near);
+}
+
+#[test]
+fn attention_of_queries_keys_and_values_apart_has_the_gradient_of_finite_differences_by_each() {
+    let b = backend();
+    let spans: Rc<[AttentionSpan<'static>]> = [whole(0..5), whole(5..8)].into();
+    for (values, v_width) in [(KvValues::Own(5), 2 * 5), (KvValues::PrefixOfKey(4), 0)] {
+        let sight = AttentionSight { geometry: AttentionGeometry { values, ..GEOMETRY }, sinks: None, spans: spans.clone() };
+        let all = [tensor(&[8, 4, 6], DType::F32, 1), tensor(&[8, 2, 6], DType::F32, 2), tensor(&[8, 10], DType::F32, 3)];
+        let attend =
+            |tape: &mut Tape<'_>, [q, k, v]: [Var; 3]| tape.attend(q, k, (v_width > 0).then_some(v), &sight, KvAccess::None);
+        for which in (0..3).filter(|&which| which < 2 || v_width > 0) {
+            check_gradient(&b, &all[which], |tape, x| {
+                let inputs = std::array::from_fn(|i| if i == which { x.clone() } else { tape.constant(all[i].clone()) });
+                attend(tape, inputs)
+            });
+        }
+        let refused = |change: &dyn Fn(&mut AttentionSight<'_>, &mut Vec<Tensor>)| {
+            let (mut sight, mut all) = (sight.clone(), all.to_vec());
+            change(&mut sight, &mut all);
+            let mut tape = Tape::inference(&b);
+            let [q, k, v] = [0, 1, 2].map(|i| tape.constant(all[i].clone()));
+            tape.attend(q, k, (v_width > 0).then_some(v), &sight, KvAccess::None).is_err()
+        };
+        assert!(!refused(&|_, _| ()));
+        for which in (0..3).filter(|&which| which < 2 || v_width > 0) {
+            assert!(refused(&|_, all| all[which] = Tensor::zeros(&[8, 7], DType::F32)));
+            assert!(refused(&|_, all| all[which] = Tensor::zeros(&[7, all[which].shape().row_len()], DType::F32)));
+            assert!(refused(&|_, all| all[which] = Tensor::zeros(all[which].shape().dims(), DType::BF16)));
+        }
+        assert!(refused(&|s, _| s.spans = [whole(0..7)].into()));
+        assert!(refused(&|s, _| {
+            let own = KvValues::Own(4);
+            s.geometry.values = if s.geometry.values == KvValues::Own(5) { KvValues::PrefixOfKey(5) } else { own };
+        }));
+        let sinks: &'static Tensor = Box::leak(Box::new(Tensor::zeros(&[3], DType::F32)));
+        assert!(refused(&|s, _| s.sinks = Some(sinks.as_ref())));
+    }
+    let prefix = AttentionGeometry { values: KvValues::PrefixOfKey(6), ..GEOMETRY };
+    let norms = [tensor(&[6], DType::F32, 5), tensor(&[6], DType::F32, 6)];
+    let input = attention_input(&b, prefix, &norms, &[whole(0..8)]);
+    let mut tape = Tape::inference(&b);
+    let qkv = tape.constant(Tensor::zeros(&[8, input.layout.width], DType::F32));
+    assert!(tape.attention(&qkv, &input, KvAccess::None, DType::F32).is_err(), "a fused projection has values of its own");
+}
+
+#[test]
 fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
     let b = backend();
-    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, eps: 1e-6, window: None };
+    let g = AttentionGeometry {
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        values: KvValues::Own(64),
+        scale: 0.125,
+        eps: 1e-6,
+        window: None,
+    };
     let norms = [tensor(&[64], DType::F32, 5), tensor(&[64], DType::F32, 6)];
     let (first, second) = (70, 31);
     let qkv = tensor(&[first + second, g.qkv_width()], DType::F32, 1);
@@ -332,7 +417,7 @@ fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
         let input = attention_input(&b, g, &norms, &[whole(0..first), whole(first..first + second)]);
         let recorded = || go_back(&b, &qkv, &mut Nowhere, |tape, x| tape.attention(x, &input, KvAccess::None, dtype));
         let (out, dx) = recorded();
-        poison_recycled(&[3 * b.kv_page_bytes(2, 64, dtype) / dtype.size_bytes()], dtype);
+        poison_recycled(&[3 * b.kv_page_bytes(g.kv_layout(), dtype) / dtype.size_bytes()], dtype);
         for heads in [4, 2] {
             poison_recycled(&[first + second, heads, 64], DType::F32);
             poison_recycled(&[first + second, heads, 64], DType::BF16);
@@ -442,7 +527,10 @@ fn what_does_not_fit_is_an_error() {
         assert!(attention(qkv(), &[cached(0..8, 0, &[1])], &keep, Some(pages)));
     }
     for (heads, kv_heads, head_dim) in [(3, 2, 6), (0, 4, 6), (8, 0, 6), (4, 2, 0)] {
-        let change = move |i: &mut AttentionInput<'_>| i.geometry = AttentionGeometry { heads, kv_heads, head_dim, ..GEOMETRY };
+        let change = move |i: &mut AttentionInput<'_>| {
+            let values = KvValues::Own(head_dim);
+            i.geometry = AttentionGeometry { heads, kv_heads, head_dim, values, ..GEOMETRY };
+        };
         let change = move |i: &mut AttentionInput<'_>| {
             change(i);
             i.layout = QkvLayout::fused(&i.geometry);

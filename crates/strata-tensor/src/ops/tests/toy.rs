@@ -9,14 +9,14 @@ use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
 use crate::testing::{normal, packed};
-use crate::{CpuBackend, DType, HostRef, KvPages, Memory, PackedStack};
+use crate::{CpuBackend, DType, HostRef, KvPages, KvValues, Memory, PackedStack};
 
 pub(super) const VOCAB: usize = 37;
 const LAYERS: usize = 2;
 const HIDDEN: usize = 10;
 const MLP: usize = 7;
 const GEOMETRY: AttentionGeometry =
-    AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, scale: 0.4, eps: 1e-6, window: None };
+    AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, values: KvValues::Own(6), scale: 0.4, eps: 1e-6, window: None };
 
 /// `(layer of the model, in, out, first column)` of each module: q, k, v; o; gate, up; down; unembedding.
 const MODULES: [(usize, usize, usize, usize); 8] = [
