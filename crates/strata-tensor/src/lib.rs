@@ -2,7 +2,7 @@
 //!
 //! Map:
 //! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors. [`weights`](PackedStack), [`kv`](KvPages): weights of
-//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`host`](HostRef): numbers on the host.
+//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`recurrent`](RecurrentStates): states of linear attention. [`host`](HostRef): numbers on the host.
 //! - [`memory`](Memory): what every device does with memory; `storage`: why nobody else can.
 //! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
 //! - [`backend`](Backend): what every device must compute; `cpu` is the reference and the fast path of processors.
@@ -24,6 +24,7 @@ mod kv;
 mod memory;
 mod ops;
 pub mod random;
+mod recurrent;
 mod storage;
 mod tape;
 mod tensor;
@@ -32,8 +33,8 @@ pub mod testing;
 mod weights;
 
 pub use backend::{
-    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, LogprobTargets, LoraGradient, LowProducts, Qkv, Rotary,
-    RowReply, RowRequest,
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan, Draw,
+    LogprobTargets, LoraGradient, LowProducts, Qkv, Rotary, RowReply, RowRequest,
 };
 pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;
@@ -42,9 +43,10 @@ pub use host::{HostRef, HostTensor};
 pub use kv::{KV_PAGE_TOKENS, KvPages};
 pub use memory::Memory;
 pub use ops::{
-    AttentionInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, attention_pages_bytes,
-    logits_chunk_rows, read_logits, target_logprobs,
+    AttentionInput, DeltaNetInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss,
+    attention_pages_bytes, logits_chunk_rows, read_logits, target_logprobs,
 };
+pub use recurrent::{DELTA_CHUNK, RecurrentStates};
 pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
 pub use weights::{PackedRef, PackedStack, WeightFormat, WeightStorage};

@@ -1,6 +1,7 @@
 //! The fused ops of the tape: shapes checked, forward, and its backward beside it.
 
 mod attention;
+mod delta;
 mod embedding;
 mod linear;
 mod loss;
@@ -10,6 +11,7 @@ mod swiglu;
 mod tests;
 
 pub use attention::{AttentionInput, KvAccess, attention_pages_bytes};
+pub use delta::DeltaNetInput;
 pub use embedding::EmbeddingTable;
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
 
