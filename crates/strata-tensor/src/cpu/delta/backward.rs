@@ -34,8 +34,9 @@ struct Back<'a> {
     q: &'a mut [f32],
     k: &'a mut [f32],
     dout: &'a mut [f32],
-    /// Keys as columns, and columns to be scaled, `[k_dim, CHUNK]`.
-    key_columns: &'a mut [f32],
+    /// What the value heads of the key head have in common.
+    shared: SharedWork<'a>,
+    /// Queries as columns, `[k_dim, CHUNK]`.
     columns: &'a mut [f32],
     /// `[CHUNK, width]`.
     dvalues: &'a mut [f32],
@@ -69,7 +70,7 @@ impl<'a> Back<'a> {
             q: arena.take(CHUNK * k_width),
             k: arena.take(CHUNK * k_width),
             dout: arena.take(CHUNK * width),
-            key_columns: arena.take(g.k_dim * CHUNK),
+            shared: SharedWork::take(arena, g),
             columns: arena.take(g.k_dim * CHUNK),
             dvalues: arena.take(CHUNK * width),
             drest: arena.take(CHUNK * width),
@@ -94,7 +95,8 @@ impl<'a> Back<'a> {
         let (width, k_width) = widths(g);
         5 * taken_bytes::<f32>(CHUNK * k_width)
             + 4 * taken_bytes::<f32>(CHUNK * width)
-            + 2 * taken_bytes::<f32>(g.k_dim * CHUNK)
+            + SharedWork::bytes(g)
+            + taken_bytes::<f32>(g.k_dim * CHUNK)
             + 3 * taken_bytes::<f32>(CHUNK * CHUNK)
             + taken_bytes::<f32>(width * CHUNK)
             + taken_bytes::<f32>(g.v_dim * k_width)
@@ -125,11 +127,6 @@ fn widen(x: Matrix<'_>, count: usize, len: usize, width: usize, out: &mut [f32])
         out[..len].copy_from_slice(&x.numbers[i * x.stride..][..len]);
         out[len..].fill(0.0);
     }
-}
-
-/// A matrix with a column for each token of a chunk.
-fn square(numbers: &[f32]) -> Matrix<'_> {
-    Matrix::new(numbers, CHUNK)
 }
 
 /// One head of a chunk on its way back, in rows of the batch.
@@ -229,7 +226,7 @@ impl Rule<'_> {
             if chunk + 1 < chunks {
                 self.chunk_again(inputs, &tokens(chunk), work, back);
                 let mut carried = Carried { state: back.state, values: back.values, sums: back.sums };
-                self.finish(back.key_columns, &mut carried, work);
+                self.finish(back.shared.key_columns, &mut carried, work);
             }
         }
         back.dstate.fill(0.0);
@@ -244,10 +241,37 @@ impl Rule<'_> {
 
     /// Corrected values of a chunk from the state at its start, and what they were made of.
     fn chunk_again(&self, inputs: &Inputs<'_>, place: &Place, work: &mut Work<'_>, back: &mut Back<'_>) {
-        let t = Tokens::of(inputs, self.g, place.row, place.v_head, 0, place.count);
-        transpose(t.k, place.count, self.g.k_dim, back.key_columns, CHUNK);
+        let (g, n) = (self.g, place.count);
+        let k = Matrix::new(inputs.k, g.key_width()).from_row(place.row).from_column(k_head_of(g, place.v_head) * g.k_dim);
+        let t = Tokens::of(inputs, g, place.row, place.v_head, 0, n);
+        let SharedWork { key_columns, by_keys, by_queries } = &mut back.shared;
+        transpose(k, n, g.k_dim, key_columns, CHUNK);
+        self.products_with_keys(k, 0, n, key_columns, by_keys);
+        let shared = Shared { k, q: None, key_columns, by_keys, by_queries };
         let mut carried = Carried { state: back.state, values: back.values, sums: back.sums };
-        self.advance(&t, None, back.key_columns, &mut carried, work);
+        self.advance(&t, &shared, &mut carried, work);
+    }
+
+    /// `c += a·b` for `a: [n, CHUNK]` whose rows are zero from the end of their block on.
+    fn multiply_add_lower(&self, n: usize, a: &[f32], b: Matrix<'_>, c: &mut [f32], width: usize) {
+        for tokens in blocks(0, n) {
+            let shape = [tokens.len(), tokens.end, width];
+            self.multiply_add(shape, square(a).from_row(tokens.start), b, &mut c[tokens.start * width..], width);
+        }
+    }
+
+    /// `c += a·b` for `a: [n, CHUNK]` whose rows are zero up to the start of their block.
+    fn multiply_add_upper(&self, n: usize, a: &[f32], b: Matrix<'_>, c: &mut [f32], width: usize) {
+        for tokens in blocks(0, n) {
+            let (first, shape) = (tokens.start, [tokens.len(), n - tokens.start, width]);
+            self.multiply_add(
+                shape,
+                square(a).from_row(first).from_column(first),
+                b.from_row(first),
+                &mut c[first * width..],
+                width,
+            );
+        }
     }
 
     /// The way back through a chunk; leaves `dq`, `dk`, `drest` and `dsums` of it, `dvalues`, and `dstate` of the chunk before.
@@ -263,8 +287,8 @@ impl Rule<'_> {
         let (q, k, dout) = (Matrix::new(back.q, k_width), Matrix::new(back.k, k_width), Matrix::new(back.dout, width));
 
         // Weights of outputs, and the decays to the last token.
-        self.multiply([n, k_dim, n.next_multiple_of(LANES)], q, square(back.key_columns), work.queries, CHUNK);
-        rows::weigh_up_to(isa, 0, &work.decays[..n * CHUNK], &mut work.queries[..n * CHUNK]);
+        self.products_with_keys(q, 0, n, back.shared.key_columns, back.shared.by_queries);
+        rows::weigh_up_to(isa, 0, &work.decays[..n * CHUNK], back.shared.by_queries, &mut work.queries[..n * CHUNK]);
         back.factors[..n].copy_from_slice(&work.decays[(n - 1) * CHUNK..][..n]);
         let (to_end, starts) = (&back.factors[..n], &work.starts[..n]);
         let end_decay = starts[n - 1];
@@ -273,7 +297,7 @@ impl Rule<'_> {
         self.multiply([n, k_dim, width], k, Matrix::new(back.dstate, width), back.dvalues, width);
         rows::scale_rows(isa, to_end, width, &mut back.dvalues[..n * width]);
         transpose(square(work.queries), n, n, back.square, CHUNK);
-        self.multiply_add([n, n, width], square(back.square), dout, back.dvalues, width);
+        self.multiply_add_upper(n, back.square, dout, back.dvalues, width);
         transpose(square(work.keys), n, n, back.square, CHUNK);
         for start in (0..n).step_by(BLOCK).rev() {
             let tokens = start..(start + BLOCK).min(n);
@@ -289,9 +313,13 @@ impl Rule<'_> {
 
         // By the weights, and through them by the sums of decays and by products of keys and queries.
         transpose(Matrix::new(back.values, width), n, width, back.value_columns, CHUNK);
-        let columns = n.next_multiple_of(LANES);
-        self.multiply([n, v_dim, columns], dout, square(back.value_columns), back.dqueries, CHUNK);
-        self.multiply([n, v_dim, columns], Matrix::new(back.drest, width), square(back.value_columns), back.dkeys, CHUNK);
+        for tokens in blocks(0, n) {
+            let shape = [tokens.len(), v_dim, tokens.end.next_multiple_of(LANES)];
+            let (columns, at) = (square(back.value_columns), tokens.start * CHUNK);
+            self.multiply(shape, dout.from_row(tokens.start), columns, &mut back.dqueries[at..], CHUNK);
+            let drest = Matrix::new(back.drest, width).from_row(tokens.start);
+            self.multiply(shape, drest, columns, &mut back.dkeys[at..], CHUNK);
+        }
         back.dsums.fill(0.0);
         let weighted = Weighted { rows: n, decays: work.decays, keys: work.keys, queries: work.queries };
         rows::weighted_backward(isa, &weighted, back.dkeys, back.dqueries, back.dsums);
@@ -311,12 +339,12 @@ impl Rule<'_> {
         rows::scale_rows(isa, &negative[..n], k_width, &mut back.dk[..n * k_width]);
 
         // Through the products of keys and queries.
-        self.multiply_add([n, n, k_width], square(back.dqueries), k, back.dq, k_width);
+        self.multiply_add_lower(n, back.dqueries, k, back.dq, k_width);
+        self.multiply_add_lower(n, back.dkeys, k, back.dk, k_width);
         transpose(square(back.dqueries), n, n, back.square, CHUNK);
-        self.multiply_add([n, n, k_width], square(back.square), q, back.dk, k_width);
-        self.multiply_add([n, n, k_width], square(back.dkeys), k, back.dk, k_width);
+        self.multiply_add_upper(n, back.square, q, back.dk, k_width);
         transpose(square(back.dkeys), n, n, back.square, CHUNK);
-        self.multiply_add([n, n, k_width], square(back.square), k, back.dk, k_width);
+        self.multiply_add_upper(n, back.square, k, back.dk, k_width);
 
         // Through the state at the end of the chunk.
         transpose(Matrix::new(back.dstate, width), k_dim, v_dim, back.turned, k_width);
@@ -339,7 +367,7 @@ impl Rule<'_> {
         transpose(q, n, k_dim, back.columns, CHUNK);
         rows::scale_columns(isa, back.columns, starts, work.scaled);
         self.multiply_add([k_dim, n, width], square(work.scaled), dout, back.dstate, width);
-        rows::scale_columns(isa, back.key_columns, &negative[..n], work.scaled);
+        rows::scale_columns(isa, back.shared.key_columns, &negative[..n], work.scaled);
         self.multiply_add([k_dim, n, width], square(work.scaled), Matrix::new(back.drest, width), back.dstate, width);
     }
 

@@ -12,7 +12,7 @@
 //! Every sum is one chain of multiply-adds in the order of its index, begun from the term before it, so that the matrix products of many rows have the bits of one row. A
 //! decode step is one more row of this, from the same state at the start of the chunk: nothing depends on how a sequence was cut.
 //!
-//! A task has one value head of one sequence. Roofline: a chunk of heads of 128 does 4.5 million multiply-adds on 160 KiB in cache: bound by arithmetic. A decode step reads
+//! A task has the value heads of one key head of one sequence, or one of them. Roofline: a chunk of a head of 128 does 4 million multiply-adds on 160 KiB in cache: bound by arithmetic. A decode step reads
 //! the state and half a chunk of values and keys: bound by memory.
 
 mod backward;
@@ -33,6 +33,8 @@ use crate::{DELTA_CHUNK as CHUNK, DType};
 
 /// Rows that are added together before each of them is finished by itself.
 const BLOCK: usize = 16;
+/// Tasks for each thread that make it likely that all finish together.
+const TASKS_PER_THREAD: usize = 4;
 
 /// What the rule reads; see [`DeltaInputs`](crate::DeltaInputs).
 #[derive(Clone, Copy)]
@@ -59,6 +61,10 @@ impl<'a> Matrix<'a> {
     fn from_row(self, row: usize) -> Self {
         Matrix { numbers: &self.numbers[row * self.stride..], ..self }
     }
+
+    fn from_column(self, column: usize) -> Self {
+        Matrix { numbers: &self.numbers[column..], ..self }
+    }
 }
 
 /// What every task needs.
@@ -76,7 +82,6 @@ struct Tokens<'a> {
     /// The first of them, in the chunk.
     first: usize,
     count: usize,
-    k: Matrix<'a>,
     v: Matrix<'a>,
     g: Matrix<'a>,
     beta: Matrix<'a>,
@@ -85,17 +90,27 @@ struct Tokens<'a> {
 impl<'a> Tokens<'a> {
     /// Tokens from row `row` of the inputs on.
     fn of(inputs: &Inputs<'a>, g: &DeltaGeometry, row: usize, v_head: usize, first: usize, count: usize) -> Self {
-        let key = k_head_of(g, v_head) * g.k_dim;
         let from = |numbers: &'a [f32], stride: usize, column: usize| Matrix::new(&numbers[row * stride + column..], stride);
         Tokens {
             first,
             count,
-            k: from(inputs.k, g.key_width(), key),
             v: from(inputs.v, g.value_width(), v_head * g.v_dim),
             g: from(inputs.g, g.v_heads, v_head),
             beta: from(inputs.beta, g.v_heads, v_head),
         }
     }
+}
+
+/// Queries and keys of consecutive tokens of a chunk, and their products with the keys of the chunk: what the value heads of a key head have in common.
+struct Shared<'a> {
+    k: Matrix<'a>,
+    /// If outputs are wanted.
+    q: Option<Matrix<'a>>,
+    /// The keys of the chunk as columns, up to these tokens, `[k_dim, CHUNK]`.
+    key_columns: &'a [f32],
+    /// Products with keys up to that of each row, `[CHUNK, CHUNK]`; what is beyond is unspecified.
+    by_keys: &'a [f32],
+    by_queries: &'a [f32],
 }
 
 /// What a value head carries from token to token.
@@ -106,6 +121,27 @@ struct Carried<'a> {
     values: &'a mut [f32],
     /// Sums of the logarithms of decay, `[CHUNK]`.
     sums: &'a mut [f32],
+}
+
+/// Where what value heads have in common is computed.
+struct SharedWork<'a> {
+    key_columns: &'a mut [f32],
+    by_keys: &'a mut [f32],
+    by_queries: &'a mut [f32],
+}
+
+impl<'a> SharedWork<'a> {
+    fn take(arena: &mut Arena<'a>, g: &DeltaGeometry) -> Self {
+        SharedWork {
+            key_columns: arena.take(g.k_dim * CHUNK),
+            by_keys: arena.take(CHUNK * CHUNK),
+            by_queries: arena.take(CHUNK * CHUNK),
+        }
+    }
+
+    const fn bytes(g: &DeltaGeometry) -> usize {
+        taken_bytes::<f32>(g.k_dim * CHUNK) + 2 * taken_bytes::<f32>(CHUNK * CHUNK)
+    }
 }
 
 /// Where a chunk is computed.
@@ -147,6 +183,16 @@ impl<'a> Work<'a> {
             + taken_bytes::<f32>(g.k_dim * CHUNK)
             + 2 * taken_bytes::<f32>(CHUNK)
     }
+}
+
+/// A matrix with a column for each token of a chunk.
+fn square(numbers: &[f32]) -> Matrix<'_> {
+    Matrix::new(numbers, CHUNK)
+}
+
+/// Tokens `first..end` of a chunk, block by block.
+fn blocks(first: usize, end: usize) -> impl Iterator<Item = Range<usize>> {
+    (first / BLOCK..end.div_ceil(BLOCK)).map(move |b| first.max(b * BLOCK)..end.min((b + 1) * BLOCK))
 }
 
 /// The key head that serves a value head.
@@ -205,16 +251,18 @@ impl<'a> Rule<'a> {
         }
     }
 
-    /// Corrected values of some tokens, and what was left of theirs (`work.rest`); with queries also their outputs (`work.out`). `keys` are those of the
-    /// chunk as columns, up to these.
-    fn advance(
-        &self,
-        t: &Tokens<'_>,
-        queries: Option<Matrix<'_>>,
-        keys: &[f32],
-        carried: &mut Carried<'_>,
-        work: &mut Work<'_>,
-    ) {
+    /// Products of the keys (or queries) of `count` tokens from token `first` of a chunk on with keys up to their own, as blocks of rows need them.
+    fn products_with_keys(&self, rows: Matrix<'_>, first: usize, count: usize, key_columns: &[f32], out: &mut [f32]) {
+        let end = first + count;
+        for tokens in blocks(first, end) {
+            let columns = tokens.end.next_multiple_of(LANES);
+            let (row, shape) = (tokens.start - first, [tokens.len(), self.g.k_dim, columns]);
+            self.multiply(shape, rows.from_row(row), square(key_columns), &mut out[row * CHUNK..], CHUNK);
+        }
+    }
+
+    /// Corrected values of some tokens, and what was left of theirs (`work.rest`); if queries are there also their outputs (`work.out`).
+    fn advance(&self, t: &Tokens<'_>, shared: &Shared<'_>, carried: &mut Carried<'_>, work: &mut Work<'_>) {
         let (k_dim, width, n) = (self.g.k_dim, self.width, t.count);
         let end = t.first + n;
         for (i, beta) in work.beta[..n].iter_mut().enumerate() {
@@ -224,39 +272,34 @@ impl<'a> Rule<'a> {
         }
         let starts = &mut work.starts[..n];
         rows::exponentials(self.isa, &carried.sums[t.first..end], starts);
-        rows::decays(self.isa, t.first, carried.sums, &mut work.decays[..n * CHUNK]);
+        let decays = &mut work.decays[..n * CHUNK];
+        rows::decays(self.isa, t.first, carried.sums, decays);
 
-        let (state, key_columns) = (Matrix::new(carried.state, width), Matrix::new(keys, CHUNK));
-        let columns = end.next_multiple_of(LANES);
-        self.multiply([n, k_dim, width], t.k, state, work.rest, width);
+        let state = Matrix::new(carried.state, width);
+        self.multiply([n, k_dim, width], shared.k, state, work.rest, width);
         rows::subtract_from(self.isa, t.v.numbers, t.v.stride, self.g.v_dim, starts, width, &mut work.rest[..n * width]);
-        self.multiply([n, k_dim, columns], t.k, key_columns, work.keys, CHUNK);
-        rows::weigh_before(self.isa, t.first, &work.decays[..n * CHUNK], &mut work.keys[..n * CHUNK]);
-        if let Some(q) = queries {
+        rows::weigh_before(self.isa, t.first, decays, shared.by_keys, &mut work.keys[..n * CHUNK]);
+        if let Some(q) = shared.q {
             self.multiply([n, k_dim, width], q, state, work.out, width);
             rows::scale_rows(self.isa, starts, width, &mut work.out[..n * width]);
-            self.multiply([n, k_dim, columns], q, key_columns, work.queries, CHUNK);
-            rows::weigh_up_to(self.isa, t.first, &work.decays[..n * CHUNK], &mut work.queries[..n * CHUNK]);
+            rows::weigh_up_to(self.isa, t.first, decays, shared.by_queries, &mut work.queries[..n * CHUNK]);
         }
 
-        let mut token = t.first;
-        while token < end {
-            let start = token / BLOCK * BLOCK;
-            let tokens = token..(start + BLOCK).min(end);
-            let (row, count) = (token - t.first, tokens.len());
+        for tokens in blocks(t.first, end) {
+            let start = tokens.start / BLOCK * BLOCK;
+            let (row, count) = (tokens.start - t.first, tokens.len());
             let rest = &mut work.rest[row * width..][..count * width];
             let out = &mut work.out[row * width..][..count * width];
             let weights = row * CHUNK..(row + count) * CHUNK;
-            let queries = if queries.is_some() { &work.queries[weights.clone()] } else { &[] };
+            let queries = if shared.q.is_some() { &work.queries[weights.clone()] } else { &[] };
             let keys = &work.keys[weights];
             if start > 0 {
                 let (shape, values) = ([count, start, width], Matrix::new(carried.values, width));
-                self.multiply_add(shape, Matrix::new(keys, CHUNK), values, rest, width);
+                self.multiply_add(shape, square(keys), values, rest, width);
                 if !queries.is_empty() {
-                    self.multiply_add(shape, Matrix::new(queries, CHUNK), values, out, width);
+                    self.multiply_add(shape, square(queries), values, out, width);
                 }
             }
-            token = tokens.end;
             let block = Block { tokens, start, width, keys, queries, beta: &work.beta[row..row + count] };
             rows::substitute(self.isa, &block, rest, carried.values, out);
         }
@@ -282,23 +325,20 @@ impl<'a> Rule<'a> {
     }
 }
 
-/// Bytes that a thread takes for a value head, forward.
-fn head_bytes(g: &DeltaGeometry, width: usize) -> usize {
-    Work::bytes(g, width)
-        + taken_bytes::<f32>(g.k_dim * CHUNK)
-        + taken_bytes::<f32>(g.k_dim * width)
-        + taken_bytes::<f32>(CHUNK * width)
-        + taken_bytes::<f32>(CHUNK)
+/// Bytes that a thread takes for `heads` value heads of a key head, forward.
+fn task_bytes(g: &DeltaGeometry, width: usize, heads: usize) -> usize {
+    let carried = taken_bytes::<f32>(g.k_dim * width) + taken_bytes::<f32>(CHUNK * width) + taken_bytes::<f32>(CHUNK);
+    Work::bytes(g, width) + SharedWork::bytes(g) + heads * carried
 }
 
 /// Bytes that the forward pass takes beside its inputs and outputs.
 pub(crate) fn scratch_bytes(g: &DeltaGeometry, num_threads: usize) -> usize {
-    num_threads * head_bytes(g, g.v_dim.next_multiple_of(LANES))
+    num_threads * task_bytes(g, g.v_dim.next_multiple_of(LANES), g.v_heads / g.k_heads)
 }
 
 /// Writes keys of tokens `tokens` of a span to the current chunk of its slot.
 fn write_keys(inputs: &Inputs<'_>, g: &DeltaGeometry, span: &DeltaSpan, tokens: Range<usize>, k_head: usize, keys: &mut [f32]) {
-    let rows = Matrix::new(&inputs.k[(span.tokens.start + tokens.start) * g.key_width() + k_head * g.k_dim..], g.key_width());
+    let rows = Matrix::new(inputs.k, g.key_width()).from_row(span.tokens.start + tokens.start).from_column(k_head * g.k_dim);
     let first = (span.past + tokens.start) % CHUNK;
     transpose(rows, tokens.len(), g.k_dim, &mut keys[first..], CHUNK);
 }
@@ -337,57 +377,73 @@ pub(crate) fn forward(
     };
     let first_chunk = |s: &DeltaSpan| 0..(CHUNK - s.past % CHUNK).min(s.tokens.len());
     write_slots(&first_chunk);
-    pool.run(spans.len() * g.v_heads, &|task| {
-        let (span, v_head) = (&spans[task / g.v_heads], task % g.v_heads);
+    // Value heads of a key head share its products, unless there are too few key heads for all threads.
+    let group = g.v_heads / g.k_heads;
+    let heads = if spans.len() * g.k_heads >= TASKS_PER_THREAD * pool.num_threads() { group } else { 1 };
+    let tasks = g.v_heads / heads;
+    pool.run(spans.len() * tasks, &|task| {
+        let (span, first_head) = (&spans[task / tasks], task % tasks * heads);
         if span.tokens.is_empty() {
             return;
         }
-        with_scratch(head_bytes(g, width), |mut arena| {
+        with_scratch(task_bytes(g, width, heads), |mut arena| {
             let mut work = Work::take(&mut arena, g, width);
-            let key_columns = arena.take(g.k_dim * CHUNK);
-            let mut carried = match span.slot {
-                // SAFETY: a slot belongs to one sequence, and each task has one value head of it.
-                Some(slot) => unsafe {
-                    let parts = layout.head(v_head);
-                    Carried {
-                        state: slots.part(part(slot, parts.state)),
-                        values: slots.part(part(slot, parts.values)),
-                        sums: slots.part(part(slot, parts.sums)),
-                    }
-                },
-                None => {
-                    Carried { state: arena.take(g.k_dim * width), values: arena.take(CHUNK * width), sums: arena.take(CHUNK) }
-                }
-            };
+            let shared_work = SharedWork::take(&mut arena, g);
+            let mut carried: Vec<Carried<'_>> = (first_head..first_head + heads)
+                .map(|v_head| match span.slot {
+                    // SAFETY: a slot belongs to one sequence, and each task has some value heads of it.
+                    Some(slot) => unsafe {
+                        let parts = layout.head(v_head);
+                        Carried {
+                            state: slots.part(part(slot, parts.state)),
+                            values: slots.part(part(slot, parts.values)),
+                            sums: slots.part(part(slot, parts.sums)),
+                        }
+                    },
+                    None => Carried {
+                        state: arena.take(g.k_dim * width),
+                        values: arena.take(CHUNK * width),
+                        sums: arena.take(CHUNK),
+                    },
+                })
+                .collect();
             if span.past == 0 {
-                carried.state.fill(0.0);
+                carried.iter_mut().for_each(|c| c.state.fill(0.0));
             }
+            let k_head = first_head / group;
             let mut done = 0;
             while done < span.tokens.len() {
                 let first = (span.past + done) % CHUNK;
                 let count = (CHUNK - first).min(span.tokens.len() - done);
                 let row = span.tokens.start + done;
-                let t = Tokens::of(inputs, g, row, v_head, first, count);
-                let keys: &[f32] = match span.slot {
+                let head = |x| Matrix::new(x, g.key_width()).from_row(row).from_column(k_head * g.k_dim);
+                let (q, k) = (head(inputs.q), head(inputs.k));
+                let key_columns: &[f32] = match span.slot {
                     Some(slot) if done == 0 => {
-                        let range = part(slot, layout.keys(k_head_of(g, v_head)));
+                        let range = part(slot, layout.keys(k_head));
                         // SAFETY: in the slot by its layout; nobody writes keys while these tasks run.
                         unsafe { std::slice::from_raw_parts(slots.as_ptr().add(range.start), range.len()) }
                     }
                     _ => {
-                        transpose(t.k, count, g.k_dim, key_columns, CHUNK);
-                        key_columns
+                        transpose(k, count, g.k_dim, shared_work.key_columns, CHUNK);
+                        shared_work.key_columns
                     }
                 };
-                let q = Matrix::new(&inputs.q[row * g.key_width() + k_head_of(g, v_head) * g.k_dim..], g.key_width());
-                rule.advance(&t, Some(q), keys, &mut carried, &mut work);
-                for (i, from) in work.out.chunks_exact(width).enumerate().take(count) {
-                    let at = (row + i) * g.value_width() + v_head * g.v_dim;
-                    // SAFETY: each task has one head of its tokens.
-                    unsafe { out.part(at..at + g.v_dim) }.copy_from_slice(&from[..g.v_dim]);
-                }
-                if first + count == CHUNK {
-                    rule.finish(keys, &mut carried, &mut work);
+                rule.products_with_keys(k, first, count, key_columns, shared_work.by_keys);
+                rule.products_with_keys(q, first, count, key_columns, shared_work.by_queries);
+                let (by_keys, by_queries) = (&*shared_work.by_keys, &*shared_work.by_queries);
+                let shared = Shared { k, q: Some(q), key_columns, by_keys, by_queries };
+                for (v_head, carried) in (first_head..).zip(&mut carried) {
+                    let t = Tokens::of(inputs, g, row, v_head, first, count);
+                    rule.advance(&t, &shared, carried, &mut work);
+                    for (i, from) in work.out.chunks_exact(width).enumerate().take(count) {
+                        let at = (row + i) * g.value_width() + v_head * g.v_dim;
+                        // SAFETY: each task has some heads of its tokens.
+                        unsafe { out.part(at..at + g.v_dim) }.copy_from_slice(&from[..g.v_dim]);
+                    }
+                    if first + count == CHUNK {
+                        rule.finish(shared.key_columns, carried, &mut work);
+                    }
                 }
                 done += count;
             }

@@ -21,12 +21,12 @@ multiversion! {
 
 multiversion! {
     /// `-decay * product` for tokens before that of a row, which is token `first` for the first row; zero for the others.
-    pub(crate) fn weigh_before(first: usize, decays: &[f32], products: &mut [f32]) = weigh_before_body;
+    pub(crate) fn weigh_before(first: usize, decays: &[f32], products: &[f32], out: &mut [f32]) = weigh_before_body;
 }
 
 multiversion! {
     /// `decay * product` for tokens up to that of a row; zero for the others.
-    pub(crate) fn weigh_up_to(first: usize, decays: &[f32], products: &mut [f32]) = weigh_up_to_body;
+    pub(crate) fn weigh_up_to(first: usize, decays: &[f32], products: &[f32], out: &mut [f32]) = weigh_up_to_body;
 }
 
 multiversion! {
@@ -141,19 +141,21 @@ fn decays_body(fma: impl Fma, first: usize, sums: &[f32], out: &mut [f32]) {
 }
 
 #[inline(always)]
-fn weigh_before_body(_: impl Fma, first: usize, decays: &[f32], products: &mut [f32]) {
-    for (i, (products, decays)) in products.chunks_exact_mut(CHUNK).zip(decays.chunks_exact(CHUNK)).enumerate() {
-        for (j, (product, &decay)) in products.iter_mut().zip(decays).enumerate() {
-            *product = if j < first + i { -(decay * *product) } else { 0.0 };
+fn weigh_before_body(_: impl Fma, first: usize, decays: &[f32], products: &[f32], out: &mut [f32]) {
+    let rows = out.chunks_exact_mut(CHUNK).zip(products.chunks_exact(CHUNK)).zip(decays.chunks_exact(CHUNK));
+    for (i, ((out, products), decays)) in rows.enumerate() {
+        for (j, ((out, &product), &decay)) in out.iter_mut().zip(products).zip(decays).enumerate() {
+            *out = if j < first + i { -(decay * product) } else { 0.0 };
         }
     }
 }
 
 #[inline(always)]
-fn weigh_up_to_body(_: impl Fma, first: usize, decays: &[f32], products: &mut [f32]) {
-    for (i, (products, decays)) in products.chunks_exact_mut(CHUNK).zip(decays.chunks_exact(CHUNK)).enumerate() {
-        for (j, (product, &decay)) in products.iter_mut().zip(decays).enumerate() {
-            *product = if j <= first + i { decay * *product } else { 0.0 };
+fn weigh_up_to_body(_: impl Fma, first: usize, decays: &[f32], products: &[f32], out: &mut [f32]) {
+    let rows = out.chunks_exact_mut(CHUNK).zip(products.chunks_exact(CHUNK)).zip(decays.chunks_exact(CHUNK));
+    for (i, ((out, products), decays)) in rows.enumerate() {
+        for (j, ((out, &product), &decay)) in out.iter_mut().zip(products).zip(decays).enumerate() {
+            *out = if j <= first + i { decay * product } else { 0.0 };
         }
     }
 }
