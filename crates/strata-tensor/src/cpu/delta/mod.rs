@@ -276,11 +276,29 @@ impl<'a> Rule<'a> {
         rows::decays(self.isa, t.first, carried.sums, decays);
 
         let state = Matrix::new(carried.state, width);
-        self.multiply([n, k_dim, width], shared.k, state, work.rest, width);
+        match shared.q {
+            // What is read once should be read front to back.
+            Some(q) if n == 1 => {
+                let (rest, out) = (&mut work.rest[..width], &mut work.out[..width]);
+                rest.fill(0.0);
+                out.fill(0.0);
+                rows::add_rows_twice(
+                    self.isa,
+                    [&shared.k.numbers[..k_dim], &q.numbers[..k_dim]],
+                    state.numbers,
+                    width,
+                    [rest, out],
+                );
+            }
+            Some(q) => {
+                self.multiply([n, k_dim, width], shared.k, state, work.rest, width);
+                self.multiply([n, k_dim, width], q, state, work.out, width);
+            }
+            None => self.multiply([n, k_dim, width], shared.k, state, work.rest, width),
+        }
         rows::subtract_from(self.isa, t.v.numbers, t.v.stride, self.g.v_dim, starts, width, &mut work.rest[..n * width]);
         rows::weigh_before(self.isa, t.first, decays, shared.by_keys, &mut work.keys[..n * CHUNK]);
-        if let Some(q) = shared.q {
-            self.multiply([n, k_dim, width], q, state, work.out, width);
+        if shared.q.is_some() {
             rows::scale_rows(self.isa, starts, width, &mut work.out[..n * width]);
             rows::weigh_up_to(self.isa, t.first, decays, shared.by_queries, &mut work.queries[..n * CHUNK]);
         }
@@ -293,7 +311,9 @@ impl<'a> Rule<'a> {
             let weights = row * CHUNK..(row + count) * CHUNK;
             let queries = if shared.q.is_some() { &work.queries[weights.clone()] } else { &[] };
             let keys = &work.keys[weights];
-            if start > 0 {
+            if start > 0 && count == 1 && !queries.is_empty() {
+                rows::add_rows_twice(self.isa, [&keys[..start], &queries[..start]], carried.values, width, [rest, out]);
+            } else if start > 0 {
                 let (shape, values) = ([count, start, width], Matrix::new(carried.values, width));
                 self.multiply_add(shape, square(keys), values, rest, width);
                 if !queries.is_empty() {

@@ -79,6 +79,12 @@ multiversion! {
     pub(crate) fn add_scaled_rows(factors: &[f32], x: &[f32], width: usize, out: &mut [f32]) = add_scaled_rows_body;
 }
 
+multiversion! {
+    /// `out[r] += Σ_i weights[r][i] rows[i]` for rows of `width` numbers, whole vectors, each sum one chain from what is there: two products of one row each, which read the
+    /// right side once and front to back, as memory likes it.
+    pub(crate) fn add_rows_twice(weights: [&[f32]; 2], rows: &[f32], width: usize, out: [&mut [f32]; 2]) = add_rows_twice_body;
+}
+
 /// Rows of a chunk that depend on each other.
 pub(crate) struct Block<'a> {
     /// The rows, as tokens of the chunk.
@@ -209,6 +215,28 @@ fn add_rows(fma: impl Fma, weights: &[f32], rows: &[f32], width: usize, out: &mu
 }
 
 #[inline(always)]
+fn add_rows_twice_body(fma: impl Fma, weights: [&[f32]; 2], rows: &[f32], width: usize, [first, second]: [&mut [f32]; 2]) {
+    const AT_ONCE: usize = 4;
+    let (first, second) = (&mut first[..width], &mut second[..width]);
+    let (a, a_rest) = weights[0].as_chunks::<AT_ONCE>();
+    let (b, b_rest) = weights[1].as_chunks::<AT_ONCE>();
+    for ((a, b), block) in a.iter().zip(b).zip(rows.chunks_exact(AT_ONCE * width)) {
+        let [r0, r1, r2, r3] = std::array::from_fn(|r| &block[r * width..][..width]);
+        for c in 0..width {
+            first[c] = fma.fma(a[3], r3[c], fma.fma(a[2], r2[c], fma.fma(a[1], r1[c], fma.fma(a[0], r0[c], first[c]))));
+            second[c] = fma.fma(b[3], r3[c], fma.fma(b[2], r2[c], fma.fma(b[1], r1[c], fma.fma(b[0], r0[c], second[c]))));
+        }
+    }
+    let done = a.len() * AT_ONCE * width;
+    for ((&a, &b), row) in a_rest.iter().zip(b_rest).zip(rows[done..].chunks_exact(width)) {
+        for c in 0..width {
+            first[c] = fma.fma(a, row[c], first[c]);
+            second[c] = fma.fma(b, row[c], second[c]);
+        }
+    }
+}
+
+#[inline(always)]
 fn substitute_body(fma: impl Fma, block: &Block<'_>, rest: &mut [f32], values: &mut [f32], out: &mut [f32]) {
     let (width, start) = (block.width, block.start);
     for (i, token) in block.tokens.clone().enumerate() {
@@ -282,6 +310,53 @@ fn add_scaled_rows_body(fma: impl Fma, factors: &[f32], x: &[f32], width: usize,
     for ((out, x), &factor) in out.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(factors) {
         for (out, &x) in out.iter_mut().zip(x) {
             *out = fma.fma(factor, x, *out);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::isa::{Fused, Isa};
+    use crate::cpu::rows::testing::random;
+
+    #[test]
+    fn rows_are_added_in_one_chain_from_the_first_to_the_last() {
+        for width in [16, 48, 128, 144] {
+            for n in [0, 1, 3, 4, 7, 64] {
+                let (a, b, rows, before) = (random(n, 1), random(n, 2), random(n * width, 3), random(2 * width, 4));
+                let chain = |weights: &[f32], c: usize, from: f32| {
+                    weights.iter().enumerate().fold(from, |sum, (i, &w)| Fused.fma(w, rows[i * width + c], sum))
+                };
+                let expected: Vec<f32> = (0..2 * width).map(|i| chain([&a, &b][i / width], i % width, before[i])).collect();
+                for isa in Isa::available().into_iter().filter(|&isa| isa != Isa::Portable) {
+                    let mut out = before.clone();
+                    let (first, second) = out.split_at_mut(width);
+                    add_rows_twice(isa, [&a, &b], &rows, width, [first, second]);
+                    assert_eq!(out, expected, "{isa}: {n} rows of {width}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_token_has_a_weight_in_those_before_it() {
+        let (sums, products) = (random(CHUNK, 1), vec![f32::NAN; CHUNK * CHUNK]);
+        for isa in Isa::available() {
+            let (mut weights, mut out) = (vec![9.0; 3 * CHUNK], vec![9.0; 3 * CHUNK]);
+            decays(isa, 20, &sums, &mut weights);
+            for i in 0..3 {
+                let row = &weights[i * CHUNK..][..CHUNK];
+                assert!(
+                    row[..=20 + i].iter().zip(&sums).all(|(d, s)| (d / (sums[20 + i] - s).exp() - 1.0).abs() < 1e-6),
+                    "{isa}"
+                );
+                assert!(row[20 + i] == 1.0 && row[21 + i..].iter().all(|&d| d == 0.0), "{isa}");
+            }
+            weigh_up_to(isa, 20, &weights, &products[..3 * CHUNK], &mut out);
+            assert!((0..3).all(|i| out[i * CHUNK + 20 + i].is_nan() && out[i * CHUNK + 21 + i] == 0.0), "{isa}");
+            weigh_before(isa, 20, &weights, &products[..3 * CHUNK], &mut out);
+            assert!((0..3).all(|i| out[i * CHUNK + 19 + i].is_nan() && out[i * CHUNK + 20 + i] == 0.0), "{isa}");
         }
     }
 }

@@ -298,3 +298,113 @@ fn gated_norm_backward_body<T: Element>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::cpu::isa::Isa;
+    use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
+
+    #[test]
+    fn gates_equal_their_definition_and_their_backward_is_its_gradient() {
+        for n in [1, 7, 16, 60] {
+            let b_and_a: Vec<f32> = random(2 * n, 1).iter().map(|v| v * 6.0).collect();
+            let (a_log, dt_bias, dy) = (random(n, 2), random(n, 3), random(2 * n, 4));
+            let definition = |x: &[f64]| -> Vec<f64> {
+                let beta = (0..n).map(|i| 1.0 / (1.0 + (-x[i]).exp()));
+                let g = (0..n).map(|i| -(a_log[i] as f64).exp() * (x[n + i] + dt_bias[i] as f64).exp().ln_1p());
+                beta.chain(g).collect()
+            };
+            let expected = definition(&b_and_a.iter().map(|&v| v as f64).collect::<Vec<_>>());
+            let slopes = numeric_gradient(|x| definition(x).iter().zip(&dy).map(|(y, &g)| y * g as f64).sum(), &b_and_a);
+            on_every_isa(|isa| {
+                let ((b, a), mut out) = (b_and_a.split_at(n), vec![0.0; 4 * n]);
+                let (values, gradients) = out.split_at_mut(2 * n);
+                let (beta, g) = values.split_at_mut(n);
+                gates(isa, b, a, &a_log, &dt_bias, beta, g);
+                let (db, da) = gradients.split_at_mut(n);
+                gates_backward(isa, &dy[..n], &dy[n..], b, a, &a_log, &dt_bias, db, da);
+                assert_close(values, &expected, 1e-6, &format!("{isa}, {n} heads"));
+                assert_close(gradients, &slopes, 1e-5, &format!("{isa}, {n} heads, backward"));
+                out
+            });
+        }
+    }
+
+    #[test]
+    fn far_from_zero_gates_are_open_or_shut() {
+        let x = [-1000.0, 1000.0, f32::NEG_INFINITY, f32::INFINITY, f32::NAN];
+        for isa in Isa::available() {
+            let (mut beta, mut g, mut db, mut da) = ([9.0; 5], [9.0; 5], [9.0; 5], [9.0; 5]);
+            gates(isa, &x, &x, &[0.0; 5], &[0.0; 5], &mut beta, &mut g);
+            gates_backward(isa, &[1.0; 5], &[1.0; 5], &x, &x, &[0.0; 5], &[0.0; 5], &mut db, &mut da);
+            assert_eq!((&beta[..4], &db[..4]), (&[0.0, 1.0, 0.0, 1.0][..], &[0.0; 4][..]), "{isa}");
+            assert_eq!(
+                (&g[..4], &da[..4]),
+                (&[-0.0, -1000.0, -0.0, f32::NEG_INFINITY][..], &[-0.0, -1.0, -0.0, -1.0][..]),
+                "{isa}"
+            );
+            assert!(beta[4].is_nan() && g[4].is_nan(), "{isa}");
+        }
+    }
+
+    #[test]
+    fn a_gated_norm_equals_its_definition_and_its_backward_is_its_gradient() {
+        for n in [1, 7, 16, 60, 128] {
+            let (x_and_z, weight, dy) = (random(4 * n, 1), random(n, 2), random(2 * n, 3));
+            let definition = |v: &[f64]| -> Vec<f64> {
+                let (x, z) = v.split_at(2 * n);
+                let head = |(x, z): (&[f64], &[f64])| -> Vec<f64> {
+                    let scale = (x.iter().map(|v| v * v).sum::<f64>() / n as f64 + 1e-6f32 as f64).sqrt();
+                    (0..n).map(|i| weight[i] as f64 * x[i] / scale * z[i] / (1.0 + (-z[i]).exp())).collect()
+                };
+                x.chunks(n).zip(z.chunks(n)).flat_map(head).collect()
+            };
+            let expected = definition(&x_and_z.iter().map(|&v| v as f64).collect::<Vec<_>>());
+            let slopes = numeric_gradient(|x| definition(x).iter().zip(&dy).map(|(y, &g)| y * g as f64).sum(), &x_and_z);
+            on_every_isa(|isa| {
+                let (x, z) = x_and_z.split_at(2 * n);
+                let (mut out, mut gradients) = (vec![0.0; 2 * n], vec![0.0; 4 * n]);
+                gated_norm(isa, x, z, &weight, 1e-6, &mut out);
+                assert_close(&out, &expected, 1e-6, &format!("{isa}, width {n}"));
+                let mut narrow = vec![bf16::ZERO; 2 * n];
+                gated_norm(isa, x, z, &weight, 1e-6, &mut narrow);
+                assert!(narrow.iter().zip(&out).all(|(a, &b)| *a == bf16::from_f32(b)));
+                let (dx, dz) = gradients.split_at_mut(2 * n);
+                gated_norm_backward(isa, &dy, x, z, &weight, 1e-6, dx, dz);
+                assert_close(&gradients, &slopes, 2e-5, &format!("{isa}, width {n}, backward"));
+                [out, gradients].concat()
+            });
+        }
+    }
+
+    #[test]
+    fn a_convolution_goes_on_from_what_came_before() {
+        // Two heads of three channels in rows of seven, the second of unit length, over a sequence that begins at the third row.
+        let (channels, kernel, stride) = (6, 4, 7);
+        let (x, tail, weight) = (random(8 * stride, 1), random(3 * channels, 2), random(channels * kernel, 3));
+        let input = |t: usize, c: usize| if t < 3 { tail[t * channels + c] } else { x[(t - 3 + 2) * stride + c] };
+        let mut expected = Vec::new();
+        for t in 0..6 {
+            let sum = |c: usize| (0..kernel).map(|j| weight[c * kernel + j] as f64 * input(t + j, c) as f64).sum::<f64>();
+            let row: Vec<f64> = (0..channels).map(|c| sum(c) / (1.0 + (-sum(c)).exp())).collect();
+            let length = (row[3..].iter().map(|v| v * v).sum::<f64>() + 1e-6).sqrt();
+            expected.extend(row[..3].iter().copied().chain(row[3..].iter().map(|v| 0.5 * v / length)));
+        }
+        on_every_isa(|isa| {
+            let conv = Conv { x: &x, stride, first: 2, tail: &tail, weight: &weight, channels, kernel };
+            let mut out = vec![9.0; 6 * channels];
+            for (column, length) in [(0, None), (3, Some(0.5))] {
+                // In two runs, as two tasks would.
+                for rows in [2..4, 4..8] {
+                    let head = ConvHead { rows: rows.clone(), channels: column..column + 3, stride: channels, column, length };
+                    conv_head(isa, &conv, &head, &mut out[(rows.start - 2) * channels..(rows.end - 2) * channels]);
+                }
+            }
+            assert_close(&out, &expected, 1e-6, &format!("{isa}"));
+            out
+        });
+    }
+}
