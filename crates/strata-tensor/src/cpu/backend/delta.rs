@@ -69,7 +69,8 @@ impl CpuBackend {
 
     pub(super) fn delta_scratch(&self, g: &DeltaGeometry, tokens: usize) -> usize {
         let threads = self.pool.num_threads();
-        delta::scratch_bytes(g, threads).max(delta::backward_scratch_bytes(g, tokens, threads))
+        let zeros = (g.kernel - 1) * g.conv_width() * size_of::<f32>();
+        zeros + delta::scratch_bytes(g, threads).max(delta::backward_scratch_bytes(g, tokens, threads))
     }
 
     pub(super) fn split_delta(

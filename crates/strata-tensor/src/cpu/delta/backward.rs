@@ -242,7 +242,7 @@ impl Rule<'_> {
     /// Corrected values of a chunk from the state at its start, and what they were made of.
     fn chunk_again(&self, inputs: &Inputs<'_>, place: &Place, work: &mut Work<'_>, back: &mut Back<'_>) {
         let (g, n) = (self.g, place.count);
-        let k = Matrix::new(inputs.k, g.key_width()).from_row(place.row).from_column(k_head_of(g, place.v_head) * g.k_dim);
+        let k = Matrix::new(inputs.k, g.key_width()).at_row(place.row).at_column(k_head_of(g, place.v_head) * g.k_dim);
         let t = Tokens::of(inputs, g, place.row, place.v_head, 0, n);
         let SharedWork { key_columns, by_keys, by_queries } = &mut back.shared;
         transpose(k, n, g.k_dim, key_columns, CHUNK);
@@ -256,7 +256,7 @@ impl Rule<'_> {
     fn multiply_add_lower(&self, n: usize, a: &[f32], b: Matrix<'_>, c: &mut [f32], width: usize) {
         for tokens in blocks(0, n) {
             let shape = [tokens.len(), tokens.end, width];
-            self.multiply_add(shape, square(a).from_row(tokens.start), b, &mut c[tokens.start * width..], width);
+            self.multiply_add(shape, square(a).at_row(tokens.start), b, &mut c[tokens.start * width..], width);
         }
     }
 
@@ -264,13 +264,7 @@ impl Rule<'_> {
     fn multiply_add_upper(&self, n: usize, a: &[f32], b: Matrix<'_>, c: &mut [f32], width: usize) {
         for tokens in blocks(0, n) {
             let (first, shape) = (tokens.start, [tokens.len(), n - tokens.start, width]);
-            self.multiply_add(
-                shape,
-                square(a).from_row(first).from_column(first),
-                b.from_row(first),
-                &mut c[first * width..],
-                width,
-            );
+            self.multiply_add(shape, square(a).at_row(first).at_column(first), b.at_row(first), &mut c[first * width..], width);
         }
     }
 
@@ -303,7 +297,7 @@ impl Rule<'_> {
             let tokens = start..(start + BLOCK).min(n);
             if tokens.end < n {
                 let later = Matrix::new(&back.square[start * CHUNK + tokens.end..], CHUNK);
-                let drest = Matrix::new(back.drest, width).from_row(tokens.end);
+                let drest = Matrix::new(back.drest, width).at_row(tokens.end);
                 let shape = [tokens.len(), n - tokens.end, width];
                 self.multiply_add(shape, later, drest, &mut back.dvalues[start * width..], width);
             }
@@ -316,8 +310,8 @@ impl Rule<'_> {
         for tokens in blocks(0, n) {
             let shape = [tokens.len(), v_dim, tokens.end.next_multiple_of(LANES)];
             let (columns, at) = (square(back.value_columns), tokens.start * CHUNK);
-            self.multiply(shape, dout.from_row(tokens.start), columns, &mut back.dqueries[at..], CHUNK);
-            let drest = Matrix::new(back.drest, width).from_row(tokens.start);
+            self.multiply(shape, dout.at_row(tokens.start), columns, &mut back.dqueries[at..], CHUNK);
+            let drest = Matrix::new(back.drest, width).at_row(tokens.start);
             self.multiply(shape, drest, columns, &mut back.dkeys[at..], CHUNK);
         }
         back.dsums.fill(0.0);

@@ -58,11 +58,11 @@ impl<'a> Matrix<'a> {
         Matrix { numbers, stride }
     }
 
-    fn from_row(self, row: usize) -> Self {
+    fn at_row(self, row: usize) -> Self {
         Matrix { numbers: &self.numbers[row * self.stride..], ..self }
     }
 
-    fn from_column(self, column: usize) -> Self {
+    fn at_column(self, column: usize) -> Self {
         Matrix { numbers: &self.numbers[column..], ..self }
     }
 }
@@ -257,7 +257,7 @@ impl<'a> Rule<'a> {
         for tokens in blocks(first, end) {
             let columns = tokens.end.next_multiple_of(LANES);
             let (row, shape) = (tokens.start - first, [tokens.len(), self.g.k_dim, columns]);
-            self.multiply(shape, rows.from_row(row), square(key_columns), &mut out[row * CHUNK..], CHUNK);
+            self.multiply(shape, rows.at_row(row), square(key_columns), &mut out[row * CHUNK..], CHUNK);
         }
     }
 
@@ -358,7 +358,7 @@ pub(crate) fn scratch_bytes(g: &DeltaGeometry, num_threads: usize) -> usize {
 
 /// Writes keys of tokens `tokens` of a span to the current chunk of its slot.
 fn write_keys(inputs: &Inputs<'_>, g: &DeltaGeometry, span: &DeltaSpan, tokens: Range<usize>, k_head: usize, keys: &mut [f32]) {
-    let rows = Matrix::new(inputs.k, g.key_width()).from_row(span.tokens.start + tokens.start).from_column(k_head * g.k_dim);
+    let rows = Matrix::new(inputs.k, g.key_width()).at_row(span.tokens.start + tokens.start).at_column(k_head * g.k_dim);
     let first = (span.past + tokens.start) % CHUNK;
     transpose(rows, tokens.len(), g.k_dim, &mut keys[first..], CHUNK);
 }
@@ -436,7 +436,7 @@ pub(crate) fn forward(
                 let first = (span.past + done) % CHUNK;
                 let count = (CHUNK - first).min(span.tokens.len() - done);
                 let row = span.tokens.start + done;
-                let head = |x| Matrix::new(x, g.key_width()).from_row(row).from_column(k_head * g.k_dim);
+                let head = |x| Matrix::new(x, g.key_width()).at_row(row).at_column(k_head * g.k_dim);
                 let (q, k) = (head(inputs.q), head(inputs.k));
                 let key_columns: &[f32] = match span.slot {
                     Some(slot) if done == 0 => {

@@ -275,10 +275,10 @@ fn weighted_backward_body(_: impl Fma, w: &Weighted<'_>, dkeys: &mut [f32], dque
         // How much the row's weights say of its own sum, and the others' of theirs; a token's weight of itself says nothing.
         let mut own = [0.0; LANES];
         for v in 0..CHUNK / LANES {
-            for l in 0..LANES {
+            for (l, own) in own.iter_mut().enumerate() {
                 let j = v * LANES + l;
                 let said = if j < row { dkeys[j] * keys[j] + dqueries[j] * queries[j] } else { 0.0 };
-                own[l] += said;
+                *own += said;
                 dsums[j] -= said;
                 dkeys[j] = if j < row { -(decays[j] * dkeys[j]) } else { 0.0 };
                 dqueries[j] = if j <= row { decays[j] * dqueries[j] } else { 0.0 };
