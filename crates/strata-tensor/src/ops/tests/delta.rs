@@ -21,7 +21,10 @@ impl Net {
         let g = DeltaGeometry { k_heads, v_heads, k_dim, v_dim, kernel };
         let conv = tensor(&[g.conv_width(), 1, kernel], DType::F32, 1);
         let few = |key| tensor(&[v_heads], DType::F32, key);
-        Net { g, conv, a_log: few(2), dt_bias: few(3), norm: tensor(&[v_dim], DType::F32, 4) }
+        // Decays of which a good part of a state outlives its chunk.
+        let a_log: Vec<f32> = normal(v_heads, 2).iter().map(|v| v - 4.0).collect();
+        let a_log = Tensor::from_f32(&a_log, &[v_heads], DType::F32).unwrap();
+        Net { g, conv, a_log, dt_bias: few(3), norm: tensor(&[v_dim], DType::F32, 4) }
     }
 
     fn input(&self, spans: &[DeltaSpan]) -> DeltaNetInput<'_> {
@@ -156,9 +159,7 @@ fn the_gradient_of_a_gated_delta_net_is_that_of_finite_differences() {
                 slope
             })
             .collect();
-        let largest = dx.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-        println!("{:?}: largest gradient {largest}", net.g);
-        assert_close(&dx, &expected, 1e-3, &format!("{:?}", net.g));
+        assert_close(&dx, &expected, 1e-4, &format!("{:?}", net.g));
     }
 }
 
