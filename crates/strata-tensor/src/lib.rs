@@ -2,7 +2,8 @@
 //!
 //! Map:
 //! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors. [`weights`](PackedStack), [`kv`](KvPages): weights of
-//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`recurrent`](RecurrentStates): states of linear attention. [`host`](HostRef): numbers on the host.
+//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`recurrent`](RecurrentStates): states of linear
+//!   attention. [`host`](HostRef): numbers on the host.
 //! - [`memory`](Memory): what every device does with memory; `storage`: why nobody else can.
 //! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
 //! - [`backend`](Backend): what every device must compute; `cpu` is the reference and the fast path of processors.
