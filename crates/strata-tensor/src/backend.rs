@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::Linear;
-use crate::{DType, KvLayout, KvPages, KvValues, PackedRef, Result, Tensor, TensorMut, TensorRef};
+use crate::{DType, KvLayout, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 
 /// Tokens of a granule. A reduction over tokens, on any device, takes the tokens of a sequence by so many at a time, in whatever order within them, and begins
 /// a granule with each sequence: so what is reduced in several parts has the same bits if it is cut between granules. It is what a matrix unit takes in one step
@@ -196,6 +196,97 @@ pub struct Qkv {
     pub k: Tensor,
     /// `[tokens, kv_heads, value width]`; `None` if values are the first numbers of keys.
     pub v: Option<Tensor>,
+}
+
+/// Shapes of a layer of gated delta rule (Yang et al., 2024, arXiv:2412.06464), as Qwen3.5 and Qwen3-Next have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaGeometry {
+    /// Query and key heads.
+    pub k_heads: usize,
+    /// Value heads; a multiple of `k_heads`, each key head serving as many consecutive ones.
+    pub v_heads: usize,
+    /// Width of a query or key head.
+    pub k_dim: usize,
+    /// Width of a value head.
+    pub v_dim: usize,
+    /// Tokens that the causal convolution sees, its own among them.
+    pub kernel: usize,
+}
+
+impl DeltaGeometry {
+    /// Columns of all queries, which are as many as those of all keys.
+    pub fn key_width(&self) -> usize {
+        self.k_heads * self.k_dim
+    }
+
+    /// Columns of all values, and of the gate.
+    pub fn value_width(&self) -> usize {
+        self.v_heads * self.v_dim
+    }
+
+    /// Channels of the convolution: queries, then keys, then values. The first columns of the fused projection.
+    pub fn conv_width(&self) -> usize {
+        2 * self.key_width() + self.value_width()
+    }
+
+    /// The columns of the fused projection that gate the output (`in_proj_z`).
+    pub fn z_columns(&self) -> Range<usize> {
+        self.conv_width()..self.conv_width() + self.value_width()
+    }
+
+    /// The columns of the fused projection that `beta` comes of (`in_proj_b`), one for each value head.
+    pub fn b_columns(&self) -> Range<usize> {
+        let first = self.z_columns().end;
+        first..first + self.v_heads
+    }
+
+    /// The columns of the fused projection that the decay comes of (`in_proj_a`), one for each value head.
+    pub fn a_columns(&self) -> Range<usize> {
+        let first = self.b_columns().end;
+        first..first + self.v_heads
+    }
+
+    /// Columns of the fused projection.
+    pub fn projection_width(&self) -> usize {
+        self.a_columns().end
+    }
+}
+
+/// One sequence of a packed batch, as the gated delta rule sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeltaSpan {
+    /// Its tokens in the batch.
+    pub tokens: Range<usize>,
+    /// Tokens that its state has seen.
+    pub past: usize,
+    /// Where its state is kept; `None` for a whole sequence that leaves none.
+    pub slot: Option<u32>,
+}
+
+/// The frozen parameters of a layer of gated delta rule, all f32.
+#[derive(Clone, Copy)]
+pub struct DeltaParams<'a> {
+    /// Of the causal convolution, oldest token first: `[conv_width, kernel]`.
+    pub conv: TensorRef<'a>,
+    /// Logarithms of the rates of decay: `[v_heads]`.
+    pub a_log: TensorRef<'a>,
+    /// Added to the columns that the decay comes of: `[v_heads]`.
+    pub dt_bias: TensorRef<'a>,
+}
+
+/// What the gated delta rule reads, all f32.
+#[derive(Debug)]
+pub struct DeltaInputs {
+    /// `[tokens, k_heads * k_dim]`: of length `1/√k_dim` each.
+    pub q: Tensor,
+    /// `[tokens, k_heads * k_dim]`: of length 1 each.
+    pub k: Tensor,
+    /// `[tokens, v_heads * v_dim]`.
+    pub v: Tensor,
+    /// Logarithms of the decay, `[tokens, v_heads]`.
+    pub g: Tensor,
+    /// How much of what a key recalls is replaced, `[tokens, v_heads]`.
+    pub beta: Tensor,
 }
 
 /// Hyperparameters of one AdamW step. They stay f64 until they have become factors: in f32, 1 - 0.999 is off in its fifth digit.
@@ -540,5 +631,86 @@ pub trait Backend: Memory + Send + Sync {
         layer: &Linear<'_>,
         part: &HeadPart,
         gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()>;
+
+    /// Refuses shapes that [`Backend::delta_rule`] and what goes with it cannot compute.
+    ///
+    /// # Errors
+    /// Names the geometry and the limit.
+    fn check_delta(&self, g: &DeltaGeometry) -> Result<()>;
+
+    /// Bytes of scratch that the ops of the gated delta rule take beside their inputs and outputs, for sequences of at most `tokens` tokens, forward and back.
+    fn delta_scratch_bytes(&self, g: &DeltaGeometry, tokens: usize) -> usize;
+
+    /// Splits f32 `projection: [tokens, projection_width]`: causal convolution of queries, keys and values with SiLU, begun from the last inputs of each
+    /// sequence or from zeros; heads of q and k to unit length (epsilon 1e-6 under the root) and q by `1/√k_dim`; `beta = sigmoid(b)` and
+    /// `g = -exp(a_log) * softplus(a + dt_bias)`. Leaves the last inputs of sequences with a slot there.
+    fn delta_inputs(
+        &self,
+        projection: &Tensor,
+        params: &DeltaParams<'_>,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        states: Option<&mut RecurrentStates>,
+        out: &mut DeltaInputs,
+    ) -> Result<()>;
+
+    /// Gradient of [`Backend::delta_inputs`] over whole sequences, into all columns of `dprojection` but those of the gate, in its dtype. `gradient` is left
+    /// unspecified.
+    fn delta_inputs_backward(
+        &self,
+        gradient: &mut DeltaInputs,
+        projection: &Tensor,
+        params: &DeltaParams<'_>,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        dprojection: &mut Tensor,
+    ) -> Result<()>;
+
+    /// The gated delta rule: for each token and value head, in the order of the sequence, `S = exp(g) S; S += kᵀ (beta (v - k S)); out = q S`, computed in chunks of
+    /// [`DELTA_CHUNK`](crate::DELTA_CHUNK) tokens. `out` is f32 `[tokens, v_heads * v_dim]`. A token sees its own and earlier ones of its sequence and nothing else. A sequence of
+    /// `past` zero begins from nothing, whatever is in its slot.
+    fn delta_rule(
+        &self,
+        inputs: &DeltaInputs,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        states: Option<&mut RecurrentStates>,
+        out: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Gradients of [`Backend::delta_rule`] over whole sequences; `dout` is f32.
+    fn delta_rule_backward(
+        &self,
+        dout: &Tensor,
+        inputs: &DeltaInputs,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        gradient: &mut DeltaInputs,
+    ) -> Result<()>;
+
+    /// `weight * rms_norm(x) * silu(z)` for every head of f32 `x: [tokens, v_heads * v_dim]`, with `z` from its columns of the projection, into the dtype of `y`.
+    fn gated_norm(
+        &self,
+        x: &Tensor,
+        projection: &Tensor,
+        weight: TensorRef<'_>,
+        eps: f32,
+        g: &DeltaGeometry,
+        y: &mut Tensor,
+    ) -> Result<()>;
+
+    /// Gradients of [`Backend::gated_norm`] by `x`, into f32 `dx`, and by `z`, into its columns of `dprojection`, in its dtype; `dy` is f32.
+    #[allow(clippy::too_many_arguments)]
+    fn gated_norm_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        projection: &Tensor,
+        weight: TensorRef<'_>,
+        eps: f32,
+        g: &DeltaGeometry,
+        dx: &mut Tensor,
+        dprojection: &mut Tensor,
     ) -> Result<()>;
 }

@@ -2,7 +2,8 @@
 //!
 //! Map:
 //! - [`dtype`](DType), [`tensor`](Tensor): element types; owned and borrowed contiguous tensors. [`weights`](PackedStack), [`kv`](KvPages): weights of
-//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`host`](HostRef): numbers on the host.
+//!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`recurrent`](RecurrentStates): states of linear
+//!   attention. [`host`](HostRef): numbers on the host.
 //! - [`memory`](Memory): what every device does with memory; `storage`: why nobody else can.
 //! - [`moe`](Experts): mixtures of experts, and which rows go to which.
 //! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
@@ -26,6 +27,7 @@ mod memory;
 mod moe;
 mod ops;
 pub mod random;
+mod recurrent;
 mod storage;
 mod tape;
 mod tensor;
@@ -34,8 +36,9 @@ pub mod testing;
 mod weights;
 
 pub use backend::{
-    AdamwStep, AttentionGeometry, AttentionSpan, Backend, Draw, HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets,
-    LoraGradient, LowProducts, Qkv, QkvLayout, Rotary, RotaryStyle, RowReply, RowRequest, Turn,
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan, Draw,
+    HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary, RotaryStyle,
+    RowReply, RowRequest, Turn,
 };
 pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;
@@ -45,9 +48,10 @@ pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
 pub use memory::Memory;
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
-    AttentionInput, AttentionSight, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LatentAttention, LatentRotary, LogprobPass,
-    TargetLoss, attention_pages_bytes, experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
+    AttentionInput, AttentionSight, DeltaNetInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LatentAttention, LatentRotary,
+    LogprobPass, TargetLoss, attention_pages_bytes, experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
 };
+pub use recurrent::{DELTA_CHUNK, RecurrentStates};
 pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
 pub use weights::{PackedRef, PackedStack, WeightFormat, WeightStorage};

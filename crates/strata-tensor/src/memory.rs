@@ -2,7 +2,8 @@
 
 use crate::host::{HostRef, f32_bytes_mut};
 use crate::{
-    DType, Error, HostTensor, KvLayout, KvPages, PackedStack, Result, Shape, Tensor, TensorMut, TensorRef, WeightFormat,
+    DType, DeltaGeometry, Error, HostTensor, KvLayout, KvPages, PackedStack, RecurrentStates, Result, Shape, Tensor, TensorMut,
+    TensorRef, WeightFormat,
 };
 
 /// What every device does with memory. Tensors, packed weights and pages are allocated here and belong to the backend that allocated them; only
@@ -95,6 +96,25 @@ pub trait Memory {
     /// # Errors
     /// If a page is not there.
     fn release_pages(&self, pages: &mut KvPages, free: &[u32]) -> Result<()>;
+
+    /// Room for the states of `num_slots` sequences in one layer of gated delta rule. Memory is touched only as slots are used.
+    fn recurrent_states(&self, num_slots: usize, g: &DeltaGeometry) -> Result<RecurrentStates>;
+
+    /// Bytes of one slot.
+    fn recurrent_slot_bytes(&self, g: &DeltaGeometry) -> usize;
+
+    /// Copies slot `from` over slot `to`, for a sequence that goes on from where another is.
+    ///
+    /// # Errors
+    /// If a slot is not there.
+    fn copy_slot(&self, states: &mut RecurrentStates, from: u32, to: u32) -> Result<()>;
+
+    /// Gives the memory of slots that are free back to the system, as far as it can take it. A sequence that begins in a slot needs no more than a slot: what
+    /// others left there is not seen.
+    ///
+    /// # Errors
+    /// If a slot is not there.
+    fn release_slots(&self, states: &mut RecurrentStates, free: &[u32]) -> Result<()>;
 
     /// A tensor with these values, rounded where `dtype` is narrower than `f32`.
     ///

@@ -1,16 +1,18 @@
 //! The processor: the reference for every other device, and fast in its own right.
 //!
-//! Map: [`backend`](CpuBackend) splits ops over [`threads`]; [`matmul`] and [`attention`] are the hard kernels, [`rows`] the operations on
-//! rows of elements; [`isa`] chooses instructions at run time. [`memory`] is where tensors lie, [`packed`] and [`kv`] how weights and pages lie in it,
+//! Map: [`backend`](CpuBackend) splits ops over [`threads`]; [`matmul`], [`attention`] and [`delta`] are the hard kernels, [`rows`] the operations on
+//! rows of elements; [`isa`] chooses instructions at run time. [`memory`] is where tensors lie, [`packed`], [`kv`] and [`recurrent`] how weights, pages and states lie in it,
 //! [`views`] what makes slices of tensors, [`scratch`] what a task works in.
 
 mod attention;
 mod backend;
+mod delta;
 mod isa;
 mod kv;
 mod matmul;
 mod memory;
 mod packed;
+mod recurrent;
 mod rows;
 mod scratch;
 mod threads;

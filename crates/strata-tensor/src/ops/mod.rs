@@ -1,6 +1,7 @@
 //! The fused ops of the tape: shapes checked, forward, and its backward beside it.
 
 mod attention;
+mod delta;
 mod embedding;
 mod latent;
 mod linear;
@@ -12,6 +13,7 @@ mod swiglu;
 mod tests;
 
 pub use attention::{AttentionInput, AttentionSight, KvAccess, attention_pages_bytes};
+pub use delta::DeltaNetInput;
 pub use embedding::EmbeddingTable;
 pub use latent::{LatentAttention, LatentRotary};
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};

@@ -12,8 +12,8 @@ use crate::moe::{Dispatch, Experts, RouterScores, Routing, SigmoidScores};
 use crate::storage::Storage;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{
-    CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, Result, Tensor,
-    TensorMut, TensorRef, WeightFormat,
+    CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, RecurrentStates, Result,
+    Tensor, TensorMut, TensorRef, WeightFormat,
 };
 
 /// The backend.
@@ -40,6 +40,7 @@ enum Held {
     Tensor(Tensor),
     Packed(PackedStack),
     Pages(KvPages),
+    States(RecurrentStates),
 }
 
 /// What a tensor, stack or cache of this backend has for memory.
@@ -88,6 +89,14 @@ impl Table {
         let handle: &Handle = pages.storage.get().ok_or(Error::ForeignMemory)?;
         match self.0.get_mut(&handle.id) {
             Some(Held::Pages(pages)) => Ok(pages),
+            _ => Err(Error::ForeignMemory),
+        }
+    }
+
+    fn states(&mut self, states: &RecurrentStates) -> Result<&mut RecurrentStates> {
+        let handle: &Handle = states.storage.get().ok_or(Error::ForeignMemory)?;
+        match self.0.get_mut(&handle.id) {
+            Some(Held::States(states)) => Ok(states),
             _ => Err(Error::ForeignMemory),
         }
     }
@@ -225,6 +234,21 @@ impl RemoteBackend {
         Ok(())
     }
 
+    fn fetch_delta(&self, x: &DeltaInputs) -> Result<DeltaInputs> {
+        let fetch = |t: &Tensor| self.fetch(t.as_ref());
+        Ok(DeltaInputs { q: fetch(&x.q)?, k: fetch(&x.k)?, v: fetch(&x.v)?, g: fetch(&x.g)?, beta: fetch(&x.beta)? })
+    }
+
+    fn send_delta(&self, here: &DeltaInputs, x: &mut DeltaInputs) -> Result<()> {
+        let pairs =
+            [(&here.q, &mut x.q), (&here.k, &mut x.k), (&here.v, &mut x.v), (&here.g, &mut x.g), (&here.beta, &mut x.beta)];
+        pairs.into_iter().try_for_each(|(here, there)| self.send(here, there.as_mut()))
+    }
+
+    fn fetch_delta_params(&self, p: &DeltaParams<'_>) -> Result<[Tensor; 3]> {
+        Ok([self.fetch(p.conv)?, self.fetch(p.a_log)?, self.fetch(p.dt_bias)?])
+    }
+
     fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
         Ok(Rotary { cos: self.fetch(rotary.cos.as_ref())?, sin: self.fetch(rotary.sin.as_ref())? })
     }
@@ -254,6 +278,11 @@ impl RemoteBackend {
         let pages = || self.cpu.kv_pages(num_pages, layout, dtype).map(Held::Pages);
         Ok(KvPages { num_pages, layout, dtype, storage: self.keep(bytes, pages)? })
     }
+}
+
+/// The parameters of a layer of gated delta rule, borrowed.
+fn delta_params([conv, a_log, dt_bias]: &[Tensor; 3]) -> DeltaParams<'_> {
+    DeltaParams { conv: conv.as_ref(), a_log: a_log.as_ref(), dt_bias: dt_bias.as_ref() }
 }
 
 /// The norms of queries and keys, borrowed.
@@ -351,6 +380,24 @@ impl Memory for RemoteBackend {
 
     fn release_pages(&self, pages: &mut KvPages, free: &[u32]) -> Result<()> {
         self.cpu.release_pages(self.far.table().pages(pages)?, free)
+    }
+
+    fn recurrent_states(&self, num_slots: usize, g: &DeltaGeometry) -> Result<RecurrentStates> {
+        let bytes = num_slots.saturating_mul(self.recurrent_slot_bytes(g));
+        let states = || self.cpu.recurrent_states(num_slots, g).map(Held::States);
+        Ok(RecurrentStates { num_slots, geometry: *g, storage: self.keep(bytes, states)? })
+    }
+
+    fn recurrent_slot_bytes(&self, g: &DeltaGeometry) -> usize {
+        self.cpu.recurrent_slot_bytes(g)
+    }
+
+    fn copy_slot(&self, states: &mut RecurrentStates, from: u32, to: u32) -> Result<()> {
+        self.cpu.copy_slot(self.far.table().states(states)?, from, to)
+    }
+
+    fn release_slots(&self, states: &mut RecurrentStates, free: &[u32]) -> Result<()> {
+        self.cpu.release_slots(self.far.table().states(states)?, free)
     }
 }
 
@@ -721,5 +768,111 @@ impl Backend for RemoteBackend {
         self.change_pairs(gradients, |table, views| {
             self.cpu.head_linear_gradients(&heads, &latents, &table.linear(layer, &None)?, part, views)
         })
+    }
+
+    fn check_delta(&self, g: &DeltaGeometry) -> Result<()> {
+        self.cpu.check_delta(g)
+    }
+
+    fn delta_scratch_bytes(&self, g: &DeltaGeometry, tokens: usize) -> usize {
+        self.cpu.delta_scratch_bytes(g, tokens)
+    }
+
+    fn delta_inputs(
+        &self,
+        projection: &Tensor,
+        params: &DeltaParams<'_>,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        states: Option<&mut RecurrentStates>,
+        out: &mut DeltaInputs,
+    ) -> Result<()> {
+        let (projection, params) = (self.fetch(projection.as_ref())?, self.fetch_delta_params(params)?);
+        let mut here = self.fetch_delta(out)?;
+        {
+            let mut table = self.far.table();
+            let states = states.map(|s| table.states(s)).transpose()?;
+            self.cpu.delta_inputs(&projection, &delta_params(&params), g, spans, states, &mut here)?;
+        }
+        self.send_delta(&here, out)
+    }
+
+    fn delta_inputs_backward(
+        &self,
+        gradient: &mut DeltaInputs,
+        projection: &Tensor,
+        params: &DeltaParams<'_>,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        dprojection: &mut Tensor,
+    ) -> Result<()> {
+        let (projection, params) = (self.fetch(projection.as_ref())?, self.fetch_delta_params(params)?);
+        let mut gradient = self.fetch_delta(gradient)?;
+        self.change(dprojection, |d| {
+            self.cpu.delta_inputs_backward(&mut gradient, &projection, &delta_params(&params), g, spans, d)
+        })
+    }
+
+    fn delta_rule(
+        &self,
+        inputs: &DeltaInputs,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        states: Option<&mut RecurrentStates>,
+        out: &mut Tensor,
+    ) -> Result<()> {
+        let inputs = self.fetch_delta(inputs)?;
+        let mut here = self.fetch(out.as_ref())?;
+        {
+            let mut table = self.far.table();
+            let states = states.map(|s| table.states(s)).transpose()?;
+            self.cpu.delta_rule(&inputs, g, spans, states, &mut here)?;
+        }
+        self.send(&here, out.as_mut())
+    }
+
+    fn delta_rule_backward(
+        &self,
+        dout: &Tensor,
+        inputs: &DeltaInputs,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        gradient: &mut DeltaInputs,
+    ) -> Result<()> {
+        let (dout, inputs, mut here) = (self.fetch(dout.as_ref())?, self.fetch_delta(inputs)?, self.fetch_delta(gradient)?);
+        self.cpu.delta_rule_backward(&dout, &inputs, g, spans, &mut here)?;
+        self.send_delta(&here, gradient)
+    }
+
+    fn gated_norm(
+        &self,
+        x: &Tensor,
+        projection: &Tensor,
+        weight: TensorRef<'_>,
+        eps: f32,
+        g: &DeltaGeometry,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        let (x, projection, weight) = (self.fetch(x.as_ref())?, self.fetch(projection.as_ref())?, self.fetch(weight)?);
+        self.change(y, |y| self.cpu.gated_norm(&x, &projection, weight.as_ref(), eps, g, y))
+    }
+
+    fn gated_norm_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        projection: &Tensor,
+        weight: TensorRef<'_>,
+        eps: f32,
+        g: &DeltaGeometry,
+        dx: &mut Tensor,
+        dprojection: &mut Tensor,
+    ) -> Result<()> {
+        let (dy, x, weight) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(weight)?);
+        let (projection, mut dx_here) = (self.fetch(projection.as_ref())?, self.fetch(dx.as_ref())?);
+        self.change(dprojection, |d| {
+            self.cpu.gated_norm_backward(&dy, &x, &projection, weight.as_ref(), eps, g, &mut dx_here, d)
+        })?;
+        self.send(&dx_here, dx.as_mut())
     }
 }

@@ -2,14 +2,15 @@
 
 use half::bf16;
 
+use super::delta::states_mut;
 use super::{CpuBackend, with_element};
 use crate::cpu::memory::{Buffer, set_pool_limit, trim_pool};
-use crate::cpu::{kv, matmul, packed};
+use crate::cpu::{kv, matmul, packed, recurrent};
 use crate::memory::{Memory, sized};
 use crate::storage::Storage;
 use crate::{
-    DType, Element, Error, HostRef, KvLayout, KvPages, PackedRef, PackedStack, Result, Tensor, TensorMut, TensorRef,
-    WeightFormat, WeightStorage,
+    DType, DeltaGeometry, Element, Error, HostRef, KvLayout, KvPages, PackedRef, PackedStack, RecurrentStates, Result, Tensor,
+    TensorMut, TensorRef, WeightFormat, WeightStorage,
 };
 
 /// The packed weights of a layer, as they lie.
@@ -204,6 +205,23 @@ impl Memory for CpuBackend {
 
     fn release_pages(&self, pages: &mut KvPages, free: &[u32]) -> Result<()> {
         pages_mut(pages)?.release_pages(free)
+    }
+
+    fn recurrent_states(&self, num_slots: usize, g: &DeltaGeometry) -> Result<RecurrentStates> {
+        let storage = Storage::new(recurrent::RecurrentStates::zeroed(num_slots, g)?);
+        Ok(RecurrentStates { num_slots, geometry: *g, storage })
+    }
+
+    fn recurrent_slot_bytes(&self, g: &DeltaGeometry) -> usize {
+        recurrent::SlotLayout::new(g).len() * size_of::<f32>()
+    }
+
+    fn copy_slot(&self, states: &mut RecurrentStates, from: u32, to: u32) -> Result<()> {
+        states_mut(states)?.copy_slot(from, to)
+    }
+
+    fn release_slots(&self, states: &mut RecurrentStates, free: &[u32]) -> Result<()> {
+        states_mut(states)?.release_slots(free)
     }
 }
 

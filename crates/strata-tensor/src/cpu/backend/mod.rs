@@ -1,8 +1,9 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
+//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
 //! of experts, [`logits`] what is asked of logits.
 
+mod delta;
 mod experts;
 mod heads;
 mod linear;
@@ -22,7 +23,7 @@ use crate::backend::*;
 use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::Linear;
-use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, Result, Tensor, TensorRef};
+use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorRef};
 use memory::{pages, pages_mut, weights};
 
 /// What the fused projection of a model has.
@@ -659,6 +660,86 @@ impl Backend for CpuBackend {
         gradients: &mut [Option<LoraGradient<'_>>],
     ) -> Result<()> {
         self.gradients_of_heads(heads, latents, layer, part, gradients)
+    }
+
+    fn check_delta(&self, g: &DeltaGeometry) -> Result<()> {
+        self.check_delta_geometry(g)
+    }
+
+    fn delta_scratch_bytes(&self, g: &DeltaGeometry, tokens: usize) -> usize {
+        self.delta_scratch(g, tokens)
+    }
+
+    fn delta_inputs(
+        &self,
+        projection: &Tensor,
+        params: &DeltaParams<'_>,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        states: Option<&mut RecurrentStates>,
+        out: &mut DeltaInputs,
+    ) -> Result<()> {
+        self.split_delta(projection, params, g, spans, states, out)
+    }
+
+    fn delta_inputs_backward(
+        &self,
+        gradient: &mut DeltaInputs,
+        projection: &Tensor,
+        params: &DeltaParams<'_>,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        dprojection: &mut Tensor,
+    ) -> Result<()> {
+        self.split_delta_backward(gradient, projection, params, g, spans, dprojection)
+    }
+
+    fn delta_rule(
+        &self,
+        inputs: &DeltaInputs,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        states: Option<&mut RecurrentStates>,
+        out: &mut Tensor,
+    ) -> Result<()> {
+        self.delta_forward(inputs, g, spans, states, out)
+    }
+
+    fn delta_rule_backward(
+        &self,
+        dout: &Tensor,
+        inputs: &DeltaInputs,
+        g: &DeltaGeometry,
+        spans: &[DeltaSpan],
+        gradient: &mut DeltaInputs,
+    ) -> Result<()> {
+        self.delta_backward(dout, inputs, g, spans, gradient)
+    }
+
+    fn gated_norm(
+        &self,
+        x: &Tensor,
+        projection: &Tensor,
+        weight: TensorRef<'_>,
+        eps: f32,
+        g: &DeltaGeometry,
+        y: &mut Tensor,
+    ) -> Result<()> {
+        self.gate_and_norm(x, projection, weight, eps, g, y)
+    }
+
+    fn gated_norm_backward(
+        &self,
+        dy: &Tensor,
+        x: &Tensor,
+        projection: &Tensor,
+        weight: TensorRef<'_>,
+        eps: f32,
+        g: &DeltaGeometry,
+        dx: &mut Tensor,
+        dprojection: &mut Tensor,
+    ) -> Result<()> {
+        self.gate_and_norm_backward(dy, x, projection, weight, eps, g, dx, dprojection)
     }
 }
 

@@ -11,6 +11,8 @@
 
 pub(crate) mod adamw;
 pub(crate) mod convert;
+pub(crate) mod delta_chunk;
+pub(crate) mod delta_net;
 pub(crate) mod draw;
 pub(crate) mod exp;
 pub(crate) mod experts;

@@ -4,6 +4,7 @@
 #![allow(clippy::single_range_in_vec_init)]
 
 mod composite;
+mod delta;
 mod latent;
 mod moe;
 mod toy;

@@ -1,0 +1,476 @@
+//! The gated delta rule (Yang et al., 2024, arXiv:2412.06464) in chunks of [`CHUNK`] tokens, forward (here) and backward (`backward`).
+//!
+//! With `S` the state at the start of a chunk, `G_i` the sum of the logarithms of decay from its start to token `i`, and `d_ij = exp(G_i - G_j)`, what the recurrence
+//! computes is
+//!
+//! ```text
+//! u_i = beta_i (v_i - exp(G_i) k_i S - Σ_{j<i} d_ij (k_i·k_j) u_j)        corrected values
+//! o_i = exp(G_i) q_i S + Σ_{j<=i} d_ij (q_i·k_j) u_j
+//! S'  = exp(G_last) S + Σ_j exp(G_last - G_j) k_jᵀ u_j                    the state at the start of the next chunk
+//! ```
+//!
+//! Every sum is one chain of multiply-adds in the order of its index, begun from the term before it, so that the matrix products of many rows have the bits of one row. A
+//! decode step is one more row of this, from the same state at the start of the chunk: nothing depends on how a sequence was cut.
+//!
+//! A task has the value heads of one key head of one sequence, or one of them. Roofline: a chunk of a head of 128 does 4 million multiply-adds on 160 KiB in cache: bound by arithmetic. A decode step reads
+//! the state and half a chunk of values and keys: bound by memory.
+
+mod backward;
+
+pub(crate) use backward::{Gradients, backward, scratch_bytes as backward_scratch_bytes};
+
+use std::ops::Range;
+
+use super::isa::{Arithmetic, Isa};
+use super::matmul::{Tile, TileKernel};
+use super::packed::{LANES, PANEL};
+use super::recurrent::{RecurrentStates, SlotLayout};
+use super::rows::delta_chunk::{self as rows, Block};
+use super::scratch::{Arena, taken_bytes, with_scratch};
+use super::threads::{Pool, SharedMut};
+use crate::backend::{DeltaGeometry, DeltaSpan};
+use crate::{DELTA_CHUNK as CHUNK, DType};
+
+/// Rows that are added together before each of them is finished by itself.
+const BLOCK: usize = 16;
+/// Tasks for each thread that make it likely that all finish together.
+const TASKS_PER_THREAD: usize = 4;
+
+/// What the rule reads; see [`DeltaInputs`](crate::DeltaInputs).
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs<'a> {
+    pub(crate) q: &'a [f32],
+    pub(crate) k: &'a [f32],
+    pub(crate) v: &'a [f32],
+    pub(crate) g: &'a [f32],
+    pub(crate) beta: &'a [f32],
+}
+
+/// Numbers, and how many of them there are from one row to the next.
+#[derive(Clone, Copy)]
+struct Matrix<'a> {
+    numbers: &'a [f32],
+    stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    fn new(numbers: &'a [f32], stride: usize) -> Self {
+        Matrix { numbers, stride }
+    }
+
+    fn at_row(self, row: usize) -> Self {
+        Matrix { numbers: &self.numbers[row * self.stride..], ..self }
+    }
+
+    fn at_column(self, column: usize) -> Self {
+        Matrix { numbers: &self.numbers[column..], ..self }
+    }
+}
+
+/// What every task needs.
+struct Rule<'a> {
+    kernel: TileKernel,
+    isa: Isa,
+    g: &'a DeltaGeometry,
+    /// Numbers of a row of values, whole vectors.
+    width: usize,
+}
+
+/// Consecutive tokens of a chunk, for one value head.
+#[derive(Clone, Copy)]
+struct Tokens<'a> {
+    /// The first of them, in the chunk.
+    first: usize,
+    count: usize,
+    v: Matrix<'a>,
+    g: Matrix<'a>,
+    beta: Matrix<'a>,
+}
+
+impl<'a> Tokens<'a> {
+    /// Tokens from row `row` of the inputs on.
+    fn of(inputs: &Inputs<'a>, g: &DeltaGeometry, row: usize, v_head: usize, first: usize, count: usize) -> Self {
+        let from = |numbers: &'a [f32], stride: usize, column: usize| Matrix::new(&numbers[row * stride + column..], stride);
+        Tokens {
+            first,
+            count,
+            v: from(inputs.v, g.value_width(), v_head * g.v_dim),
+            g: from(inputs.g, g.v_heads, v_head),
+            beta: from(inputs.beta, g.v_heads, v_head),
+        }
+    }
+}
+
+/// Queries and keys of consecutive tokens of a chunk, and their products with the keys of the chunk: what the value heads of a key head have in common.
+struct Shared<'a> {
+    k: Matrix<'a>,
+    /// If outputs are wanted.
+    q: Option<Matrix<'a>>,
+    /// The keys of the chunk as columns, up to these tokens, `[k_dim, CHUNK]`.
+    key_columns: &'a [f32],
+    /// Products with keys up to that of each row, `[CHUNK, CHUNK]`; what is beyond is unspecified.
+    by_keys: &'a [f32],
+    by_queries: &'a [f32],
+}
+
+/// What a value head carries from token to token.
+struct Carried<'a> {
+    /// At the start of the chunk, `[k_dim, width]`.
+    state: &'a mut [f32],
+    /// Corrected values of the chunk, `[CHUNK, width]`.
+    values: &'a mut [f32],
+    /// Sums of the logarithms of decay, `[CHUNK]`.
+    sums: &'a mut [f32],
+}
+
+/// Where what value heads have in common is computed.
+struct SharedWork<'a> {
+    key_columns: &'a mut [f32],
+    by_keys: &'a mut [f32],
+    by_queries: &'a mut [f32],
+}
+
+impl<'a> SharedWork<'a> {
+    fn take(arena: &mut Arena<'a>, g: &DeltaGeometry) -> Self {
+        SharedWork {
+            key_columns: arena.take(g.k_dim * CHUNK),
+            by_keys: arena.take(CHUNK * CHUNK),
+            by_queries: arena.take(CHUNK * CHUNK),
+        }
+    }
+
+    const fn bytes(g: &DeltaGeometry) -> usize {
+        taken_bytes::<f32>(g.k_dim * CHUNK) + 2 * taken_bytes::<f32>(CHUNK * CHUNK)
+    }
+}
+
+/// Where a chunk is computed.
+struct Work<'a> {
+    /// `[CHUNK, CHUNK]`.
+    decays: &'a mut [f32],
+    /// Weights of corrected values in later ones, `[CHUNK, CHUNK]`.
+    keys: &'a mut [f32],
+    /// Weights of corrected values in outputs, `[CHUNK, CHUNK]`.
+    queries: &'a mut [f32],
+    /// What is left of values that the state and earlier values do not say, `[CHUNK, width]`.
+    rest: &'a mut [f32],
+    /// `[CHUNK, width]`.
+    out: &'a mut [f32],
+    /// Keys as columns, scaled, `[k_dim, CHUNK]`.
+    scaled: &'a mut [f32],
+    /// `exp(G_i)`, and `beta`, of the tokens in question.
+    starts: &'a mut [f32],
+    beta: &'a mut [f32],
+}
+
+impl<'a> Work<'a> {
+    fn take(arena: &mut Arena<'a>, g: &DeltaGeometry, width: usize) -> Self {
+        Work {
+            decays: arena.take(CHUNK * CHUNK),
+            keys: arena.take(CHUNK * CHUNK),
+            queries: arena.take(CHUNK * CHUNK),
+            rest: arena.take(CHUNK * width),
+            out: arena.take(CHUNK * width),
+            scaled: arena.take(g.k_dim * CHUNK),
+            starts: arena.take(CHUNK),
+            beta: arena.take(CHUNK),
+        }
+    }
+
+    const fn bytes(g: &DeltaGeometry, width: usize) -> usize {
+        3 * taken_bytes::<f32>(CHUNK * CHUNK)
+            + 2 * taken_bytes::<f32>(CHUNK * width)
+            + taken_bytes::<f32>(g.k_dim * CHUNK)
+            + 2 * taken_bytes::<f32>(CHUNK)
+    }
+}
+
+/// A matrix with a column for each token of a chunk.
+fn square(numbers: &[f32]) -> Matrix<'_> {
+    Matrix::new(numbers, CHUNK)
+}
+
+/// Tokens `first..end` of a chunk, block by block.
+fn blocks(first: usize, end: usize) -> impl Iterator<Item = Range<usize>> {
+    (first / BLOCK..end.div_ceil(BLOCK)).map(move |b| first.max(b * BLOCK)..end.min((b + 1) * BLOCK))
+}
+
+/// The key head that serves a value head.
+fn k_head_of(g: &DeltaGeometry, v_head: usize) -> usize {
+    v_head / (g.v_heads / g.k_heads)
+}
+
+/// `out[c][r] = x[r][c]` for `rows` rows of `columns` numbers.
+fn transpose(x: Matrix<'_>, rows: usize, columns: usize, out: &mut [f32], out_stride: usize) {
+    for first in (0..rows).step_by(LANES) {
+        let count = (rows - first).min(LANES);
+        for c in 0..columns {
+            let out = &mut out[c * out_stride + first..][..count];
+            for (r, out) in out.iter_mut().enumerate() {
+                *out = x.numbers[(first + r) * x.stride + c];
+            }
+        }
+    }
+}
+
+impl<'a> Rule<'a> {
+    fn new(arithmetic: Arithmetic, g: &'a DeltaGeometry) -> Self {
+        let kernel = TileKernel::new(arithmetic, DType::F32);
+        Rule { kernel, isa: arithmetic.isa, g, width: g.v_dim.next_multiple_of(LANES) }
+    }
+
+    /// `c = a·b` of `[rows, steps, columns]`.
+    fn multiply(&self, shape: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], c_stride: usize) {
+        self.product(shape, a, b, c, c_stride, false);
+    }
+
+    /// `c += a·b`, each chain begun from what is there.
+    fn multiply_add(&self, shape: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], c_stride: usize) {
+        self.product(shape, a, b, c, c_stride, true);
+    }
+
+    fn product(&self, shape: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], c_stride: usize, accumulate: bool) {
+        let [rows, steps, columns] = shape;
+        assert!(rows > 0 && steps > 0 && columns.is_multiple_of(LANES));
+        assert!(a.numbers.len() >= (rows - 1) * a.stride + steps && b.numbers.len() >= (steps - 1) * b.stride + columns);
+        assert!(c.len() >= (rows - 1) * c_stride + columns);
+        for first in (0..columns).step_by(PANEL) {
+            let tile = Tile {
+                steps,
+                a: a.numbers.as_ptr().cast(),
+                a_stride: a.stride * 4,
+                b: b.numbers[first..].as_ptr().cast(),
+                b_stride: b.stride * 4,
+                c: c[first..].as_mut_ptr(),
+                c_stride,
+                columns: (columns - first).min(PANEL),
+                accumulate,
+            };
+            // SAFETY: in bounds by the assertions, and columns are whole vectors.
+            unsafe { self.kernel.block(rows, &tile) };
+        }
+    }
+
+    /// Products of the keys (or queries) of `count` tokens from token `first` of a chunk on with keys up to their own, as blocks of rows need them.
+    fn products_with_keys(&self, rows: Matrix<'_>, first: usize, count: usize, key_columns: &[f32], out: &mut [f32]) {
+        let end = first + count;
+        for tokens in blocks(first, end) {
+            let columns = tokens.end.next_multiple_of(LANES);
+            let (row, shape) = (tokens.start - first, [tokens.len(), self.g.k_dim, columns]);
+            self.multiply(shape, rows.at_row(row), square(key_columns), &mut out[row * CHUNK..], CHUNK);
+        }
+    }
+
+    /// Corrected values of some tokens, and what was left of theirs (`work.rest`); if queries are there also their outputs (`work.out`).
+    fn advance(&self, t: &Tokens<'_>, shared: &Shared<'_>, carried: &mut Carried<'_>, work: &mut Work<'_>) {
+        let (k_dim, width, n) = (self.g.k_dim, self.width, t.count);
+        let end = t.first + n;
+        for (i, beta) in work.beta[..n].iter_mut().enumerate() {
+            let before = if t.first + i == 0 { 0.0 } else { carried.sums[t.first + i - 1] };
+            carried.sums[t.first + i] = before + t.g.numbers[i * t.g.stride];
+            *beta = t.beta.numbers[i * t.beta.stride];
+        }
+        let starts = &mut work.starts[..n];
+        rows::exponentials(self.isa, &carried.sums[t.first..end], starts);
+        let decays = &mut work.decays[..n * CHUNK];
+        rows::decays(self.isa, t.first, carried.sums, decays);
+
+        let state = Matrix::new(carried.state, width);
+        match shared.q {
+            // What is read once should be read front to back.
+            Some(q) if n == 1 => {
+                let (rest, out) = (&mut work.rest[..width], &mut work.out[..width]);
+                rest.fill(0.0);
+                out.fill(0.0);
+                rows::add_rows_twice(
+                    self.isa,
+                    [&shared.k.numbers[..k_dim], &q.numbers[..k_dim]],
+                    state.numbers,
+                    width,
+                    [rest, out],
+                );
+            }
+            Some(q) => {
+                self.multiply([n, k_dim, width], shared.k, state, work.rest, width);
+                self.multiply([n, k_dim, width], q, state, work.out, width);
+            }
+            None => self.multiply([n, k_dim, width], shared.k, state, work.rest, width),
+        }
+        rows::subtract_from(self.isa, t.v.numbers, t.v.stride, self.g.v_dim, starts, width, &mut work.rest[..n * width]);
+        rows::weigh_before(self.isa, t.first, decays, shared.by_keys, &mut work.keys[..n * CHUNK]);
+        if shared.q.is_some() {
+            rows::scale_rows(self.isa, starts, width, &mut work.out[..n * width]);
+            rows::weigh_up_to(self.isa, t.first, decays, shared.by_queries, &mut work.queries[..n * CHUNK]);
+        }
+
+        for tokens in blocks(t.first, end) {
+            let start = tokens.start / BLOCK * BLOCK;
+            let (row, count) = (tokens.start - t.first, tokens.len());
+            let rest = &mut work.rest[row * width..][..count * width];
+            let out = &mut work.out[row * width..][..count * width];
+            let weights = row * CHUNK..(row + count) * CHUNK;
+            let queries = if shared.q.is_some() { &work.queries[weights.clone()] } else { &[] };
+            let keys = &work.keys[weights];
+            if start > 0 && count == 1 && !queries.is_empty() {
+                rows::add_rows_twice(self.isa, [&keys[..start], &queries[..start]], carried.values, width, [rest, out]);
+            } else if start > 0 {
+                let (shape, values) = ([count, start, width], Matrix::new(carried.values, width));
+                self.multiply_add(shape, square(keys), values, rest, width);
+                if !queries.is_empty() {
+                    self.multiply_add(shape, square(queries), values, out, width);
+                }
+            }
+            let block = Block { tokens, start, width, keys, queries, beta: &work.beta[row..row + count] };
+            rows::substitute(self.isa, &block, rest, carried.values, out);
+        }
+    }
+
+    /// Makes of the state at the start of a whole chunk that at its end.
+    fn finish(&self, keys: &[f32], carried: &mut Carried<'_>, work: &mut Work<'_>) {
+        // The decays from the last token are those to the end of the chunk.
+        let decays = &mut work.decays[..CHUNK];
+        rows::decays(self.isa, CHUNK - 1, carried.sums, decays);
+        let mut decay = [0.0];
+        rows::exponentials(self.isa, &carried.sums[CHUNK - 1..CHUNK], &mut decay);
+        rows::scale_columns(self.isa, keys, decays, work.scaled);
+        rows::scale(self.isa, decay[0], carried.state);
+        let shape = [self.g.k_dim, CHUNK, self.width];
+        self.multiply_add(
+            shape,
+            Matrix::new(work.scaled, CHUNK),
+            Matrix::new(carried.values, self.width),
+            carried.state,
+            self.width,
+        );
+    }
+}
+
+/// Bytes that a thread takes for `heads` value heads of a key head, forward.
+fn task_bytes(g: &DeltaGeometry, width: usize, heads: usize) -> usize {
+    let carried = taken_bytes::<f32>(g.k_dim * width) + taken_bytes::<f32>(CHUNK * width) + taken_bytes::<f32>(CHUNK);
+    Work::bytes(g, width) + SharedWork::bytes(g) + heads * carried
+}
+
+/// Bytes that the forward pass takes beside its inputs and outputs.
+pub(crate) fn scratch_bytes(g: &DeltaGeometry, num_threads: usize) -> usize {
+    num_threads * task_bytes(g, g.v_dim.next_multiple_of(LANES), g.v_heads / g.k_heads)
+}
+
+/// Writes keys of tokens `tokens` of a span to the current chunk of its slot.
+fn write_keys(inputs: &Inputs<'_>, g: &DeltaGeometry, span: &DeltaSpan, tokens: Range<usize>, k_head: usize, keys: &mut [f32]) {
+    let rows = Matrix::new(inputs.k, g.key_width()).at_row(span.tokens.start + tokens.start).at_column(k_head * g.k_dim);
+    let first = (span.past + tokens.start) % CHUNK;
+    transpose(rows, tokens.len(), g.k_dim, &mut keys[first..], CHUNK);
+}
+
+/// The rule over all sequences of a batch, into `out: [tokens, v_heads * v_dim]`. Sequences with a slot go on from what is there and leave it for their next token.
+pub(crate) fn forward(
+    pool: &Pool,
+    arithmetic: Arithmetic,
+    g: &DeltaGeometry,
+    inputs: &Inputs<'_>,
+    spans: &[DeltaSpan],
+    states: Option<&mut RecurrentStates>,
+    out: &mut [f32],
+) {
+    let rule = Rule::new(arithmetic, g);
+    let layout = SlotLayout::new(g);
+    let mut no_slots = [];
+    let slots = SharedMut::new(states.map_or(&mut no_slots[..], RecurrentStates::numbers_mut));
+    let (slot_len, width) = (layout.len(), rule.width);
+    let part = |slot: u32, range: Range<usize>| {
+        let first = slot as usize * slot_len;
+        first + range.start..first + range.end
+    };
+    let out = SharedMut::new(out);
+
+    // The keys of a chunk are read by all value heads of a key head: those of the first chunk are written before, those of the last after.
+    let write_slots = |tokens_of: &(dyn Fn(&DeltaSpan) -> Range<usize> + Sync)| {
+        let kept: Vec<(&DeltaSpan, u32)> =
+            spans.iter().filter_map(|s| Some((s, s.slot?))).filter(|(s, _)| !tokens_of(s).is_empty()).collect();
+        pool.run(kept.len() * g.k_heads, &|task| {
+            let ((span, slot), k_head) = (kept[task / g.k_heads], task % g.k_heads);
+            // SAFETY: a slot belongs to one sequence, and each task has one key head of it.
+            let keys = unsafe { slots.part(part(slot, layout.keys(k_head))) };
+            write_keys(inputs, g, span, tokens_of(span), k_head, keys);
+        });
+    };
+    let first_chunk = |s: &DeltaSpan| 0..(CHUNK - s.past % CHUNK).min(s.tokens.len());
+    write_slots(&first_chunk);
+    // Value heads of a key head share its products, unless there are too few key heads for all threads.
+    let group = g.v_heads / g.k_heads;
+    let heads = if spans.len() * g.k_heads >= TASKS_PER_THREAD * pool.num_threads() { group } else { 1 };
+    let tasks = g.v_heads / heads;
+    pool.run(spans.len() * tasks, &|task| {
+        let (span, first_head) = (&spans[task / tasks], task % tasks * heads);
+        if span.tokens.is_empty() {
+            return;
+        }
+        with_scratch(task_bytes(g, width, heads), |mut arena| {
+            let mut work = Work::take(&mut arena, g, width);
+            let shared_work = SharedWork::take(&mut arena, g);
+            let mut carried: Vec<Carried<'_>> = (first_head..first_head + heads)
+                .map(|v_head| match span.slot {
+                    // SAFETY: a slot belongs to one sequence, and each task has some value heads of it.
+                    Some(slot) => unsafe {
+                        let parts = layout.head(v_head);
+                        Carried {
+                            state: slots.part(part(slot, parts.state)),
+                            values: slots.part(part(slot, parts.values)),
+                            sums: slots.part(part(slot, parts.sums)),
+                        }
+                    },
+                    None => Carried {
+                        state: arena.take(g.k_dim * width),
+                        values: arena.take(CHUNK * width),
+                        sums: arena.take(CHUNK),
+                    },
+                })
+                .collect();
+            if span.past == 0 {
+                carried.iter_mut().for_each(|c| c.state.fill(0.0));
+            }
+            let k_head = first_head / group;
+            let mut done = 0;
+            while done < span.tokens.len() {
+                let first = (span.past + done) % CHUNK;
+                let count = (CHUNK - first).min(span.tokens.len() - done);
+                let row = span.tokens.start + done;
+                let head = |x| Matrix::new(x, g.key_width()).at_row(row).at_column(k_head * g.k_dim);
+                let (q, k) = (head(inputs.q), head(inputs.k));
+                let key_columns: &[f32] = match span.slot {
+                    Some(slot) if done == 0 => {
+                        let range = part(slot, layout.keys(k_head));
+                        // SAFETY: in the slot by its layout; nobody writes keys while these tasks run.
+                        unsafe { std::slice::from_raw_parts(slots.as_ptr().add(range.start), range.len()) }
+                    }
+                    _ => {
+                        transpose(k, count, g.k_dim, shared_work.key_columns, CHUNK);
+                        shared_work.key_columns
+                    }
+                };
+                rule.products_with_keys(k, first, count, key_columns, shared_work.by_keys);
+                rule.products_with_keys(q, first, count, key_columns, shared_work.by_queries);
+                let (by_keys, by_queries) = (&*shared_work.by_keys, &*shared_work.by_queries);
+                let shared = Shared { k, q: Some(q), key_columns, by_keys, by_queries };
+                for (v_head, carried) in (first_head..).zip(&mut carried) {
+                    let t = Tokens::of(inputs, g, row, v_head, first, count);
+                    rule.advance(&t, &shared, carried, &mut work);
+                    for (i, from) in work.out.chunks_exact(width).enumerate().take(count) {
+                        let at = (row + i) * g.value_width() + v_head * g.v_dim;
+                        // SAFETY: each task has some heads of its tokens.
+                        unsafe { out.part(at..at + g.v_dim) }.copy_from_slice(&from[..g.v_dim]);
+                    }
+                    if first + count == CHUNK {
+                        rule.finish(shared.key_columns, carried, &mut work);
+                    }
+                }
+                done += count;
+            }
+        });
+    });
+    write_slots(&|s| {
+        let (end, total) = (s.tokens.len(), s.past + s.tokens.len());
+        end - (total % CHUNK).min(end - first_chunk(s).end)..end
+    });
+}
