@@ -77,11 +77,7 @@ impl Model {
     ) -> Result<Self> {
         let config = source.config()?;
         let checkpoint = source.checkpoint()?;
-        let own = || {
-            let name = checkpoint.names().find(|n| n.ends_with("embed_tokens.weight"))?;
-            Some(checkpoint.tensor(name).ok()??.dtype.compute_dtype())
-        };
-        let dtype = dtype.or_else(own).or(config.dtype).unwrap_or(DType::F32);
+        let dtype = dtype.unwrap_or_else(|| Self::compute_dtype(&checkpoint, &config));
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
         let format = WeightFormat { compute: dtype, storage };
@@ -89,6 +85,24 @@ impl Model {
         let model = Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
         model.probe().map_err(|message| checkpoint.error(message))?;
         Ok(model)
+    }
+
+    /// The dtype that a model computes in unless someone says otherwise: that of its embedding, f16 as f32, or what its configuration says.
+    pub fn compute_dtype(checkpoint: &Checkpoint, config: &ModelConfig) -> DType {
+        let own = || {
+            let name = checkpoint.names().find(|n| n.ends_with("embed_tokens.weight"))?;
+            Some(checkpoint.tensor(name).ok()??.dtype.compute_dtype())
+        };
+        own().or(config.dtype).unwrap_or(DType::F32)
+    }
+
+    /// Checks what can be known of a model without reading its weights: that its configuration is supported, and that its files hold every parameter
+    /// and nothing else.
+    ///
+    /// # Errors
+    /// As [`Model::load`], but for what weights hold.
+    pub fn check_files(source: &ModelSource) -> Result<()> {
+        account_for(&source.checkpoint()?, &source.config()?)
     }
 
     /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.

@@ -68,6 +68,31 @@ impl From<Numerics> for strata_tensor::Numerics {
     }
 }
 
+/// What clients are told instead of what the model's own place says.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct Naming {
+    /// Name to serve the model under, such as Qwen/Qwen3-8B for a directory that holds it: clients ask for a base model by this name, and choose renderers by
+    /// it [default: that of the repository or the directory].
+    #[arg(long, env = "STRATA_NAME", value_name = "NAME", value_parser = parse_name)]
+    pub name: Option<String>,
+    /// What clients load the tokenizer from: a Hugging Face name or a directory of theirs [default: where the model is].
+    #[arg(long, env = "STRATA_TOKENIZER", value_name = "TOKENIZER", value_parser = parse_name)]
+    pub tokenizer: Option<String>,
+}
+
+/// A name that fits a line and a path of a request.
+fn parse_name(name: &str) -> Result<String, String> {
+    /// Longer than any on the hub.
+    const CHARS_MAX: usize = 200;
+    if name.is_empty() || name.chars().count() > CHARS_MAX {
+        return Err(format!("a name has 1 to {CHARS_MAX} characters"));
+    }
+    match name.chars().find(|c| c.is_control() || c.is_whitespace()) {
+        Some(c) => Err(format!("{c:?} is no part of a name")),
+        None => Ok(name.into()),
+    }
+}
+
 impl Resources {
     /// The memory to use: as asked, or the default share of what the machine has.
     pub fn memory_bytes(&self) -> u64 {
@@ -88,17 +113,17 @@ pub struct BaseModel {
 }
 
 /// Loads a model and starts an engine over it. `spec` is a directory or a Hugging Face name; none: the model in this binary, whose
-/// tokenizer is written below `data_dir` for clients to load.
+/// tokenizer is written below `data_dir` for clients to load, unless `naming` sends them elsewhere.
 ///
 /// # Errors
 /// If the model cannot be found or read, or memory does not suffice.
-pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
+pub fn start(spec: Option<&str>, naming: &Naming, resources: &Resources, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
     let source = ModelSource::resolve_with(spec.unwrap_or(EMBEDDED_NAME), &HubOptions::from_env(), &DownloadBars::default())?;
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
     }
     let backend = machine::with_low_priority(|| CpuBackend::with_numerics(resources.threads, resources.numerics.into()))?;
-    let name = source.served_name();
+    let name = naming.name.clone().unwrap_or_else(|| source.served_name());
     let storage = Quantize::storage(resources.quantize);
     check_weights_fit(&source.config()?, storage, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
     let model = Model::load_stored(Arc::new(backend), &source, None, storage).with_context(|| format!("loading {name}"))?;
@@ -109,7 +134,10 @@ pub fn start(spec: Option<&str>, resources: &Resources, data_dir: &DataDir) -> a
     let engine = machine::with_low_priority(|| EngineHandle::start(model, tokenizer, config)).context("starting the engine")?;
     let info = ModelInfo {
         architecture,
-        tokenizer_id: tokenizer_id(&source, data_dir.path())?,
+        tokenizer_id: match &naming.tokenizer {
+            Some(tokenizer) => tokenizer.clone(),
+            None => tokenizer_id(&source, data_dir.path())?,
+        },
         max_context_tokens: engine.info().max_context_tokens,
         name,
     };
@@ -190,6 +218,14 @@ pub fn default_data_dir() -> anyhow::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_is_one_word_of_some_length() {
+        assert_eq!(parse_name("Qwen/Qwen3-8B").as_deref(), Ok("Qwen/Qwen3-8B"));
+        for name in ["", "two words", "line\nbreak", &"x".repeat(201)] {
+            assert!(parse_name(name).is_err(), "{name:?}");
+        }
+    }
 
     #[test]
     fn weights_that_exceed_all_memory_are_refused_before_they_are_loaded() {

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use commands::{bench, demo, init_model, serve, trace};
+use commands::{bench, demo, init_model, inspect, serve, trace};
 
 /// Train and sample LoRA adapters on one base model, through the Tinker API.
 #[derive(Parser)]
@@ -30,6 +30,8 @@ enum Command {
     Serve(serve::Args),
     /// Write down hidden states, logits, gradients and greedy tokens of a model, for comparison with other implementations.
     Trace(trace::Args),
+    /// Say what a checkpoint holds and would take, without loading its weights.
+    Inspect(inspect::Args),
     /// Write a checkpoint with random weights.
     InitModel(init_model::Args),
     /// Measure training and sampling beside the limits of this machine.
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Trace(args) => trace::run(args),
+        Command::Inspect(args) => inspect::run(args),
         Command::InitModel(args) => init_model::run(args),
         Command::Bench(args) => bench::run(args),
     };

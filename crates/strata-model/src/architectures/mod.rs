@@ -192,6 +192,8 @@ pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
 /// A linear layer as work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearWork {
+    /// Last part of its path in a checkpoint.
+    pub name: &'static str,
     /// Input features.
     pub in_features: usize,
     /// Output features.
@@ -220,6 +222,8 @@ pub struct AttentionWork {
     pub query_width: usize,
     /// Numbers of keys and values that a token leaves in the cache.
     pub cached_width: usize,
+    /// How many keys a query sees at most.
+    pub window: Option<usize>,
 }
 
 /// A fused matrix as it is multiplied.
@@ -251,6 +255,7 @@ impl Work {
     pub fn of(config: &ModelConfig) -> Self {
         let plan = Plan::of(config);
         let linear = |m: &crate::lora::LoraModule| LinearWork {
+            name: m.experts.map_or(m.path.rsplit('.').next().unwrap_or(m.path), |experts| experts.projection),
             in_features: m.in_features,
             out_features: m.out_features,
             layers: m.layers.len(),
@@ -261,7 +266,7 @@ impl Work {
             plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);
         let attention = |l: usize| {
             let g = plan.geometry(l);
-            AttentionWork { query_width: g.heads * g.head_dim, cached_width: 2 * g.kv_heads * g.head_dim }
+            AttentionWork { query_width: g.heads * g.head_dim, cached_width: 2 * g.kv_heads * g.head_dim, window: g.window }
         };
         let mut matrices: Vec<MatrixShape> = plan.declaration.matrices().collect();
         matrices.sort_by_key(|m| m.label == "unembedding");

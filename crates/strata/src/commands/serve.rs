@@ -9,7 +9,7 @@ use anyhow::bail;
 use indicatif::HumanBytes;
 use strata_server::{DataDir, KEY_PREFIX, Server, ServerConfig};
 
-use crate::base_model::{self, BaseModel, Resources};
+use crate::base_model::{self, BaseModel, Naming, Resources};
 use crate::commands::shutdown::{self, Signals};
 use crate::logging::{self, LogFormat};
 use crate::machine;
@@ -24,6 +24,8 @@ pub struct Args {
     /// Base model: a checkpoint directory or a Hugging Face name; the small model in this binary if absent.
     #[arg(env = "STRATA_MODEL")]
     pub model: Option<String>,
+    #[command(flatten)]
+    pub naming: Naming,
     /// Address to listen on. Anything but loopback needs an API key.
     #[arg(long, env = "STRATA_HOST", value_name = "ADDRESS", default_value = "127.0.0.1")]
     pub host: IpAddr,
@@ -94,7 +96,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let connections_max = config.connections_max.min(machine::open_files_max().saturating_sub(FILES_KEPT).max(1));
     config.connections_max = args.max_connections.map_or(connections_max, NonZeroUsize::get);
 
-    let base = base_model::start(args.model.as_deref(), &args.resources, &data_dir)?;
+    let base = base_model::start(args.model.as_deref(), &args.naming, &args.resources, &data_dir)?;
     config.transit_bytes = base.engine.info().transit_bytes as usize;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {

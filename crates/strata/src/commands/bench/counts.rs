@@ -100,6 +100,15 @@ impl ElementBytes {
     }
 }
 
+/// Elements of a kind of matrix that a step of `sequences` tokens reads: each once, of experts those that some token passes, if all are as likely.
+fn read_elements(linear: &LinearWork, sequences: usize) -> f64 {
+    let of_layer = linear.experts.map_or(1.0, |experts| {
+        let left_out = 1.0 - experts.active as f64 / experts.count as f64;
+        experts.count as f64 * (1.0 - left_out.powi(sequences as i32))
+    });
+    (linear.layers * linear.in_features * linear.out_features) as f64 * of_layer
+}
+
 /// Bytes that a decode step must read: each matrix once, the pairs of each adapter once, and the keys and values of every sequence.
 /// `contexts`: tokens that each sequence sees, on average over the steps.
 pub(super) fn decode_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize], sequences: usize, context: f64) -> f64 {
@@ -107,7 +116,9 @@ pub(super) fn decode_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize]
     let pairs_of = |&rank: &usize| decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
     let pairs: f64 = ranks.iter().map(pairs_of).sum();
     let cached = work.attention.iter().map(|layer| layer.cached_width).sum::<usize>() as f64 * context * sequences as f64;
-    bytes.matrix * (decoder_elements(&work) + elements(&work.unembedding)) + bytes.other as f64 * (pairs + cached)
+    let matrices =
+        work.linears.iter().map(|linear| read_elements(linear, sequences)).sum::<f64>() + elements(&work.unembedding);
+    bytes.matrix * matrices + bytes.other as f64 * (pairs + cached)
 }
 
 /// Tokens of the cache that sequences take: whole pages, and one more for the page in which prompt and sample meet.
@@ -117,6 +128,8 @@ pub(super) fn cache_tokens(sequences: usize, tokens: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use strata_model::ExpertWork;
+
     use super::*;
 
     /// One layer of width 4 with two query heads and one key head of width 2, an MLP of 6, and 10 words.
@@ -143,6 +156,21 @@ mod tests {
     fn prefill_is_counted_as_by_hand() {
         assert_eq!(prefill(&tiny(), None, 3), 2.0 * (3.0 * 120.0 + 40.0) + 96.0);
         assert_eq!(prefill(&tiny(), Some(2), 3), 2.0 * (3.0 * (120.0 + 116.0) + 40.0 + 28.0) + 96.0);
+    }
+
+    #[test]
+    fn experts_are_counted_as_far_as_tokens_pass_them() {
+        let linear = LinearWork {
+            name: "",
+            in_features: 3,
+            out_features: 5,
+            layers: 2,
+            experts: Some(ExpertWork { count: 4, active: 2 }),
+            ends_layer: false,
+        };
+        assert_eq!((elements(&linear), pair_elements(&linear, 8)), (2.0 * 2.0 * 15.0, 2.0 * 2.0 * 2.0 * 8.0));
+        // Half of the experts for one token; three quarters for two that choose apart from each other.
+        assert_eq!((read_elements(&linear, 1), read_elements(&linear, 2)), (2.0 * 2.0 * 15.0, 2.0 * 3.0 * 15.0));
     }
 
     #[test]

@@ -55,6 +55,9 @@ struct Common {
     /// Shape of the model, such as qwen3-0.6b, or strata/tiny-base for that of the model in this binary.
     #[arg(long, default_value = "qwen3-0.6b")]
     shape: String,
+    /// Have only so many of the shape's layers, where all of them do not fit this machine.
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
     /// Dtype of the weights.
     #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
     dtype: Dtype,
@@ -95,12 +98,16 @@ impl From<Dtype> for Inputs {
 impl Common {
     fn config(&self) -> anyhow::Result<ModelConfig> {
         if self.shape == EMBEDDED_NAME {
+            ensure!(self.layers.is_none(), "--layers cuts named shapes, and {EMBEDDED_NAME} is a model");
             return Ok(ModelSource::Embedded.config()?);
         }
-        ModelConfig::named_shape(&self.shape).with_context(|| {
+        let all = ModelConfig::named_shape(&self.shape).with_context(|| {
             let known: Vec<_> = [EMBEDDED_NAME].into_iter().chain(ModelConfig::named_shapes()).collect();
             format!("shape {:?} is not known; there are {}", self.shape, known.join(", "))
-        })
+        })?;
+        let Some(layers) = self.layers else { return Ok(all) };
+        ensure!((1..=all.num_layers).contains(&layers), "--layers {layers} is not between 1 and {}", all.num_layers);
+        ModelConfig::named_shape_of_layers(&self.shape, layers).context("a shape with fewer layers is one")
     }
 
     /// Threads that compute, of the model, the limits and the peer alike.

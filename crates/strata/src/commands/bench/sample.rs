@@ -70,12 +70,17 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     check_room(&engine, cells, rounds.new)?;
     let sampler = Sampler::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
-    let limits = Limits::measure(common.threads()?)?;
-    forget_peak_memory();
-    let times =
-        cells.iter().map(|&cell| Times::measure(&sampler, peer.as_mut(), cell, rounds)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut limits = Limits::measure(common.threads()?)?;
+    let (mut times, mut peak) = (Vec::with_capacity(cells.len()), 0);
+    for &cell in cells {
+        forget_peak_memory();
+        times.push(Times::measure(&sampler, peer.as_mut(), cell, rounds)?);
+        peak = peak.max(peak_memory_bytes()?);
+        // Others use the memory too, now more and now less: what they left to a cell, they may not have left before it.
+        limits.measure_reads_again(common.threads()?)?;
+    }
 
-    let mut peaks = vec![PeakMemory { of: "strata", bytes: peak_memory_bytes()? }];
+    let mut peaks = vec![PeakMemory { of: "strata", bytes: peak }];
     let peers_peak = times.iter().flat_map(|t| &t.peers).map(|sampled| sampled.peak_memory_bytes).max();
     peaks.extend(peers_peak.map(|bytes| PeakMemory { of: "peer", bytes }));
     let limits = limits.max(&Limits::measure(common.threads()?)?);

@@ -54,6 +54,15 @@ impl Limits {
         Ok(Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads)? })
     }
 
+    /// Measures bandwidth once more; the better counts.
+    ///
+    /// # Errors
+    /// If there is no memory to measure.
+    pub(super) fn measure_reads_again(&mut self, threads: usize) -> anyhow::Result<()> {
+        self.read_gb_per_s = self.read_gb_per_s.max(bandwidth::read_gb_per_s(threads)?);
+        Ok(())
+    }
+
     /// The better of two measurements of one machine, limit by limit.
     pub(super) fn max(self, other: &Limits) -> Limits {
         let better = |(a, b): (Arithmetic, &Arithmetic)| Arithmetic { gflop_per_s: a.gflop_per_s.max(b.gflop_per_s), ..a };

@@ -1,0 +1,130 @@
+//! `strata inspect`: what a checkpoint holds and what it would take, without loading its weights.
+
+use std::fmt::Write;
+
+use indicatif::HumanBytes;
+use strata_model::checkpoint::HubOptions;
+use strata_model::{AttentionWork, LinearWork, Model, ModelConfig, ModelSource, Work, parameter_shapes};
+use strata_tensor::{DType, WeightStorage};
+
+use crate::base_model::Quantize;
+use crate::download::DownloadBars;
+
+/// Settings of `strata inspect`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A checkpoint directory, or a Hugging Face name.
+    pub model: String,
+    /// Say what the weights would take in memory stored like this.
+    #[arg(long, value_enum)]
+    pub quantize: Option<Quantize>,
+}
+
+/// Prints what there is to say.
+///
+/// # Errors
+/// If the model cannot be found, is not supported, or its files do not hold it; the reason is the error.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let source = ModelSource::resolve_with(&args.model, &HubOptions::from_env(), &DownloadBars::default())?;
+    let config = source.config()?;
+    let checkpoint = source.checkpoint()?;
+    Model::check_files(&source)?;
+    let dtype = Model::compute_dtype(&checkpoint, &config);
+    print!("{}", describe(&source.served_name(), &config, dtype, Quantize::storage(args.quantize)));
+    Ok(())
+}
+
+/// One screen about a model.
+fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStorage) -> String {
+    let work = Work::of(config);
+    let mut text = String::new();
+    let mut line = |what: &str, value: String| writeln!(text, "{what:<14}{value}").expect("a string takes all that is written");
+    line("model", name.into());
+    line("architecture", config.model_type().into());
+    line("layers", format!("{} of width {}", config.num_layers, config.hidden_size));
+    for (of, first, last) in runs(&work.attention) {
+        let window = of.window.map_or(String::new(), |window| format!(", window {window}"));
+        let width = format!("attention: queries {} wide, {} cached a token{window}", of.query_width, of.cached_width);
+        line("", format!("{} {width}", layers(first, last)));
+    }
+    for linear in &work.linears {
+        line("", linear_line(linear));
+    }
+    let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
+    line("vocabulary", format!("{}, unembedding {tied}", config.vocab_size));
+    line("context", format!("{} tokens", config.max_position_embeddings));
+    let parameters: u64 =
+        parameter_shapes(config).iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum();
+    line("parameters", format!("{:.3} billion", parameters as f64 / 1e9));
+    let element = dtype.size_bytes() as f64;
+    let bytes = match storage {
+        WeightStorage::Dense => parameters as f64 * element,
+        // Matrices as bytes with a scale of two for every 64; a table of embeddings as it is.
+        WeightStorage::Int8 => {
+            let table = if config.tie_word_embeddings { 0 } else { config.vocab_size * config.hidden_size } as f64;
+            (parameters as f64 - table) * (1.0 + 2.0 / 64.0) + table * element
+        }
+    };
+    let kept = if storage == WeightStorage::Int8 { "int8" } else { "as they are" };
+    line("memory", format!("{} of weights in {dtype}, kept {kept}", HumanBytes(bytes as u64)));
+    let page: usize = work.attention.iter().map(|of| of.cached_width).sum::<usize>() * dtype.size_bytes();
+    line("", format!("{} of cache for 1,000 tokens", HumanBytes(1000 * page as u64)));
+    text
+}
+
+fn linear_line(linear: &LinearWork) -> String {
+    let (each, layers) = (format!("{} → {}", linear.in_features, linear.out_features), linear.layers);
+    match linear.experts {
+        None => format!("{layers} × {} {each}", linear.name),
+        Some(experts) => {
+            format!("{layers} × {} experts, {} for a token, {} {each}", experts.count, experts.active, linear.name)
+        }
+    }
+}
+
+fn layers(first: usize, last: usize) -> String {
+    if first == last { format!("layer {first}:") } else { format!("layers {first}-{last}:") }
+}
+
+/// Runs of layers whose attention is of one kind: which, the first and the last.
+fn runs(attention: &[AttentionWork]) -> Vec<(AttentionWork, usize, usize)> {
+    let mut runs: Vec<(AttentionWork, usize, usize)> = Vec::new();
+    for (l, of) in attention.iter().enumerate() {
+        match runs.last_mut() {
+            Some((kind, _, last)) if kind == of => *last = l,
+            _ => runs.push((*of, l, l)),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_described_by_what_it_has() {
+        let config = ModelConfig::named_shape("qwen3-30b-a3b").unwrap();
+        let text = describe("Qwen/Qwen3-30B-A3B", &config, DType::BF16, WeightStorage::Dense);
+        for part in [
+            "Qwen/Qwen3-30B-A3B",
+            "qwen3_moe",
+            "layers 0-47: attention: queries 4096 wide, 1024 cached a token",
+            "48 × 128 experts, 8 for a token, down_proj 768 → 2048",
+            "30.532 billion",
+            "56.87 GiB of weights in bf16",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        let small = describe("small", &config, DType::BF16, WeightStorage::Int8);
+        assert!(small.contains("kept int8") && !small.contains("56.87"), "{small}");
+    }
+
+    #[test]
+    fn layers_of_one_kind_are_one_line() {
+        let of = |window| AttentionWork { query_width: 8, cached_width: 4, window };
+        let kinds = [of(None), of(Some(3)), of(Some(3)), of(None)];
+        let found: Vec<_> = runs(&kinds).into_iter().map(|(kind, first, last)| (kind.window, first, last)).collect();
+        assert_eq!(found, [(None, 0, 0), (Some(3), 1, 2), (None, 3, 3)]);
+    }
+}
