@@ -14,11 +14,15 @@ use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
-/// The most tensors of a checkpoint: twice as many as the deepest model has that [`crate::config`] accepts. A tensor costs
-/// about a kilobyte while headers are read, so that a hostile one takes some 40 MB.
+/// The most tensors of a file: twice as many as the deepest dense model has that [`crate::config`] accepts. A tensor costs
+/// about a kilobyte while a header is read, so that a hostile one takes some 40 MB.
 const TENSORS_MAX: usize = 32_768;
-/// The largest header of a safetensors file, and the largest `model.safetensors.index.json`: 256 bytes for each of [`TENSORS_MAX`].
+/// The most tensors of a checkpoint in several files: DeepSeek-V3, with a tensor and its scales for each expert, has 92 thousand.
+const ALL_TENSORS_MAX: usize = 131_072;
+/// The largest header of a safetensors file: 256 bytes for each of [`TENSORS_MAX`].
 const HEADER_BYTES_MAX: usize = 8 << 20;
+/// The largest `model.safetensors.index.json`: 256 bytes for each of [`ALL_TENSORS_MAX`].
+const INDEX_BYTES_MAX: usize = 32 << 20;
 /// The most shards of a checkpoint.
 const SHARDS_MAX: usize = 4096;
 pub(super) const SINGLE_FILE: &str = "model.safetensors";
@@ -196,8 +200,12 @@ impl Checkpoint {
             }
             names.insert(name.to_string());
         }
-        if self.tensors.len() > TENSORS_MAX {
-            return Err(error(format!("with this file there are {} tensors, more than {TENSORS_MAX}", self.tensors.len())));
+        if names.len() > TENSORS_MAX {
+            return Err(error(format!("it holds {} tensors, more than {TENSORS_MAX}", names.len())));
+        }
+        if self.tensors.len() > ALL_TENSORS_MAX {
+            let all = self.tensors.len();
+            return Err(error(format!("with this file there are {all} tensors, more than {ALL_TENSORS_MAX}")));
         }
         self.shards.push(bytes);
         Ok(names)
@@ -234,16 +242,16 @@ fn check_header(data: &[u8]) -> Result<(), String> {
         ));
     }
     // A tensor's entry has four keys: its name, dtype, shape and offsets.
-    check_entries(&rest[..rest.len().min(length as usize)], 4)
+    check_entries(&rest[..rest.len().min(length as usize)], 4, TENSORS_MAX)
 }
 
-/// Refuses JSON with more than [`TENSORS_MAX`] entries of `keys_each` keys. Every key is followed by a colon, so no more can be parsed.
-fn check_entries(json: &[u8], keys_each: usize) -> Result<(), String> {
+/// Refuses JSON with more than `max` entries of `keys_each` keys. Every key is followed by a colon, so no more can be parsed.
+fn check_entries(json: &[u8], keys_each: usize, max: usize) -> Result<(), String> {
     /// Keys beside those of the entries: the metadata, and colons in names.
     const OTHER_KEYS_MAX: usize = 4096;
     let keys = json.iter().filter(|&&byte| byte == b':').count();
-    if keys > TENSORS_MAX * keys_each + OTHER_KEYS_MAX {
-        return Err(format!("lists about {} tensors, more than {TENSORS_MAX}", keys / keys_each));
+    if keys > max * keys_each + OTHER_KEYS_MAX {
+        return Err(format!("lists about {} tensors, more than {max}", keys / keys_each));
     }
     Ok(())
 }
@@ -255,8 +263,8 @@ pub(super) fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String
         weight_map: BTreeMap<String, String>,
     }
     let error = |message: String| Error::Checkpoint { path: path.into(), message };
-    let text = read_text(path, HEADER_BYTES_MAX as u64)?;
-    check_entries(text.as_bytes(), 1).map_err(error)?;
+    let text = read_text(path, INDEX_BYTES_MAX as u64)?;
+    check_entries(text.as_bytes(), 1, ALL_TENSORS_MAX).map_err(error)?;
     let index: Index = serde_json::from_str(&text).map_err(|e| error(e.to_string()))?;
     let mut shards: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (name, file) in index.weight_map {

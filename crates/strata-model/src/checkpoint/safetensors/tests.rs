@@ -123,9 +123,29 @@ fn headers_that_would_take_much_memory_are_refused_unread() {
     let metadata: HashMap<String, &str> = (0..150_000).map(|i| (i.to_string(), "")).collect();
     let header = json!({"__metadata__": metadata}).to_string();
     assert!(open_error(&[&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).contains("more than 32768"));
-    let entries: HashMap<String, &str> = (0..TENSORS_MAX + 5000).map(|i| (i.to_string(), "m.safetensors")).collect();
+    let entries: HashMap<String, &str> = (0..ALL_TENSORS_MAX + 5000).map(|i| (i.to_string(), "m.safetensors")).collect();
     let index = json!({"weight_map": entries}).to_string();
     assert!(super::read_index(directory(&[(INDEX_FILE, index.as_bytes())]).path().join(INDEX_FILE).as_path()).is_err());
+}
+
+#[test]
+fn several_files_hold_more_than_one_but_not_all_that_there_could_be() {
+    let shard = |first: usize| {
+        let entry = |i: usize| format!(r#""t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#);
+        let header = format!("{{{}}}", (first..first + TENSORS_MAX).map(entry).collect::<Vec<_>>().join(","));
+        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
+    };
+    let open = |shards: usize| {
+        let files: Vec<(String, Vec<u8>)> =
+            (0..shards).map(|s| (format!("m{s}.safetensors"), shard(s * TENSORS_MAX))).collect();
+        let of = |i: usize| (format!("t{i}"), format!("m{}.safetensors", i / TENSORS_MAX));
+        let index = json!({"weight_map": (0..shards * TENSORS_MAX).map(of).collect::<HashMap<_, _>>()}).to_string();
+        let mut all: Vec<(&str, &[u8])> = files.iter().map(|(name, bytes)| (&name[..], &bytes[..])).collect();
+        all.push((INDEX_FILE, index.as_bytes()));
+        Checkpoint::open(directory(&all).path()).map(|checkpoint| checkpoint.names().count()).map_err(|e| e.to_string())
+    };
+    assert_eq!(open(3), Ok(3 * TENSORS_MAX));
+    assert!(open(5).unwrap_err().contains("more than 131072"));
 }
 
 #[test]
