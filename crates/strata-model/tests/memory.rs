@@ -80,6 +80,16 @@ fn config(hidden: usize, mlp: usize, layers: usize, heads: [usize; 3], vocab: us
     ModelConfig::from_json(&json.to_string(), None).unwrap()
 }
 
+/// A mixture of `[experts, of a token, their width]`, with a dense layer between.
+fn mixture(hidden: usize, [experts, active, width]: [usize; 3]) -> ModelConfig {
+    let json = serde_json::json!({
+        "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": hidden, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": experts, "num_experts_per_tok": active,
+        "moe_intermediate_size": width, "mlp_only_layers": [1]
+    });
+    ModelConfig::from_json(&json.to_string(), None).unwrap()
+}
+
 /// Held by whoever counts.
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -142,6 +152,9 @@ fn passes_take_no_more_memory_than_the_model_says() {
         config(33, 65, 2, [3, 3, 6], 301),
         config(32, 64, 1, [4, 4, 64], 300),
         config(8, 8, 1, [1, 1, 2], 8000),
+        mixture(64, [16, 4, 48]),
+        mixture(32, [2, 2, 300]),
+        mixture(96, [64, 8, 8]),
     ];
     let batches: [&[usize]; 5] = [&[1], &[300], &[1; 200], &[64; 5], &[3, 200, 65, 1, 29]];
     let mut tightest = f64::MAX;

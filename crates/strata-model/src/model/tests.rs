@@ -428,3 +428,61 @@ fn accumulators_of_several_layers_are_those_that_follow_the_site() {
     assert_eq!(b.shape().dims(), [3, 80]);
     assert_eq!(bits(&model.backend().to_f32_vec(b).unwrap()), expected[..240]);
 }
+
+/// A model of every family that is not the one above, with what it has of its own.
+fn families() -> Vec<ModelConfig> {
+    let experts = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20});
+    let own = [
+        json!({"model_type": "llama", "attention_bias": true, "mlp_bias": true}),
+        json!({"model_type": "mistral", "sliding_window": 20}),
+        json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 65, "max_window_layers": 1}),
+        json!({"model_type": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": true}),
+        json!({"model_type": "qwen3_moe", "decoder_sparse_step": 2, "use_sliding_window": true, "sliding_window": 9}),
+    ];
+    let with_experts = |mut own: Value| {
+        own.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+        own
+    };
+    own.into_iter().map(|own| config_with(if own["model_type"] == "qwen3_moe" { with_experts(own) } else { own })).collect()
+}
+
+#[test]
+fn of_every_family_sampling_and_training_agree_to_the_bit_in_any_company_on_any_number_of_threads() {
+    let lengths = [70, 33];
+    let undisturbed = &mut || ControlFlow::Continue(());
+    let all = families().into_iter().flat_map(|c| Arithmetic::available().into_iter().map(move |a| (c.clone(), a)));
+    for ((config, arithmetic), (compute, storage)) in all.flat_map(|case| {
+        [(DType::F32, WeightStorage::Dense), (DType::BF16, WeightStorage::Dense), (DType::BF16, WeightStorage::Int8)]
+            .map(|format| (case.clone(), format))
+    }) {
+        let context = format!("{arithmetic} {compute} {storage:?} {:?}", config.family);
+        let mut of_one_thread = None;
+        for threads in [1, 3] {
+            let backend = Arc::new(CpuBackend::with_isa(arithmetic, threads));
+            let model = Model::random(backend, config.clone(), 7, WeightFormat { compute, storage }).unwrap();
+            let (_, adapter) = adapter(&model, 4);
+            let [trained, gradients] = train(&model, &adapter, 4, &lengths, undisturbed).unwrap();
+            if threads == 1 {
+                let (whole, targets) = batch(&adapter, &lengths);
+                assert!(bits(&model.forward(&whole, &targets).unwrap()) == trained, "scored, {context}");
+                assert!(step_by_step(&model, &adapter, lengths) == trained, "decoded, {context}");
+                // One sequence after the other adds up to the same gradient.
+                let mut sum = LoraParams::zeros(model.backend(), model.lora_modules(), &lora(4)).unwrap();
+                let mut alone = Vec::new();
+                for span in &whole.spans {
+                    let mut part = PackedBatch::new();
+                    part.begin_group(Some(&adapter));
+                    part.push_sequence(&whole.tokens[span.tokens.clone()]);
+                    let ids = targets.ids[span.tokens.clone()].to_vec();
+                    let targets = Targets { offsets: (0..=ids.len()).collect(), ids };
+                    let logprobs = model.forward_backward(&part, &targets, &CrossEntropy, &mut [Some(&mut sum)]).unwrap();
+                    alone.extend(bits(&logprobs));
+                }
+                assert!(alone == trained && gradient_bits(&model, &sum) == gradients, "alone, {context}");
+            }
+            assert!(gradients.iter().filter(|&&g| g != 0).count() * 2 > gradients.len(), "{context}");
+            let first = of_one_thread.get_or_insert_with(|| (trained.clone(), gradients.clone()));
+            assert!(*first == (trained, gradients), "{threads} threads instead of 1, {context}");
+        }
+    }
+}
