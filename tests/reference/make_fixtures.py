@@ -27,6 +27,7 @@ import sys
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import transformers_weight_conversion
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,6 +43,9 @@ ADAMW_RUNS = {
     # Large enough to be seen beside the step itself, which Adam makes independent of the gradient's scale.
     "decay_clip": dict(lr=2e-3, weight_decay=5.0, clip=1.0),
 }
+
+# PEFT takes `shared_experts.gate_proj` for the experts, and pairs for all of them together. Those have pairs of their own here (`WithExperts`).
+transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.clear()
 
 FIXTURES = [
     # Sizes that no vector width divides, three query heads on one key head, tied embeddings, and lengths around a cache page.
@@ -168,7 +172,57 @@ MOE = [
         theta=10000.0, lengths=[30, 3], layout="flipped", adapters=dict(r2=dict(rank=2, targets=ATTENTION)),
     ),
 ]
-for spec in DENSE + MOE:
+# Attention over latents, experts chosen by sigmoids. MLPs are named by their paths, which those of experts do not end with.
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+DIRECT_QUERIES, LATENT_QUERIES = ["q_proj"] + LATENT, ["q_a_proj", "q_b_proj"] + LATENT
+DENSE_MLP, SHARED = [f"mlp.{name}" for name in MLP], [f"shared_experts.{name}" for name in MLP]
+DEEPSEEK = [
+    # Queries of a latent, biases, yarn with both of its factors, groups, two shared experts, a layer that is not computed.
+    dict(
+        name="deepseek_moe_groups_f32", family="deepseek_v3",
+        config=dict(vocab_size=83, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=3,
+                    num_key_value_heads=3, q_lora_rank=14, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=6,
+                    v_head_dim=10, attention_bias=True, n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=3,
+                    moe_intermediate_size=11, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True,
+                    routed_scaling_factor=2.5, tie_word_embeddings=False),
+        theta=10000.0, rope=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
+                                 mscale=1.3, mscale_all_dim=0.7),
+        lengths=[1, 70, 64, 33], further_layer=True,
+        adapters=dict(experts_r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP + SHARED, experts=2)),
+    ),
+    # Queries of the residual stream, halves that turn, weights as they are, one shared expert, all experts of a layer in one tensor.
+    dict(
+        name="deepseek_moe_direct_f32", family="deepseek_v3",
+        config=dict(vocab_size=61, hidden_size=28, intermediate_size=30, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=18, qk_nope_head_dim=6, qk_rope_head_dim=8,
+                    v_head_dim=14, rope_interleave=False, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
+                    moe_intermediate_size=18, n_shared_experts=1, first_k_dense_replace=0, norm_topk_prob=False,
+                    routed_scaling_factor=1.0, rms_norm_eps=1e-3, tie_word_embeddings=True),
+        theta=500.0, lengths=[130, 3, 65], layout="fused",
+        adapters=dict(experts_r3=dict(rank=3, targets=DIRECT_QUERIES + SHARED, experts=1)),
+    ),
+    # A schedule of its own, one head, values wider than keys, yarn with one of its factors.
+    dict(
+        name="glm4_moe_lite_f32", family="glm4_moe_lite",
+        config=dict(vocab_size=71, hidden_size=34, intermediate_size=26, num_hidden_layers=3, num_attention_heads=1,
+                    num_key_value_heads=1, q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=4,
+                    v_head_dim=22, n_routed_experts=6, n_group=1, topk_group=1, num_experts_per_tok=2,
+                    moe_intermediate_size=12, n_shared_experts=1, mlp_layer_types=["sparse", "dense", "sparse"],
+                    tie_word_embeddings=False),
+        theta=10000.0, rope=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale_all_dim=1.0),
+        lengths=[66, 2, 40],
+        adapters=dict(experts_r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP + SHARED, experts=2)),
+    ),
+    # No experts, bf16.
+    dict(
+        name="deepseek_latent_bf16", family="deepseek_v3", dtype=torch.bfloat16,
+        config=dict(vocab_size=97, hidden_size=40, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+                    v_head_dim=16, first_k_dense_replace=2, tie_word_embeddings=True),
+        theta=10000.0, lengths=[65, 130, 2, 64], adapters=dict(r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP)),
+    ),
+]
+for spec in DENSE + MOE + DEEPSEEK:
     FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
 
 
@@ -188,6 +242,9 @@ def random_model(spec, seed):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.15 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     return model.to(spec["dtype"])
 
 
@@ -216,6 +273,14 @@ def fuse_experts(path, layout):
                      down_proj=torch.stack([e["down_proj"] for e in each]))
         for name, tensor in fused.items():
             tensors[f"{prefix}.experts.{name}"] = (tensor.transpose(1, 2) if layout == "flipped" else tensor).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def add_further_layer(path, number):
+    """Adds to a checkpoint some of what DeepSeek's has behind the layers, which transformers leaves aside."""
+    tensors = load_file(path)
+    for name in ("embed_tokens", "eh_proj", "enorm", "mlp.experts.0.gate_proj", "shared_head.head"):
+        tensors[f"model.layers.{number}.{name}.weight"] = torch.randn(3, 2)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -459,6 +524,8 @@ def make_fixture(spec, seed):
         save_file(values, directory / f"{name}.safetensors")
     if "layout" in spec:
         fuse_experts(model_directory / "model.safetensors", spec["layout"])
+    if "further_layer" in spec:
+        add_further_layer(model_directory / "model.safetensors", spec["config"]["num_hidden_layers"])
     return True
 
 

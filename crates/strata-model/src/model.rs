@@ -392,6 +392,7 @@ fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     if config.tie_word_embeddings {
         reader.ignore("lm_head.weight");
     }
+    config.family.left_aside(config).iter().for_each(|prefix| reader.ignore_under(prefix));
     architectures::for_each_parameter(config, |p| match fused_in(checkpoint, p) {
         // The experts of a layer have it together; it is asked for once.
         Some(fused) if fused.expert > 0 || fused.first > 0 => {}
@@ -534,7 +535,7 @@ impl WeightSource for RandomWeights {
 
 /// Random values of elements `first..` of a parameter, keyed by seed and place of the parameter: the rule of [`Model::random`].
 pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], first: usize, values: &mut [f32]) {
-    match (shape.len(), name.ends_with(".bias")) {
+    match (shape.len(), name.ends_with("bias")) {
         (1, true) => values.fill(0.0),
         (1, false) => values.fill(1.0),
         // A uniform draw of this width has the standard deviation `range`.

@@ -90,6 +90,19 @@ fn mixture(hidden: usize, [experts, active, width]: [usize; 3]) -> ModelConfig {
     ModelConfig::from_json(&json.to_string(), None).unwrap()
 }
 
+/// DeepSeek-V3, the first layer without experts. `latents`: of queries, and of keys and values; `heads`: how many, the parts of a query that do not turn and that do, and a value.
+fn latent_config(hidden: usize, mlp: [usize; 2], latents: [Option<usize>; 2], heads: [usize; 4]) -> ModelConfig {
+    let ([mlp, expert], [num_heads, nope, rope, value]) = (mlp, heads);
+    let json = serde_json::json!({
+        "model_type": "deepseek_v3", "vocab_size": 300, "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": 2,
+        "num_attention_heads": num_heads, "num_key_value_heads": num_heads, "q_lora_rank": latents[0], "kv_lora_rank": latents[1],
+        "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value, "moe_intermediate_size": expert,
+        "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "tie_word_embeddings": true, "max_position_embeddings": 40_960
+    });
+    ModelConfig::from_json(&json.to_string(), None).unwrap()
+}
+
 /// Held by whoever counts.
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -155,6 +168,9 @@ fn passes_take_no_more_memory_than_the_model_says() {
         mixture(64, [16, 4, 48]),
         mixture(32, [2, 2, 300]),
         mixture(96, [64, 8, 8]),
+        latent_config(32, [16, 8], [Some(24), Some(64)], [8, 16, 8, 16]),
+        latent_config(32, [16, 8], [None, Some(16)], [4, 64, 32, 64]),
+        latent_config(96, [16, 200], [Some(8), Some(16)], [2, 8, 4, 8]),
     ];
     let batches: [&[usize]; 5] = [&[1], &[300], &[1; 200], &[64; 5], &[3, 200, 65, 1, 29]];
     let mut tightest = f64::MAX;

@@ -172,6 +172,31 @@ pub struct MlpConfig {
     pub bias: bool,
 }
 
+/// Where the projections of a gated MLP are in a decoder layer, and words for its matrices.
+pub(crate) struct MlpPaths {
+    gate_proj: &'static str,
+    up_proj: &'static str,
+    down_proj: &'static str,
+    labels: [&'static str; 2],
+}
+
+impl MlpPaths {
+    /// The MLP of a layer.
+    pub(crate) const MLP: MlpPaths = MlpPaths {
+        gate_proj: "mlp.gate_proj",
+        up_proj: "mlp.up_proj",
+        down_proj: "mlp.down_proj",
+        labels: ["gate+up", "down"],
+    };
+    /// What stands beside the experts of a layer.
+    pub(crate) const SHARED_EXPERTS: MlpPaths = MlpPaths {
+        gate_proj: "mlp.shared_experts.gate_proj",
+        up_proj: "mlp.shared_experts.up_proj",
+        down_proj: "mlp.shared_experts.down_proj",
+        labels: ["gate+up of shared experts", "down of shared experts"],
+    };
+}
+
 /// The weights of gated MLPs in some layers. Gate and up are one matrix; each keeps its own low-rank pair.
 pub(crate) struct GatedMlp {
     intermediate_size: usize,
@@ -185,20 +210,20 @@ pub(crate) struct GatedMlp {
 
 impl GatedMlp {
     /// Of the decoder layers `layers`.
-    pub(crate) fn declare(d: &mut Declaration, c: &MlpConfig, hidden: usize, layers: &[usize]) -> Self {
-        let mlp = c.intermediate_size;
-        let gate_up_proj = d.matrix("gate+up", layers.len(), hidden, 2 * mlp);
-        let down_proj = d.matrix("down", layers.len(), mlp, hidden);
-        let gate_up_modules = [("mlp.gate_proj", 0), ("mlp.up_proj", mlp)]
+    pub(crate) fn declare(d: &mut Declaration, paths: &MlpPaths, c: &MlpConfig, hidden: usize, layers: &[usize]) -> Self {
+        let (mlp, [gate_up, down]) = (c.intermediate_size, paths.labels);
+        let gate_up_proj = d.matrix(gate_up, layers.len(), hidden, 2 * mlp);
+        let down_proj = d.matrix(down, layers.len(), mlp, hidden);
+        let gate_up_modules = [(paths.gate_proj, 0), (paths.up_proj, mlp)]
             .map(|(path, first)| (d.projection((gate_up_proj, first), path, Part::Mlp, layers, mlp), first));
-        let down_module = d.projection((down_proj, 0), "mlp.down_proj", Part::Mlp, layers, hidden);
+        let down_module = d.projection((down_proj, 0), paths.down_proj, Part::Mlp, layers, hidden);
         let gate_up_bias = c.bias.then(|| {
             let id = d.vector(layers.len(), 2 * mlp);
-            d.vectors((id, 0), "mlp.gate_proj.bias", layers, mlp);
-            d.vectors((id, mlp), "mlp.up_proj.bias", layers, mlp);
+            d.vectors((id, 0), &format!("{}.bias", paths.gate_proj), layers, mlp);
+            d.vectors((id, mlp), &format!("{}.bias", paths.up_proj), layers, mlp);
             id
         });
-        let down_bias = c.bias.then(|| d.norm("mlp.down_proj.bias", layers, hidden));
+        let down_bias = c.bias.then(|| d.norm(&format!("{}.bias", paths.down_proj), layers, hidden));
         let intermediate_size = mlp;
         GatedMlp { intermediate_size, gate_up_proj, gate_up_bias, down_proj, down_bias, gate_up_modules, down_module }
     }

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 use strata_tensor::{AttentionGeometry, Backend, DType, KvAccess, Tape, Var};
 
-use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, Pass};
+use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass};
 use super::declaration::{Declaration, VectorId};
 use super::decoder::DecoderLayers;
 use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
@@ -150,7 +150,7 @@ impl DenseLayers {
             input_layernorm: d.norm("input_layernorm.weight", &layers, hidden),
             attention: Attention::declare(d, &c.attention, hidden, model.rms_norm_eps, &layers),
             post_attention_layernorm: d.norm("post_attention_layernorm.weight", &layers, hidden),
-            mlp: GatedMlp::declare(d, &c.mlp, hidden, &layers),
+            mlp: GatedMlp::declare(d, &MlpPaths::MLP, &c.mlp, hidden, &layers),
         }
     }
 }

@@ -6,7 +6,10 @@
 mod blocks;
 mod declaration;
 mod decoder;
+mod deepseek_v3;
 mod dense;
+mod glm4_moe_lite;
+mod latent;
 mod llama;
 mod mistral;
 mod moe;
@@ -17,7 +20,7 @@ mod qwen3_moe;
 use std::rc::Rc;
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionSpan, Backend, DType, HostRef, LoraGroup, LoraProjection, LoraSite, Rotary, Tensor};
+use strata_tensor::{AttentionSpan, Backend, DType, HostRef, KvValues, LoraGroup, LoraProjection, LoraSite, Rotary, Tensor};
 
 use crate::config::fields::{Fields, unsupported};
 use crate::config::{Rope, RopeTable};
@@ -28,8 +31,10 @@ use decoder::{DecoderLayers, Plan};
 
 pub use blocks::{AttentionConfig, MlpConfig};
 pub(crate) use decoder::Decoder;
+pub use deepseek_v3::DeepseekV3Config;
 pub use dense::DenseConfig;
-pub use moe::MoeConfig;
+pub use latent::LatentConfig;
+pub use moe::{MoeConfig, Router, SigmoidRouter};
 pub use qwen3_moe::Qwen3MoeConfig;
 
 /// A family, with what its models have beside what all models have.
@@ -45,18 +50,24 @@ pub enum Family {
     Mistral(DenseConfig),
     /// Qwen3-MoE.
     Qwen3Moe(Qwen3MoeConfig),
+    /// DeepSeek-V3 and R1.
+    DeepseekV3(DeepseekV3Config),
+    /// GLM-4.7-Flash.
+    Glm4MoeLite(DeepseekV3Config),
 }
 
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 5] = [
+const REGISTRY: [(&str, Read); 7] = [
     ("qwen3", qwen3::read),
     ("qwen3_moe", qwen3_moe::read),
     ("qwen2", qwen2::read),
     ("llama", llama::read),
     ("mistral", mistral::read),
+    ("deepseek_v3", deepseek_v3::read),
+    ("glm4_moe_lite", glm4_moe_lite::read),
 ];
 
 /// Reads a configuration by its `model_type`.
@@ -82,6 +93,8 @@ impl Family {
             Family::Llama(_) => "llama",
             Family::Mistral(_) => "mistral",
             Family::Qwen3Moe(_) => "qwen3_moe",
+            Family::DeepseekV3(_) => "deepseek_v3",
+            Family::Glm4MoeLite(_) => "glm4_moe_lite",
         }
     }
 
@@ -89,6 +102,7 @@ impl Family {
         match self {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c.validate(model),
             Family::Qwen3Moe(c) => c.validate(model),
+            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.validate(model),
         }
     }
 
@@ -96,6 +110,7 @@ impl Family {
         match self {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => &c.attention.rope,
             Family::Qwen3Moe(c) => &c.dense.attention.rope,
+            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => &c.attention.rope,
         }
     }
 
@@ -104,6 +119,15 @@ impl Family {
         match self {
             Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) => 0,
             Family::Qwen3Moe(c) => c.moe.experts_per_token,
+            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.moe.experts_per_token,
+        }
+    }
+
+    /// What the names of parameters begin with that checkpoints of the family hold, and a model has no use for.
+    pub(crate) fn left_aside(&self, model: &ModelConfig) -> Vec<String> {
+        match self {
+            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.left_aside(model),
+            Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) | Family::Qwen3Moe(_) => Vec::new(),
         }
     }
 
@@ -115,6 +139,8 @@ impl Family {
             Family::Llama(c) => llama::write(c, map),
             Family::Mistral(c) => mistral::write(c, map),
             Family::Qwen3Moe(c) => qwen3_moe::write(model, c, map),
+            Family::DeepseekV3(c) => deepseek_v3::write(c, map),
+            Family::Glm4MoeLite(c) => glm4_moe_lite::write(c, map),
         }
     }
 
@@ -125,6 +151,7 @@ impl Family {
                 Box::new(dense::DenseLayers::declare(d, model, c))
             }
             Family::Qwen3Moe(c) => Box::new(qwen3_moe::Qwen3MoeLayers::declare(d, model, c)),
+            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => Box::new(deepseek_v3::DeepseekV3Layers::declare(d, model, c)),
         }
     }
 }
@@ -266,7 +293,13 @@ impl Work {
             plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);
         let attention = |l: usize| {
             let g = plan.geometry(l);
-            AttentionWork { query_width: g.heads * g.head_dim, cached_width: 2 * g.kv_heads * g.head_dim, window: g.window }
+            // Values that are a part of keys are not held beside them.
+            let of_values = if let KvValues::Own(width) = g.values { width } else { 0 };
+            AttentionWork {
+                query_width: g.heads * g.head_dim,
+                cached_width: g.kv_heads * (g.head_dim + of_values),
+                window: g.window,
+            }
         };
         let mut matrices: Vec<MatrixShape> = plan.declaration.matrices().collect();
         matrices.sort_by_key(|m| m.label == "unembedding");

@@ -1,12 +1,14 @@
-//! Mixtures of experts in the place of an MLP: a frozen router, and experts that carry adapters each.
+//! Mixtures of experts in the place of an MLP: a frozen router, experts that carry adapters each, and an expert that every token passes where a family has one.
 
-use strata_tensor::{DType, ExpertActivation, Experts, RouterScores, Routing, Tape, Var, experts_bytes_per_token};
+use strata_tensor::{
+    DType, ExpertActivation, Experts, RouterScores, Routing, SigmoidScores, Tape, Var, experts_bytes_per_token,
+};
 
-use super::blocks::{Pass, TokenBytes};
-use super::declaration::{Declaration, ExpertRows, MatrixId};
+use super::blocks::{GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
+use super::declaration::{Declaration, ExpertRows, MatrixId, VectorId};
 use crate::config::fields::check_size;
 use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX};
-use crate::{Error, Result};
+use crate::{Error, ModelConfig, Result};
 
 /// The experts of a layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,8 +19,35 @@ pub struct MoeConfig {
     pub experts_per_token: usize,
     /// Width between the projections of one.
     pub intermediate_size: usize,
-    /// Whether the router's probabilities are divided by the sum of those that were chosen.
+    /// How a token chooses.
+    pub router: Router,
+    /// Width of an MLP that every token passes beside them (`mlp.shared_experts`).
+    pub shared_size: Option<usize>,
+}
+
+/// How a token chooses experts.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Router {
+    /// By the largest probabilities of a softmax.
+    Softmax {
+        /// `norm_topk_prob`: whether they are divided by the sum of those that were chosen.
+        normalize: bool,
+    },
+    /// By the largest sigmoids, corrected and from some groups only (DeepSeek-V3).
+    Sigmoid(SigmoidRouter),
+}
+
+/// Settings of [`Router::Sigmoid`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct SigmoidRouter {
+    /// `n_group`: groups of neighbouring experts.
+    pub num_groups: usize,
+    /// `topk_group`: groups that a token chooses from.
+    pub top_groups: usize,
+    /// `norm_topk_prob`: whether what was chosen is divided by its sum.
     pub normalize: bool,
+    /// `routed_scaling_factor`: what weights are multiplied by.
+    pub scaling_factor: f32,
 }
 
 impl MoeConfig {
@@ -26,9 +55,26 @@ impl MoeConfig {
     pub(super) fn validate(&self) -> Result<()> {
         check_size("num_experts", self.num_experts as u64, EXPERTS_MAX)?;
         check_size("moe_intermediate_size", self.intermediate_size as u64, INTERMEDIATE_SIZE_MAX)?;
+        if let Some(size) = self.shared_size {
+            check_size("width of the shared experts", size as u64, INTERMEDIATE_SIZE_MAX)?;
+        }
         let (top_k, all) = (self.experts_per_token, self.num_experts);
-        if !(1..=all).contains(&top_k) {
-            return Err(Error::Config(format!("num_experts_per_tok {top_k} is not between 1 and num_experts {all}")));
+        let mut choices = all;
+        if let Router::Sigmoid(SigmoidRouter { num_groups, top_groups, scaling_factor, .. }) = self.router {
+            if num_groups == 0 || !all.is_multiple_of(num_groups) || all / num_groups < 2 {
+                return Err(Error::Config(format!("{all} experts are not n_group {num_groups} groups of at least two")));
+            }
+            if !(1..=num_groups).contains(&top_groups) {
+                return Err(Error::Config(format!("topk_group {top_groups} is not between 1 and n_group {num_groups}")));
+            }
+            if !scaling_factor.is_finite() {
+                return Err(Error::Config(format!("routed_scaling_factor {scaling_factor} is not finite")));
+            }
+            choices = all / num_groups * top_groups;
+        }
+        if !(1..=choices).contains(&top_k) {
+            let of = if choices == all { "num_experts" } else { "the experts of topk_group groups," };
+            return Err(Error::Config(format!("num_experts_per_tok {top_k} is not between 1 and {of} {choices}")));
         }
         Ok(())
     }
@@ -38,10 +84,12 @@ impl MoeConfig {
 pub(super) struct Moe {
     config: MoeConfig,
     router: MatrixId,
+    correction_bias: Option<VectorId>,
     gate_up_proj: MatrixId,
     down_proj: MatrixId,
     gate_up_modules: [(usize, usize); 2],
     down_module: usize,
+    shared: Option<GatedMlp>,
 }
 
 impl Moe {
@@ -49,6 +97,10 @@ impl Moe {
     pub(super) fn declare(d: &mut Declaration, c: &MoeConfig, hidden: usize, layers: &[usize]) -> Self {
         let (n, width) = (c.num_experts, c.intermediate_size);
         let router = d.router("mlp.gate", layers, hidden, n);
+        let correction_bias = match c.router {
+            Router::Sigmoid(_) => Some(d.norm("mlp.gate.e_score_correction_bias", layers, n)),
+            Router::Softmax { .. } => None,
+        };
         let gate_up_proj = d.matrix("gate+up of an expert", layers.len() * n, hidden, 2 * width);
         let down_proj = d.matrix("down of an expert", layers.len() * n, width, hidden);
         let gate_up = |projection, tinker_name, first| ExpertRows {
@@ -63,10 +115,15 @@ impl Moe {
         let down =
             ExpertRows { stack: down_proj, first: 0, projection: "down_proj", tinker_name: "w2", fused: ("down_proj", hidden) };
         let down_module = d.experts(&down, layers, n, hidden);
-        Moe { config: c.clone(), router, gate_up_proj, down_proj, gate_up_modules, down_module }
+        let shared = c.shared_size.map(|intermediate_size| {
+            let mlp = MlpConfig { intermediate_size, bias: false };
+            GatedMlp::declare(d, &MlpPaths::SHARED_EXPERTS, &mlp, hidden, layers)
+        });
+        let config = c.clone();
+        Moe { config, router, correction_bias, gate_up_proj, down_proj, gate_up_modules, down_module, shared }
     }
 
-    /// `residual + experts(h)`.
+    /// `residual + shared(h) + experts(h)`.
     pub(super) fn forward<'a>(
         &self,
         pass: &Pass<'a>,
@@ -77,8 +134,20 @@ impl Moe {
     ) -> strata_tensor::Result<Var> {
         let c = &self.config;
         let logits = tape.linear(h, pass.linear((self.router, l), None, &[]))?;
-        let scores = if c.normalize { RouterScores::SoftmaxOfChosen } else { RouterScores::Softmax };
+        let scores = match &c.router {
+            Router::Softmax { normalize: true } => RouterScores::SoftmaxOfChosen,
+            Router::Softmax { normalize: false } => RouterScores::Softmax,
+            Router::Sigmoid(s) => RouterScores::Sigmoid(SigmoidScores {
+                correction_bias: self.correction_bias.map(|bias| pass.weights.vector(bias, l)),
+                num_groups: s.num_groups,
+                top_groups: s.top_groups,
+                normalize: s.normalize,
+                scaling_factor: s.scaling_factor,
+            }),
+        };
         let routed = tape.route(&logits, Routing { top_k: c.experts_per_token, scores })?;
+        // The last op of a layer is not computed again for its gradients: let that be the larger.
+        let beside = self.shared.as_ref().map(|shared| shared.forward(pass, tape, l, residual, h)).transpose()?;
         // The entry of the layer's first expert; the others follow it.
         let first = l * c.num_experts;
         let experts = Experts {
@@ -87,7 +156,7 @@ impl Moe {
             activation: ExpertActivation::SwiGlu,
             down: pass.linear((self.down_proj, first), None, &[(self.down_module, 0)]),
         };
-        tape.add_experts(residual, h, &routed, experts)
+        tape.add_experts(beside.as_ref().unwrap_or(residual), h, &routed, experts)
     }
 
     /// Bytes for each token of a training pass, the norm before it included.
@@ -96,11 +165,74 @@ impl Moe {
         let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
         // Logits and choices, which are small beside the rest, and their gradients.
         let routing = wide * (2 * c.num_experts + 4 * c.experts_per_token);
-        TokenBytes {
+        let experts = TokenBytes {
             saved: wide * hidden + 2 * narrow * hidden + routing,
             gradients: experts_bytes_per_token(hidden, c.intermediate_size, c.experts_per_token, dtype)
                 + (2 * wide + narrow) * hidden
                 + routing,
+        };
+        let Some(shared) = &self.shared else { return experts };
+        let shared = shared.token_bytes(hidden, dtype);
+        // What is between, and the gradient of the norm's output while the other of the two goes back.
+        TokenBytes {
+            saved: shared.saved + wide * hidden + routing,
+            gradients: experts.gradients.max(shared.gradients + wide * hidden),
         }
+    }
+}
+
+/// What follows attention in each layer: an MLP, or experts in its place. A stack of each kind, and a schedule that says which layer has which.
+pub(super) struct MlpOrMoe {
+    mlp: Option<GatedMlp>,
+    moe: Option<Moe>,
+    /// Of each layer its place in the stack of MLPs or of experts.
+    places: Vec<usize>,
+    sparse: Vec<bool>,
+}
+
+impl MlpOrMoe {
+    /// Of all decoder layers; `sparse`: whether each has experts.
+    pub(super) fn declare(d: &mut Declaration, mlp: &MlpConfig, moe: &MoeConfig, sparse: &[bool], hidden: usize) -> Self {
+        let (with, without): (Vec<usize>, Vec<usize>) = (0..sparse.len()).partition(|&l| sparse[l]);
+        let place = |l: usize| if sparse[l] { &with } else { &without }.partition_point(|&other| other < l);
+        MlpOrMoe {
+            mlp: (!without.is_empty()).then(|| GatedMlp::declare(d, &MlpPaths::MLP, mlp, hidden, &without)),
+            moe: (!with.is_empty()).then(|| Moe::declare(d, moe, hidden, &with)),
+            places: (0..sparse.len()).map(place).collect(),
+            sparse: sparse.to_vec(),
+        }
+    }
+
+    /// Refuses a schedule that is not one of all layers.
+    pub(super) fn validate(sparse: &[bool], model: &ModelConfig) -> Result<()> {
+        if sparse.len() == model.num_layers {
+            return Ok(());
+        }
+        let (known, layers) = (sparse.len(), model.num_layers);
+        Err(Error::Config(format!("of {known} layers is known whether they have experts, of {layers}")))
+    }
+
+    /// `residual + mlp(h)` of decoder layer `l`.
+    pub(super) fn forward<'a>(
+        &self,
+        pass: &Pass<'a>,
+        tape: &mut Tape<'a>,
+        l: usize,
+        residual: &Var,
+        h: &Var,
+    ) -> strata_tensor::Result<Var> {
+        let place = self.places[l];
+        match (&self.moe, &self.mlp) {
+            (Some(moe), _) if self.sparse[l] => moe.forward(pass, tape, place, residual, h),
+            (_, Some(mlp)) => mlp.forward(pass, tape, place, residual, h),
+            (_, None) => unreachable!("a layer has a stack that it is in"),
+        }
+    }
+
+    /// Bytes for each token of a training pass in the layer that takes most, the norm before it included.
+    pub(super) fn token_bytes_max(&self, hidden: usize, dtype: DType) -> usize {
+        let mlp = self.mlp.as_ref().map(|mlp| mlp.token_bytes(hidden, dtype));
+        let moe = self.moe.as_ref().map(|moe| moe.token_bytes(hidden, dtype));
+        mlp.into_iter().chain(moe).map(|bytes| bytes.saved + bytes.gradients).max().unwrap_or(0)
     }
 }

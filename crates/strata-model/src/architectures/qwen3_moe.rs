@@ -4,14 +4,14 @@ use serde_json::{Map, Value};
 use strata_tensor::{AttentionGeometry, Backend, DType, KvAccess, Tape, Var};
 
 use super::Family;
-use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, Pass};
+use super::blocks::{Attention, AttentionConfig, MlpConfig, Pass};
 use super::declaration::{Declaration, VectorId};
 use super::decoder::DecoderLayers;
 use super::dense::{self, DenseConfig};
-use super::moe::{Moe, MoeConfig};
+use super::moe::{MlpOrMoe, MoeConfig, Router};
 use crate::config::fields::{Defaults, Fields, wrong_kind};
 use crate::config::{CONTEXT_TOKENS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope};
-use crate::{Error, ModelConfig, Result};
+use crate::{ModelConfig, Result};
 
 /// What a Qwen3-MoE model has beside what all models have.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,10 +27,7 @@ pub struct Qwen3MoeConfig {
 impl Qwen3MoeConfig {
     pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
         self.dense.validate(model)?;
-        if self.sparse.len() != model.num_layers {
-            let (known, layers) = (self.sparse.len(), model.num_layers);
-            return Err(Error::Config(format!("of {known} layers is known whether they have experts, of {layers}")));
-        }
+        MlpOrMoe::validate(&self.sparse, model)?;
         self.moe.validate()
     }
 }
@@ -73,7 +70,8 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         num_experts: fields.size(experts_key, 128, EXPERTS_MAX)?,
         experts_per_token: fields.size("num_experts_per_tok", 8, EXPERTS_MAX)?,
         intermediate_size: fields.size("moe_intermediate_size", 768, INTERMEDIATE_SIZE_MAX)?,
-        normalize: fields.flag("norm_topk_prob", false)?,
+        router: Router::Softmax { normalize: fields.flag("norm_topk_prob", false)? },
+        shared_size: None,
     };
     let step = fields.size("decoder_sparse_step", 1, NUM_LAYERS_MAX)?;
     let dense_layers = mlp_only_layers(fields)?;
@@ -100,7 +98,7 @@ pub(super) fn write(model: &ModelConfig, c: &Qwen3MoeConfig, map: &mut Map<Strin
     map.insert("num_experts".into(), c.moe.num_experts.into());
     map.insert("num_experts_per_tok".into(), c.moe.experts_per_token.into());
     map.insert("moe_intermediate_size".into(), c.moe.intermediate_size.into());
-    map.insert("norm_topk_prob".into(), c.moe.normalize.into());
+    map.insert("norm_topk_prob".into(), matches!(c.moe.router, Router::Softmax { normalize: true }).into());
     map.insert("decoder_sparse_step".into(), 1.into());
     let dense_layers: Vec<usize> = (0..c.sparse.len()).filter(|&l| !c.sparse[l]).collect();
     map.insert("mlp_only_layers".into(), dense_layers.into());
@@ -111,26 +109,17 @@ pub(super) struct Qwen3MoeLayers {
     input_layernorm: VectorId,
     attention: Attention,
     post_attention_layernorm: VectorId,
-    mlp: Option<GatedMlp>,
-    moe: Option<Moe>,
-    /// Of each layer its place in the stack of MLPs or of experts.
-    places: Vec<usize>,
-    sparse: Vec<bool>,
+    mlp: MlpOrMoe,
 }
 
 impl Qwen3MoeLayers {
     pub(super) fn declare(d: &mut Declaration, model: &ModelConfig, c: &Qwen3MoeConfig) -> Self {
         let (hidden, layers) = (model.hidden_size, (0..model.num_layers).collect::<Vec<_>>());
-        let (sparse, dense): (Vec<usize>, Vec<usize>) = layers.iter().partition(|&&l| c.sparse[l]);
-        let place = |l: usize| if c.sparse[l] { &sparse } else { &dense }.partition_point(|&other| other < l);
         Qwen3MoeLayers {
             input_layernorm: d.norm("input_layernorm.weight", &layers, hidden),
             attention: Attention::declare(d, &c.dense.attention, hidden, model.rms_norm_eps, &layers),
             post_attention_layernorm: d.norm("post_attention_layernorm.weight", &layers, hidden),
-            mlp: (!dense.is_empty()).then(|| GatedMlp::declare(d, &c.dense.mlp, hidden, &dense)),
-            moe: (!sparse.is_empty()).then(|| Moe::declare(d, &c.moe, hidden, &sparse)),
-            places: layers.iter().map(|&l| place(l)).collect(),
-            sparse: c.sparse.clone(),
+            mlp: MlpOrMoe::declare(d, &c.dense.mlp, &c.moe, &c.sparse, hidden),
         }
     }
 }
@@ -147,12 +136,7 @@ impl DecoderLayers for Qwen3MoeLayers {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
         let x = self.attention.forward(pass, tape, l, x, &h, kv)?;
         let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
-        let place = self.places[l];
-        match (&self.moe, &self.mlp) {
-            (Some(moe), _) if self.sparse[l] => moe.forward(pass, tape, place, &x, &h),
-            (_, Some(mlp)) => mlp.forward(pass, tape, place, &x, &h),
-            (_, None) => unreachable!("a layer has a stack that it is in"),
-        }
+        self.mlp.forward(pass, tape, l, &x, &h)
     }
 
     fn geometry(&self, l: usize) -> AttentionGeometry {
@@ -161,9 +145,6 @@ impl DecoderLayers for Qwen3MoeLayers {
 
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {
         let attention = self.attention.token_bytes(backend, hidden, dtype);
-        let mlp = self.mlp.as_ref().map(|mlp| mlp.token_bytes(hidden, dtype));
-        let moe = self.moe.as_ref().map(|moe| moe.token_bytes(hidden, dtype));
-        let feed = mlp.into_iter().chain(moe).map(|bytes| bytes.saved + bytes.gradients).max().unwrap_or(0);
-        attention.saved + feed.max(attention.gradients)
+        attention.saved + self.mlp.token_bytes_max(hidden, dtype).max(attention.gradients)
     }
 }

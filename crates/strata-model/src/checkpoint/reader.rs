@@ -62,6 +62,11 @@ impl<'a> CheckpointReader<'a> {
         self.unused.remove(name);
     }
 
+    /// As [`CheckpointReader::ignore`], of all tensors whose names begin with this.
+    pub(crate) fn ignore_under(&mut self, prefix: &str) {
+        self.unused.retain(|name| !name.starts_with(prefix));
+    }
+
     /// Ends the accounting.
     ///
     /// # Errors

@@ -46,6 +46,14 @@ impl<'a> Fields<'a> {
         check_size(key, size, max)
     }
 
+    /// A whole number from 0 to `max`.
+    pub(crate) fn count(&self, key: &str, default: usize, max: usize) -> Result<usize> {
+        match self.map.get(key).map(Value::as_u64) {
+            Some(Some(0)) => Ok(0),
+            _ => self.size(key, default, max),
+        }
+    }
+
     /// As [`Fields::size`], of a key that may be `null`.
     pub(crate) fn optional_size(&self, key: &str, max: usize) -> Result<Option<usize>> {
         self.get(key).map(|_| self.size(key, 1, max)).transpose()

@@ -1,7 +1,7 @@
 use serde_json::{Value, json};
 use strata_tensor::DType;
 
-use crate::architectures::DenseConfig;
+use crate::architectures::{DeepseekV3Config, DenseConfig, Router, SigmoidRouter};
 
 use super::*;
 
@@ -45,6 +45,76 @@ fn the_embedded_config_is_read() {
     assert_eq!((a.rope.theta, config.rms_norm_eps, config.max_position_embeddings), (1e4, 1e-6, 2048));
     assert_eq!((config.dtype, config.tie_word_embeddings), (Some(DType::BF16), true));
     assert_eq!((config.bos_token_id, &config.eos_token_ids[..]), (Some(0), &[2][..]));
+}
+
+/// What a model that attends over latents has of its own.
+fn latent(config: &ModelConfig) -> &DeepseekV3Config {
+    let (Family::DeepseekV3(c) | Family::Glm4MoeLite(c)) = &config.family else { panic!("{config:?} has no latents") };
+    c
+}
+
+#[test]
+fn defaults_of_families_with_latents_are_those_of_transformers() {
+    let deepseek = ModelConfig::from_json(r#"{"model_type": "deepseek_v3"}"#, None).unwrap();
+    let DeepseekV3Config { attention: a, mlp, moe, sparse, further_layers } = latent(&deepseek);
+    assert_eq!((a.num_heads, a.query_latent, a.latent), (128, Some(1536), 512));
+    assert_eq!((a.nope_dim, a.rope_dim, a.value_dim, a.bias, a.interleaved), (128, 64, 128, false, true));
+    assert_eq!((mlp.intermediate_size, moe.num_experts, moe.experts_per_token, moe.shared_size), (18_432, 256, 8, Some(2048)));
+    let router = SigmoidRouter { num_groups: 8, top_groups: 4, normalize: true, scaling_factor: 2.5 };
+    assert_eq!((&moe.router, *further_layers), (&Router::Sigmoid(router), 1));
+    assert_eq!((sparse.iter().position(|s| *s), sparse.len(), deepseek.rms_norm_eps), (Some(3), 61, 1e-6));
+
+    let glm = ModelConfig::from_json(r#"{"model_type": "glm4_moe_lite"}"#, None).unwrap();
+    let DeepseekV3Config { attention: a, moe, sparse, .. } = latent(&glm);
+    assert_eq!((a.num_heads, a.query_latent, a.latent), (20, Some(768), 512));
+    assert_eq!((a.nope_dim, a.rope_dim, a.value_dim), (192, 64, 256));
+    let router = SigmoidRouter { num_groups: 1, top_groups: 1, normalize: true, scaling_factor: 1.8 };
+    assert_eq!((moe.num_experts, &moe.router), (64, &Router::Sigmoid(router)));
+    assert_eq!((sparse.iter().position(|s| *s), sparse.len(), glm.rms_norm_eps), (Some(1), 47, 1e-5));
+    for config in [deepseek, glm] {
+        assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config);
+    }
+}
+
+#[test]
+fn what_attention_over_latents_does_not_compute_is_refused() {
+    let error = |key: &str, value: Value| {
+        let json = json!({ "model_type": "deepseek_v3", key: value });
+        ModelConfig::from_json(&json.to_string(), None).expect_err(key).to_string()
+    };
+    for (key, value, said) in [
+        ("num_key_value_heads", json!(8), "num_key_value_heads 8"),
+        ("head_dim", json!(128), "head_dim 128"),
+        ("scoring_func", json!("softmax"), "scoring_func \"softmax\""),
+        ("topk_method", json!("greedy"), "topk_method \"greedy\""),
+        ("moe_layer_freq", json!(2), "moe_layer_freq 2"),
+        ("n_group", json!(7), "n_group 7"),
+        ("topk_group", json!(9), "topk_group 9"),
+        ("num_experts_per_tok", json!(129), "num_experts_per_tok 129"),
+        ("rope_parameters", json!({"rope_type": "linear", "factor": 2.0}), "rope_type"),
+        ("partial_rotary_factor", json!(0.5), "32 of the 64"),
+        ("hidden_act", json!("gelu"), "hidden_act \"gelu\""),
+    ] {
+        assert!(error(key, value.clone()).contains(said), "{key}: {}", error(key, value));
+    }
+    let schedule = r#"{"model_type": "glm4_moe_lite", "num_hidden_layers": 2, "mlp_layer_types": ["dense", "linear"]}"#;
+    assert!(ModelConfig::from_json(schedule, None).unwrap_err().to_string().contains("mlp_layer_types[1] \"linear\""));
+    let contradicted = r#"{"model_type": "glm4_moe_lite", "first_k_dense_replace": 2}"#;
+    assert!(ModelConfig::from_json(contradicted, None).unwrap_err().to_string().contains("first_k_dense_replace 2"));
+}
+
+/// Yarn stretches the scale of all of a query and a key beside the cosines and sines of what turns.
+#[test]
+fn yarn_stretches_the_scale_of_attention_over_latents() {
+    let scale = |rope: Value| {
+        let json = json!({"model_type": "deepseek_v3", "num_hidden_layers": 1, "rope_scaling": rope});
+        latent(&ModelConfig::from_json(&json.to_string(), None).unwrap()).attention.scale()
+    };
+    let yarn =
+        |all: f64| json!({"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale_all_dim": all});
+    assert_eq!(scale(json!(null)), 192f32.sqrt().recip());
+    assert_eq!(scale(yarn(0.0)), 192f32.sqrt().recip());
+    assert!((scale(yarn(1.0)) / scale(json!(null)) - 1.873_854).abs() < 1e-5);
 }
 
 #[test]
