@@ -24,8 +24,8 @@ mod source;
 mod tokenizer;
 
 pub use architectures::{
-    AttentionConfig, AttentionWork, DenseConfig, ExpertWork, Family, LinearWork, MatrixShape, MlpConfig, MoeConfig, Observed,
-    Qwen3MoeConfig, Work, parameter_shapes,
+    AttentionConfig, AttentionWork, DenseConfig, ExpertWork, Family, GptOssConfig, LinearWork, MatrixShape, MlpConfig,
+    MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Work, parameter_shapes,
 };
 pub use batch::{AdapterGroup, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};

@@ -7,6 +7,7 @@ mod blocks;
 mod declaration;
 mod decoder;
 mod dense;
+mod gpt_oss;
 mod llama;
 mod mistral;
 mod moe;
@@ -23,13 +24,14 @@ use crate::config::fields::{Fields, unsupported};
 use crate::config::{Rope, RopeTable};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
-pub(crate) use declaration::{FusedExpert, Parameter};
+pub(crate) use declaration::{Form, FusedExpert, Parameter};
 use decoder::{DecoderLayers, Plan};
 
 pub use blocks::{AttentionConfig, MlpConfig};
 pub(crate) use decoder::Decoder;
 pub use dense::DenseConfig;
-pub use moe::MoeConfig;
+pub use gpt_oss::GptOssConfig;
+pub use moe::{MoeConfig, MoeLayout};
 pub use qwen3_moe::Qwen3MoeConfig;
 
 /// A family, with what its models have beside what all models have.
@@ -45,15 +47,18 @@ pub enum Family {
     Mistral(DenseConfig),
     /// Qwen3-MoE.
     Qwen3Moe(Qwen3MoeConfig),
+    /// gpt-oss.
+    GptOss(GptOssConfig),
 }
 
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 5] = [
+const REGISTRY: [(&str, Read); 6] = [
     ("qwen3", qwen3::read),
     ("qwen3_moe", qwen3_moe::read),
+    ("gpt_oss", gpt_oss::read),
     ("qwen2", qwen2::read),
     ("llama", llama::read),
     ("mistral", mistral::read),
@@ -68,6 +73,12 @@ pub(crate) fn read_config(fields: &Fields<'_>, generation: Option<&Fields<'_>>) 
     let Some(value) = fields.get("model_type") else {
         return Err(Error::Config(format!("model_type is missing; supported: {}", supported())));
     };
+    // The one family whose published weights are quantized.
+    if let Some(quantization) = fields.get("quantization_config")
+        && value != "gpt_oss"
+    {
+        return Err(unsupported("quantization_config", quantization, "checkpoints in float32, bfloat16 or float16"));
+    }
     match REGISTRY.iter().find(|(name, _)| value == name) {
         Some((_, read)) => read(fields, generation),
         None => Err(unsupported("model_type", value, &supported())),
@@ -82,6 +93,7 @@ impl Family {
             Family::Llama(_) => "llama",
             Family::Mistral(_) => "mistral",
             Family::Qwen3Moe(_) => "qwen3_moe",
+            Family::GptOss(_) => "gpt_oss",
         }
     }
 
@@ -89,6 +101,7 @@ impl Family {
         match self {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c.validate(model),
             Family::Qwen3Moe(c) => c.validate(model),
+            Family::GptOss(c) => c.validate(model),
         }
     }
 
@@ -96,6 +109,7 @@ impl Family {
         match self {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => &c.attention.rope,
             Family::Qwen3Moe(c) => &c.dense.attention.rope,
+            Family::GptOss(c) => &c.attention.rope,
         }
     }
 
@@ -104,6 +118,7 @@ impl Family {
         match self {
             Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) => 0,
             Family::Qwen3Moe(c) => c.moe.experts_per_token,
+            Family::GptOss(c) => c.moe.experts_per_token,
         }
     }
 
@@ -115,6 +130,7 @@ impl Family {
             Family::Llama(c) => llama::write(c, map),
             Family::Mistral(c) => mistral::write(c, map),
             Family::Qwen3Moe(c) => qwen3_moe::write(model, c, map),
+            Family::GptOss(c) => gpt_oss::write(c, map),
         }
     }
 
@@ -125,6 +141,7 @@ impl Family {
                 Box::new(dense::DenseLayers::declare(d, model, c))
             }
             Family::Qwen3Moe(c) => Box::new(qwen3_moe::Qwen3MoeLayers::declare(d, model, c)),
+            Family::GptOss(c) => Box::new(gpt_oss::GptOssLayers::declare(d, model, c)),
         }
     }
 }

@@ -47,6 +47,7 @@ impl ModelConfig {
             qkv_bias: false,
             o_bias: false,
             qk_norm: true,
+            sinks: false,
             windows: vec![None; shape.num_layers],
             rope: Rope { theta: 1e6, rotary_dim: head_dim, scaling: RopeScaling::Default },
         };
