@@ -24,12 +24,14 @@ import json
 import pathlib
 import shutil
 import sys
+import zlib
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import transformers_weight_conversion
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 ROOT = pathlib.Path(__file__).parent / "fixtures"
 GREEDY_TOKENS = 12
@@ -222,7 +224,31 @@ DEEPSEEK = [
         theta=10000.0, lengths=[65, 130, 2, 64], adapters=dict(r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP)),
     ),
 ]
-for spec in DENSE + MOE + DEEPSEEK:
+# gpt-oss, with windows that sequences are longer than and a limit that activations reach.
+GPT_OSS = [
+    # Yarn whose ramp is not of whole pairs, the alternation of windows that is the default, heads wider than hidden / heads.
+    dict(
+        name="gpt_oss_f32", family="gpt_oss",
+        config=dict(vocab_size=83, hidden_size=36, intermediate_size=22, num_hidden_layers=3, num_attention_heads=6,
+                    num_key_value_heads=2, head_dim=10, num_local_experts=5, num_experts_per_tok=2, sliding_window=9,
+                    swiglu_alpha=1.3, swiglu_limit=0.4),
+        theta=150000.0, rope=dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                                  original_max_position_embeddings=64),
+        lengths=[1, 70, 33, 64],
+        adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2), attention_r3=dict(rank=3, targets=ATTENTION)),
+    ),
+    # Experts in blocks of four bits, one key head, no biases of attention, tied, full attention first.
+    dict(
+        name="gpt_oss_mxfp4_f32", family="gpt_oss",
+        config=dict(vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=14, num_local_experts=4, num_experts_per_tok=3, sliding_window=17,
+                    layer_types=["full_attention", "sliding_attention"], attention_bias=False, tie_word_embeddings=True,
+                    swiglu_limit=1.5),
+        theta=10000.0, lengths=[40, 3, 65], layout="mxfp4",
+        adapters=dict(experts_r3=dict(rank=3, targets=ATTENTION, experts=1)),
+    ),
+]
+for spec in DENSE + MOE + DEEPSEEK + GPT_OSS:
     FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
 
 
@@ -240,12 +266,38 @@ def random_model(spec, seed):
                 parameter.copy_(0.5 + torch.rand_like(parameter))
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))
+            elif spec.get("layout") == "mxfp4" and ".experts." in name:
+                parameter.copy_(convert_moe_packed_tensors(*mxfp4_tensors(name, parameter.shape).values(), dtype=torch.float32))
             else:
                 parameter.copy_(0.15 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     return model.to(spec["dtype"])
+
+
+def mxfp4_tensors(name, shape):
+    """Blocks and scales of random numbers of four bits for the experts of a parameter of this name and shape, `[experts, in, out]`."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    experts, width, rows = shape
+    blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8, generator=generator)
+    # Numbers up to 6 times 1/64 to 1/8.
+    scales = torch.randint(121, 125, (experts, rows, width // 32), dtype=torch.uint8, generator=generator)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def quantize_experts(directory):
+    """Rewrites a checkpoint so that its experts are the blocks and scales that they were made of."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensors |= mxfp4_tensors(name, tensors.pop(name).shape)
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def save_model(model, spec, directory):
@@ -421,6 +473,10 @@ def make_adapter(model, spec, seed, directory):
     config_path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
+def is_of_experts(name):
+    return ".experts." in name and not name.endswith("bias")
+
+
 class WithExperts:
     """A PEFT model whose experts have pairs too: their weights are made of the pairs before each pass, so that gradients reach them."""
 
@@ -429,7 +485,8 @@ class WithExperts:
     def __init__(self, peft, tensors, scale):
         self.peft, self.scale = peft, scale
         self.pairs = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items() if ".experts." in name}
-        self.plain = {name: parameter.detach().clone() for name, parameter in peft.named_parameters() if ".experts." in name}
+        self.plain = {name: parameter.detach().clone() for name, parameter in peft.named_parameters() if is_of_experts(name)}
+        self.is_gpt_oss = peft.get_base_model().config.model_type == "gpt_oss"
 
     def weights(self):
         merged = {}
@@ -437,7 +494,14 @@ class WithExperts:
             layer = name.split(".experts.")[0]
             delta = lambda w: torch.einsum("eor,eri->eoi", self.pairs[f"{layer}.experts.{w}.lora_B.weight"],
                                            self.pairs[f"{layer}.experts.{w}.lora_A.weight"]) * self.scale
-            merged[name] = plain + (delta("w2") if name.endswith("down_proj") else torch.cat([delta("w1"), delta("w3")], dim=1))
+            if name.endswith("down_proj"):
+                rows = delta("w2")
+            elif self.is_gpt_oss:
+                # A row of gate, one of up, and so on.
+                rows = torch.stack([delta("w1"), delta("w3")], dim=2).flatten(1, 2)
+            else:
+                rows = torch.cat([delta("w1"), delta("w3")], dim=1)
+            merged[name] = plain + (rows.transpose(1, 2) if self.is_gpt_oss else rows)
         return merged
 
     def __call__(self, **inputs):
@@ -458,10 +522,12 @@ def add_experts(model, spec, seed, directory):
     path, rank = directory / "adapter_model.safetensors", spec["experts"]
     tensors = load_file(path)
     for name, parameter in model.named_parameters():
-        if ".experts." not in name:
+        if not is_of_experts(name):
             continue
         layer = "base_model.model." + name.split(".experts.")[0]
         count, out, width = parameter.shape
+        if model.config.model_type == "gpt_oss":
+            out, width = width, out
         for w, rows in (("w2", out),) if name.endswith("down_proj") else (("w1", out // 2), ("w3", out // 2)):
             tensors[f"{layer}.experts.{w}.lora_A.weight"] = 0.1 * torch.randn(count, rank, width)
             tensors[f"{layer}.experts.{w}.lora_B.weight"] = 0.1 * spec["rank"] / 32 * torch.randn(count, rows, rank)
@@ -522,7 +588,9 @@ def make_fixture(spec, seed):
             values |= gradients(half, sequences, "bf16.")
         values = {key: value for key, value in values.items() if not key.endswith("embeds")}
         save_file(values, directory / f"{name}.safetensors")
-    if "layout" in spec:
+    if spec.get("layout") == "mxfp4":
+        quantize_experts(model_directory)
+    elif "layout" in spec:
         fuse_experts(model_directory / "model.safetensors", spec["layout"])
     if "further_layer" in spec:
         add_further_layer(model_directory / "model.safetensors", spec["config"]["num_hidden_layers"])

@@ -24,8 +24,8 @@ mod source;
 mod tokenizer;
 
 pub use architectures::{
-    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, LatentConfig, LinearWork, MatrixShape,
-    MlpConfig, MoeConfig, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work, parameter_shapes,
+    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, LatentConfig, LinearWork,
+    MatrixShape, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work, parameter_shapes,
 };
 pub use batch::{AdapterGroup, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};

@@ -10,8 +10,8 @@ use strata_tensor::{
     random, read_logits, target_logprobs,
 };
 
-use crate::architectures::{self, BatchInputs, Decoder, FusedExpert, Observed, Observer, Parameter, WeightSource};
-use crate::checkpoint::{Checkpoint, CheckpointReader, first_not_finite};
+use crate::architectures::{self, BatchInputs, Decoder, Form, FusedExpert, Observed, Observer, Parameter, WeightSource};
+use crate::checkpoint::{BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, dequantize, first_not_finite};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
@@ -402,9 +402,15 @@ fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
             let is_flipped = checkpoint.shape(&fused.name) == Some(&flipped[..]) && shape != flipped;
             reader.require(&fused.name, if is_flipped { &flipped } else { &shape });
         }
-        None => {
-            reader.require(&p.name, &p.shape);
-        }
+        None => match Mxfp4::of(checkpoint, p) {
+            Some(quantized) => {
+                reader.require_bytes(&quantized.blocks.0, &quantized.blocks.1);
+                reader.require_bytes(&quantized.scales.0, &quantized.scales.1);
+            }
+            None => {
+                reader.require(&p.name, &p.shape);
+            }
+        },
     });
     reader.finish()
 }
@@ -416,7 +422,62 @@ struct CheckpointWeights<'c> {
 
 /// Where a parameter of an expert lies, if the checkpoint has all experts of its layer in one tensor.
 fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p FusedExpert> {
-    parameter.fused.as_ref().filter(|fused| !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name))
+    match &parameter.form {
+        Form::Expert(fused) if !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name) => Some(fused),
+        Form::Expert(_) | Form::Own | Form::Flipped => None,
+    }
+}
+
+/// Where the experts of a layer lie as blocks and scales: names and shapes.
+struct Mxfp4 {
+    blocks: (String, [usize; 4]),
+    scales: (String, [usize; 3]),
+}
+
+impl Mxfp4 {
+    /// If the checkpoint has a parameter so.
+    fn of(checkpoint: &Checkpoint, parameter: &Parameter) -> Option<Self> {
+        let Parameter { name, form: Form::Flipped, shape, .. } = parameter else { return None };
+        let [blocks, scales] = ["blocks", "scales"].map(|part| format!("{name}_{part}"));
+        let [experts, columns, rows] = shape[..] else { return None };
+        // Blocks are of one row each.
+        let is_quantized = !checkpoint.contains(name) && checkpoint.contains(&blocks) && columns.is_multiple_of(BLOCK);
+        is_quantized.then(|| Mxfp4 {
+            blocks: (blocks, [experts, rows, columns / BLOCK, BLOCK_BYTES]),
+            scales: (scales, [experts, rows, columns / BLOCK]),
+        })
+    }
+}
+
+/// Matrices `[count, m, n]` as `[count, n, m]`.
+fn turned(matrices: HostRef<'_>) -> HostTensor {
+    let shape = matrices.shape();
+    let &[count, m, n] = shape.dims() else { panic!("matrices of shape {shape}") };
+    let mut out = HostTensor::zeros(&[count, n, m], matrices.dtype());
+    match matrices.dtype() {
+        DType::F32 => turn::<4>(matrices.as_bytes(), out.bytes_mut(), [m, n]),
+        DType::BF16 => turn::<2>(matrices.as_bytes(), out.bytes_mut(), [m, n]),
+    }
+    out
+}
+
+/// As [`turned`], of elements of `SIZE` bytes.
+fn turn<const SIZE: usize>(from: &[u8], to: &mut [u8], [m, n]: [usize; 2]) {
+    /// Rows and columns of what is read and written together: a few cache lines of each.
+    const TILE: usize = 32;
+    let (from, to) = (from.as_chunks::<SIZE>().0, to.as_chunks_mut::<SIZE>().0);
+    for (from, to) in from.chunks_exact(m * n).zip(to.chunks_exact_mut(m * n)) {
+        for (rows, columns) in (0..m)
+            .step_by(TILE)
+            .flat_map(|row| (0..n).step_by(TILE).map(move |column| (row..m.min(row + TILE), column..n.min(column + TILE))))
+        {
+            for row in rows {
+                for column in columns.clone() {
+                    to[column * m + row] = from[row * n + column];
+                }
+            }
+        }
+    }
 }
 
 impl CheckpointWeights<'_> {
@@ -470,6 +531,35 @@ impl CheckpointWeights<'_> {
     }
 }
 
+impl CheckpointWeights<'_> {
+    /// Matrices of experts that lie as blocks and scales.
+    fn read_mxfp4(
+        &self,
+        Mxfp4 { blocks, scales }: &Mxfp4,
+        dtype: DType,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let bytes = |name: &str, shape: &[usize]| match self.checkpoint.plain_bytes(name, shape) {
+            Some(bytes) => bytes.map_err(|message| self.checkpoint.error(message)),
+            None => Err(self.checkpoint.error(format!("missing tensors: {name}"))),
+        };
+        let [experts, rows, of_row] = scales.1;
+        let (block_bytes, scale_bytes) = (bytes(&blocks.0, &blocks.1)?, bytes(&scales.0, &scales.1)?);
+        let mut values = vec![0.0; rows * of_row * BLOCK];
+        let of_expert = rows * of_row;
+        for expert in 0..experts {
+            let own = expert * of_expert..(expert + 1) * of_expert;
+            let own_blocks = own.start * BLOCK_BYTES..own.end * BLOCK_BYTES;
+            dequantize(&block_bytes[own_blocks.clone()], &scale_bytes[own.clone()], &mut values);
+            let matrix = HostTensor::from_f32(&values, &[1, rows, of_row * BLOCK], dtype)?;
+            self.pass_on(&blocks.0, own.start * BLOCK, expert, matrix.as_ref(), store)?;
+            self.checkpoint.forget(&blocks.0, own_blocks);
+            self.checkpoint.forget(&scales.0, own);
+        }
+        Ok(())
+    }
+}
+
 impl WeightSource for CheckpointWeights<'_> {
     fn read(
         &mut self,
@@ -481,6 +571,10 @@ impl WeightSource for CheckpointWeights<'_> {
         if let Some(fused) = fused_in(self.checkpoint, parameter) {
             return self.read_fused(fused, shape[0], dtype, store);
         }
+        if let Some(quantized) = Mxfp4::of(self.checkpoint, parameter) {
+            return self.read_mxfp4(&quantized, dtype, store);
+        }
+        let mut store = in_form(&parameter.form, store);
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
         };
@@ -489,11 +583,22 @@ impl WeightSource for CheckpointWeights<'_> {
             let first = rows.start;
             let bytes = rows.start * row_bytes..rows.end * row_bytes;
             let values = tensor.read_rows(rows, dtype)?;
-            self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), store)?;
+            self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), &mut store)?;
             // Else the files of a model would take as much memory as the model while it loads.
             self.checkpoint.forget(name, bytes);
         }
         Ok(())
+    }
+}
+
+/// Turns the matrices of a parameter that a checkpoint has the other way round before they are stored.
+fn in_form<'s>(
+    form: &'s Form,
+    store: &'s mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+) -> impl FnMut(usize, HostRef<'_>) -> Result<()> + 's {
+    move |first, rows| match form {
+        Form::Flipped => store(first, turned(rows).as_ref()),
+        Form::Own | Form::Expert(_) => store(first, rows),
     }
 }
 
@@ -519,7 +624,8 @@ impl WeightSource for RandomWeights {
         dtype: DType,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
-        let Parameter { name, shape, .. } = parameter;
+        let Parameter { name, shape, form, .. } = parameter;
+        let mut store = in_form(form, store);
         let row_len = shape[1..].iter().product::<usize>();
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];
@@ -536,7 +642,8 @@ impl WeightSource for RandomWeights {
 /// Random values of elements `first..` of a parameter, keyed by seed and place of the parameter: the rule of [`Model::random`].
 pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], first: usize, values: &mut [f32]) {
     match (shape.len(), name.ends_with("bias")) {
-        (1, true) => values.fill(0.0),
+        // Those of experts are one tensor.
+        (_, true) => values.fill(0.0),
         (1, false) => values.fill(1.0),
         // A uniform draw of this width has the standard deviation `range`.
         _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),

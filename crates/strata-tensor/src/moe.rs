@@ -51,13 +51,12 @@ pub struct Routed {
     pub weights: Var,
 }
 
-/// What lies between the two layers of an expert.
+/// What lies between the two layers of an expert: of the first one's outputs, all of gate and then all of up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ExpertActivation {
-    /// `silu(gate) · up`; all of gate, then all of up.
+    /// `silu(gate) · up`.
     SwiGlu,
-    /// gpt-oss: `(up' + 1) · gate' · sigmoid(alpha · gate')`, with `gate' = min(gate, limit)` and `up'` between `-limit` and `limit`; gate and up of a
-    /// feature beside each other.
+    /// gpt-oss: `(up' + 1) · gate' · sigmoid(alpha · gate')`, with `gate' = min(gate, limit)` and `up'` between `-limit` and `limit`.
     ClampedSwiGlu {
         /// `swiglu_alpha`: 1.702.
         alpha: f32,

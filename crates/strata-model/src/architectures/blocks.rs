@@ -64,6 +64,8 @@ pub struct AttentionConfig {
     pub o_bias: bool,
     /// Whether each head of q and k has an RMSNorm (Qwen3).
     pub qk_norm: bool,
+    /// Whether each query head has a logit that joins its softmax without a value (gpt-oss).
+    pub sinks: bool,
     /// How many keys a query of each layer sees, its own the last; `None`: all before it.
     pub windows: Vec<Option<usize>>,
     /// Rotary positions.
@@ -93,6 +95,7 @@ pub(crate) struct Attention {
     qkv_proj: MatrixId,
     qkv_bias: Option<VectorId>,
     norms: Option<[VectorId; 2]>,
+    sinks: Option<VectorId>,
     o_proj: MatrixId,
     o_bias: Option<VectorId>,
     /// Modules of q, k and v with their first columns.
@@ -121,7 +124,8 @@ impl Attention {
         let o_bias = c.o_bias.then(|| d.norm("self_attn.o_proj.bias", layers, hidden));
         let norm = |d: &mut Declaration, name: &str| d.norm(&format!("self_attn.{name}.weight"), layers, c.head_dim);
         let norms = c.qk_norm.then(|| ["q_norm", "k_norm"].map(|name| norm(d, name)));
-        Attention { geometries, layout, qkv_proj, qkv_bias, norms, o_proj, o_bias, qkv_modules, o_module }
+        let sinks = c.sinks.then(|| d.norm("self_attn.sinks", layers, c.num_heads));
+        Attention { geometries, layout, qkv_proj, qkv_bias, norms, sinks, o_proj, o_bias, qkv_modules, o_module }
     }
 
     /// `residual + o(attention(h))`.
@@ -138,7 +142,7 @@ impl Attention {
         let input = AttentionInput {
             geometry: self.geometries[l],
             layout: self.layout,
-            sinks: None,
+            sinks: self.sinks.map(|id| pass.weights.vector(id, l)),
             norms: self.norms.map(|norms| norms.map(|id| -> TensorRef<'a> { pass.weights.vector(id, l) })),
             rotary: pass.inputs.rotary.clone(),
             spans: pass.inputs.spans.clone(),

@@ -3,7 +3,7 @@
 //! An architecture declares its stacks, and what of a checkpoint fills which rows of which layer of them. From the declaration come the list of a checkpoint's
 //! parameters, the stacks in memory, the modules that can carry LoRA, and the count of work.
 
-use strata_tensor::{Backend, DType, HostRef, PackedRef, PackedStack, Tensor, TensorRef, WeightFormat};
+use strata_tensor::{Backend, DType, HostRef, HostTensor, PackedRef, PackedStack, Tensor, TensorRef, WeightFormat};
 
 use super::{MatrixShape, WeightSource};
 use crate::Result;
@@ -23,11 +23,21 @@ pub(crate) struct Parameter {
     pub name: String,
     /// Its shape there.
     pub shape: Vec<usize>,
-    /// Where it lies if the checkpoint has all experts of a layer in one tensor.
-    pub fused: Option<FusedExpert>,
+    /// How it lies there beside its name and shape.
+    pub form: Form,
     /// The decoder layer it belongs to; `None` for the model's own.
     layer: Option<usize>,
     place: Place,
+}
+
+/// How a checkpoint can have the values of a parameter.
+pub(crate) enum Form {
+    /// As a tensor of its name.
+    Own,
+    /// That, or as a part of a tensor that has all experts of its layer.
+    Expert(FusedExpert),
+    /// So, all experts of a layer, `[experts, in, out]`: what goes to its place are their matrices the other way round. Or, that way round, as blocks and scales (MXFP4).
+    Flipped,
 }
 
 /// A part of a tensor that has all experts of a layer: `[experts, rows, columns]`, or `[experts, columns, rows]`.
@@ -52,23 +62,66 @@ pub(crate) struct ExpertRows {
     pub projection: &'static str,
     /// `w1`.
     pub tinker_name: &'static str,
-    /// Name of the tensor that has all experts, and the rows of an expert in it: `gate_up_proj`.
-    pub fused: (&'static str, usize),
+}
+
+/// In which order a checkpoint has the rows of an expert.
+#[derive(Clone, Copy)]
+pub(crate) enum RowOrder {
+    /// In that of the stack.
+    AsTheyAre,
+    /// One of gate, one of up, and so on, where the stack has all of gate before all of up.
+    ByTurns,
+}
+
+impl RowOrder {
+    /// Rows of one expert, as the stack has them.
+    fn for_stack(self, rows: HostRef<'_>) -> HostTensor {
+        let (count, row_bytes) = (rows.shape().leading(), rows.shape().row_len() * rows.dtype().size_bytes());
+        let mut out = HostTensor::zeros(rows.shape().dims(), rows.dtype());
+        for (i, row) in rows.as_bytes().chunks_exact(row_bytes).enumerate() {
+            let place = match self {
+                RowOrder::AsTheyAre => i,
+                RowOrder::ByTurns => i % 2 * (count / 2) + i / 2,
+            };
+            out.bytes_mut()[place * row_bytes..][..row_bytes].copy_from_slice(row);
+        }
+        out
+    }
 }
 
 #[cfg(test)]
 impl Parameter {
     /// One that goes nowhere.
     pub(crate) fn named(name: &str, shape: &[usize]) -> Self {
-        Parameter { name: name.into(), shape: shape.to_vec(), fused: None, layer: None, place: Place::Table }
+        Parameter { name: name.into(), shape: shape.to_vec(), form: Form::Own, layer: None, place: Place::Table }
     }
 }
 
 /// Where a parameter goes: the first row that it fills.
 #[derive(Clone, Copy)]
 enum Place {
-    Matrix { id: MatrixId, layer: usize, first: usize },
-    Vector { id: VectorId, layer: usize, first: usize },
+    Matrix {
+        id: MatrixId,
+        layer: usize,
+        first: usize,
+    },
+    Vector {
+        id: VectorId,
+        layer: usize,
+        first: usize,
+    },
+    /// Matrices of a stack, from entry `first` on.
+    Matrices {
+        id: MatrixId,
+        first: usize,
+        order: RowOrder,
+    },
+    /// Vectors of a stack, from entry `first` on.
+    Vectors {
+        id: VectorId,
+        first: usize,
+        order: RowOrder,
+    },
     Table,
 }
 
@@ -116,7 +169,7 @@ impl Declaration {
         self.parameters.push(Parameter {
             name: name.into(),
             shape: vec![rows, width],
-            fused: None,
+            form: Form::Own,
             layer: None,
             place: Place::Table,
         });
@@ -135,7 +188,7 @@ impl Declaration {
         self.parameters.push(Parameter {
             name: name.into(),
             shape: vec![out_features, in_features],
-            fused: None,
+            form: Form::Own,
             layer: None,
             place,
         });
@@ -146,7 +199,7 @@ impl Declaration {
     pub(crate) fn single_vector(&mut self, name: &str, width: usize) -> VectorId {
         let id = self.vector(1, width);
         let place = Place::Vector { id, layer: 0, first: 0 };
-        self.parameters.push(Parameter { name: name.into(), shape: vec![width], fused: None, layer: None, place });
+        self.parameters.push(Parameter { name: name.into(), shape: vec![width], form: Form::Own, layer: None, place });
         id
     }
 
@@ -163,25 +216,37 @@ impl Declaration {
         for (layer, number) in layers.iter().enumerate() {
             let name = format!("model.layers.{number}.{path}.weight");
             let place = Place::Matrix { id, layer, first };
-            self.parameters.push(Parameter { name, shape: vec![rows, in_features], fused: None, layer: Some(*number), place });
+            self.parameters.push(Parameter {
+                name,
+                shape: vec![rows, in_features],
+                form: Form::Own,
+                layer: Some(*number),
+                place,
+            });
         }
         self.modules.push(LoraModule { path, part, layers: layers.to_vec(), experts: None, in_features, out_features: rows });
         self.modules.len() - 1
     }
 
-    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer,
-    /// and the module of adapters for them. Its place among the modules.
-    pub(crate) fn experts(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) -> usize {
+    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer.
+    /// `fused`: name of a tensor that may have all experts, and the rows of an expert in it.
+    pub(crate) fn experts(
+        &mut self,
+        of: &ExpertRows,
+        (fused, fused_rows): (&str, usize),
+        layers: &[usize],
+        num_experts: usize,
+        rows: usize,
+    ) {
         let in_features = self.matrices[of.stack.0].in_features;
         for (layer, number) in layers.iter().enumerate() {
             let prefix = format!("model.layers.{number}.mlp.experts");
             for expert in 0..num_experts {
                 let place = Place::Matrix { id: of.stack, layer: layer * num_experts + expert, first: of.first };
-                let (fused, fused_rows) = of.fused;
                 self.parameters.push(Parameter {
                     name: format!("{prefix}.{expert}.{}.weight", of.projection),
                     shape: vec![rows, in_features],
-                    fused: Some(FusedExpert {
+                    form: Form::Expert(FusedExpert {
                         name: format!("{prefix}.{fused}"),
                         num_experts,
                         rows: fused_rows,
@@ -194,6 +259,11 @@ impl Declaration {
                 });
             }
         }
+    }
+
+    /// The module of adapters of some rows of every expert. Its place among the modules.
+    pub(crate) fn expert_module(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) -> usize {
+        let in_features = self.matrices[of.stack.0].in_features;
         let experts = ExpertModule { count: num_experts, projection: of.projection, tinker_name: of.tinker_name };
         self.modules.push(LoraModule {
             path: "mlp.experts",
@@ -206,6 +276,33 @@ impl Declaration {
         self.modules.len() - 1
     }
 
+    /// `{path}` of the decoder layers `layers`, `[experts, in, out]` each, as a stack that has an entry for each expert of each layer.
+    pub(crate) fn flipped_experts(&mut self, id: MatrixId, path: &str, layers: &[usize], num_experts: usize, order: RowOrder) {
+        let MatrixSpec { in_features, out_features, .. } = self.matrices[id.0];
+        for (layer, number) in layers.iter().enumerate() {
+            self.parameters.push(Parameter {
+                name: format!("model.layers.{number}.{path}"),
+                shape: vec![num_experts, in_features, out_features],
+                form: Form::Flipped,
+                layer: Some(*number),
+                place: Place::Matrices { id, first: layer * num_experts, order },
+            });
+        }
+    }
+
+    /// `{path}` of the decoder layers `layers`, `[experts, width]` each, as a stack that has a vector for each expert of each layer.
+    pub(crate) fn expert_vectors(&mut self, id: VectorId, path: &str, layers: &[usize], num_experts: usize, order: RowOrder) {
+        for (layer, number) in layers.iter().enumerate() {
+            self.parameters.push(Parameter {
+                name: format!("model.layers.{number}.{path}"),
+                shape: vec![num_experts, self.vectors[id.0].width],
+                form: Form::Own,
+                layer: Some(*number),
+                place: Place::Vectors { id, first: layer * num_experts, order },
+            });
+        }
+    }
+
     /// `{path}.weight` of the decoder layers `layers` as a stack of matrices that carry no LoRA.
     pub(crate) fn router(&mut self, path: &str, layers: &[usize], in_features: usize, rows: usize) -> MatrixId {
         let id = self.matrix("router", layers.len(), in_features, rows);
@@ -214,7 +311,13 @@ impl Declaration {
         for (layer, number) in layers.iter().enumerate() {
             let place = Place::Matrix { id, layer, first: 0 };
             let name = format!("model.layers.{number}.{path}.weight");
-            self.parameters.push(Parameter { name, shape: vec![rows, in_features], fused: None, layer: Some(*number), place });
+            self.parameters.push(Parameter {
+                name,
+                shape: vec![rows, in_features],
+                form: Form::Own,
+                layer: Some(*number),
+                place,
+            });
         }
         id
     }
@@ -224,7 +327,7 @@ impl Declaration {
         for (layer, number) in layers.iter().enumerate() {
             let place = Place::Vector { id, layer, first };
             let name = format!("model.layers.{number}.{path}");
-            self.parameters.push(Parameter { name, shape: vec![len], fused: None, layer: Some(*number), place });
+            self.parameters.push(Parameter { name, shape: vec![len], form: Form::Own, layer: Some(*number), place });
         }
     }
 
@@ -287,7 +390,8 @@ impl Declaration {
             table: self.table.map(|shape| backend.zeros(&shape, format.compute)).transpose()?,
         };
         for p in self.parameters() {
-            let dtype = if matches!(p.place, Place::Vector { .. }) { DType::F32 } else { format.compute };
+            let dtype =
+                if matches!(p.place, Place::Vector { .. } | Place::Vectors { .. }) { DType::F32 } else { format.compute };
             source.read(p, dtype, &mut |first, rows| weights.store(backend, p.place, first, rows))?;
         }
         Ok(weights)
@@ -312,6 +416,11 @@ impl Weights {
         self.vectors[id.0].row(layer)
     }
 
+    /// Some vectors of a stack, `[count, width]`.
+    pub(crate) fn vectors(&self, id: VectorId, range: std::ops::Range<usize>) -> TensorRef<'_> {
+        self.vectors[id.0].as_ref().rows(range)
+    }
+
     /// The table of embeddings, if it is one of its own.
     pub(crate) fn table(&self) -> Option<TensorRef<'_>> {
         self.table.as_ref().map(Tensor::as_ref)
@@ -330,6 +439,16 @@ impl Weights {
                 let elements = at + first..at + first + rows.shape().len();
                 backend.upload(rows, self.vectors[id.0].row_mut(layer).into_rows(elements))?;
             }
+            Place::Matrices { id, first: at, order } => {
+                for (entry, matrix) in (at + first..).zip(entries(rows)?) {
+                    backend.upload_rows(&mut self.matrices[id.0], entry, 0, order.for_stack(matrix).as_ref())?;
+                }
+            }
+            Place::Vectors { id, first: at, order } => {
+                for (entry, vector) in (at + first..).zip(entries(rows)?) {
+                    backend.upload(order.for_stack(vector).as_ref(), self.vectors[id.0].row_mut(entry))?;
+                }
+            }
             Place::Table => {
                 let table = self.table.as_mut().expect("a table that is read is allocated");
                 backend.upload(rows, table.rows_mut(first..first + rows.shape().leading()))?;
@@ -337,4 +456,11 @@ impl Weights {
         }
         Ok(())
     }
+}
+
+/// The entries of the leading axis.
+fn entries(all: HostRef<'_>) -> Result<Vec<HostRef<'_>>> {
+    let (shape, bytes) = (all.shape(), all.shape().row_len() * all.dtype().size_bytes());
+    let entry = |bytes| Ok(HostRef::from_bytes(bytes, &shape.dims()[1..], all.dtype())?);
+    all.as_bytes().chunks_exact(bytes).map(entry).collect()
 }

@@ -2,14 +2,14 @@
 //! ones in the others. Layers that predict further tokens, which checkpoints hold behind the others, are left aside, as there.
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionGeometry, Backend, DType, KvAccess, Tape, Var};
+use strata_tensor::{AttentionGeometry, Backend, DType, ExpertActivation, KvAccess, Tape, Var};
 
 use super::Family;
 use super::blocks::{MlpConfig, Pass};
 use super::declaration::{Declaration, VectorId};
 use super::decoder::DecoderLayers;
 use super::latent::{LatentConfig, LatentDefaults, MultiHeadLatentAttention};
-use super::moe::{MlpOrMoe, MoeConfig, Router, SigmoidRouter};
+use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router, SigmoidRouter};
 use crate::config::fields::{Defaults, Fields, check_size, unsupported};
 use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, short};
 use crate::{ModelConfig, Result};
@@ -113,6 +113,8 @@ pub(super) fn read_with(
             scaling_factor: fields.number("routed_scaling_factor", defaults.scaling_factor)? as f32,
         }),
         shared_size: Some(fields.size("n_shared_experts", 1, EXPERTS_MAX)? * intermediate_size),
+        activation: ExpertActivation::SwiGlu,
+        layout: MoeLayout::PerExpert,
     };
     let further_key = if fields.has("num_mtp_layers") { "num_mtp_layers" } else { "num_nextn_predict_layers" };
     let further_layers = fields.count(further_key, 1, NUM_LAYERS_MAX)?;

@@ -22,9 +22,16 @@ pub struct DenseConfig {
 impl DenseConfig {
     /// Refuses sizes and combinations that no model can have.
     pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
-        let a = &self.attention;
+        check_size("intermediate_size", self.mlp.intermediate_size as u64, INTERMEDIATE_SIZE_MAX)?;
+        self.attention.validate(model)
+    }
+}
+
+impl AttentionConfig {
+    /// Refuses sizes and combinations that no model can have.
+    pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
+        let a = self;
         let sizes = [
-            ("intermediate_size", self.mlp.intermediate_size, INTERMEDIATE_SIZE_MAX),
             ("num_attention_heads", a.num_heads, NUM_HEADS_MAX),
             ("num_key_value_heads", a.num_kv_heads, NUM_HEADS_MAX),
             ("head_dim", a.head_dim, HEAD_DIM_MAX),
@@ -88,6 +95,16 @@ pub(super) fn windows(fields: &Fields<'_>, default_layers: usize) -> Result<Vec<
         };
         return Ok((0..num_layers as u64).map(|l| window.filter(|_| l >= first)).collect());
     };
+    windows_of_types(&types, num_layers, window, "use_sliding_window and a sliding_window")
+}
+
+/// The windows of layers of these types. `needs`: what a type with a window needs.
+pub(super) fn windows_of_types(
+    types: &[&str],
+    num_layers: usize,
+    window: Option<usize>,
+    needs: &str,
+) -> Result<Vec<Option<usize>>> {
     if types.len() != num_layers {
         let found = types.len();
         return Err(Error::Config(format!("layer_types has {found} entries for num_hidden_layers {num_layers}")));
@@ -95,9 +112,7 @@ pub(super) fn windows(fields: &Fields<'_>, default_layers: usize) -> Result<Vec<
     let of_type = |(layer, name): (usize, &&str)| match (*name, window) {
         ("full_attention", _) => Ok(None),
         ("sliding_attention", Some(window)) => Ok(Some(window)),
-        ("sliding_attention", None) => Err(Error::Config(format!(
-            "layer_types[{layer}] \"sliding_attention\" needs use_sliding_window and a sliding_window"
-        ))),
+        ("sliding_attention", None) => Err(Error::Config(format!("layer_types[{layer}] \"sliding_attention\" needs {needs}"))),
         (other, _) => {
             Err(unsupported(&format!("layer_types[{layer}]"), &other.into(), "\"full_attention\", \"sliding_attention\""))
         }
@@ -118,14 +133,18 @@ pub(super) fn write(c: &DenseConfig, class: &str, map: &mut Map<String, Value>) 
 
 /// The keys of windows that [`windows`] reads.
 pub(super) fn write_windows(c: &DenseConfig, map: &mut Map<String, Value>) {
-    let windows = &c.attention.windows;
-    let window = windows.iter().flatten().next();
-    map.insert("use_sliding_window".into(), window.is_some().into());
-    if let Some(&window) = window {
-        let name = |w: &Option<usize>| if w.is_some() { "sliding_attention" } else { "full_attention" };
-        map.insert("sliding_window".into(), window.into());
-        map.insert("layer_types".into(), windows.iter().map(name).collect::<Vec<_>>().into());
+    let has_any = c.attention.windows.iter().any(Option::is_some);
+    map.insert("use_sliding_window".into(), has_any.into());
+    if has_any {
+        write_layer_types(&c.attention.windows, map);
     }
+}
+
+/// The keys of windows that [`windows_of_types`] reads.
+pub(super) fn write_layer_types(windows: &[Option<usize>], map: &mut Map<String, Value>) {
+    let name = |w: &Option<usize>| if w.is_some() { "sliding_attention" } else { "full_attention" };
+    map.insert("sliding_window".into(), windows.iter().copied().flatten().next().into());
+    map.insert("layer_types".into(), windows.iter().map(name).collect::<Vec<_>>().into());
 }
 
 /// `head_dim`, where it is not what the other sizes imply.

@@ -35,6 +35,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         qkv_bias: bias,
         o_bias: bias,
         qk_norm: false,
+        sinks: false,
         windows: vec![None; fields.size("num_hidden_layers", defaults.num_layers, NUM_LAYERS_MAX)?],
         rope: Rope::read(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
     };

@@ -35,6 +35,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         qkv_bias: false,
         o_bias: false,
         qk_norm: false,
+        sinks: false,
         windows: vec![window; num_layers],
         rope: Rope::read(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
     };

@@ -9,6 +9,7 @@ mod decoder;
 mod deepseek_v3;
 mod dense;
 mod glm4_moe_lite;
+mod gpt_oss;
 mod latent;
 mod llama;
 mod mistral;
@@ -26,15 +27,16 @@ use crate::config::fields::{Fields, unsupported};
 use crate::config::{Rope, RopeTable};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
-pub(crate) use declaration::{FusedExpert, Parameter};
+pub(crate) use declaration::{Form, FusedExpert, Parameter};
 use decoder::{DecoderLayers, Plan};
 
 pub use blocks::{AttentionConfig, MlpConfig};
 pub(crate) use decoder::Decoder;
 pub use deepseek_v3::DeepseekV3Config;
 pub use dense::DenseConfig;
+pub use gpt_oss::GptOssConfig;
 pub use latent::LatentConfig;
-pub use moe::{MoeConfig, Router, SigmoidRouter};
+pub use moe::{MoeConfig, MoeLayout, Router, SigmoidRouter};
 pub use qwen3_moe::Qwen3MoeConfig;
 
 /// A family, with what its models have beside what all models have.
@@ -54,15 +56,18 @@ pub enum Family {
     DeepseekV3(DeepseekV3Config),
     /// GLM-4.7-Flash.
     Glm4MoeLite(DeepseekV3Config),
+    /// gpt-oss.
+    GptOss(GptOssConfig),
 }
 
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 7] = [
+const REGISTRY: [(&str, Read); 8] = [
     ("qwen3", qwen3::read),
     ("qwen3_moe", qwen3_moe::read),
+    ("gpt_oss", gpt_oss::read),
     ("qwen2", qwen2::read),
     ("llama", llama::read),
     ("mistral", mistral::read),
@@ -79,6 +84,12 @@ pub(crate) fn read_config(fields: &Fields<'_>, generation: Option<&Fields<'_>>) 
     let Some(value) = fields.get("model_type") else {
         return Err(Error::Config(format!("model_type is missing; supported: {}", supported())));
     };
+    // The one family whose published weights are quantized.
+    if let Some(quantization) = fields.get("quantization_config")
+        && value != "gpt_oss"
+    {
+        return Err(unsupported("quantization_config", quantization, "checkpoints in float32, bfloat16 or float16"));
+    }
     match REGISTRY.iter().find(|(name, _)| value == name) {
         Some((_, read)) => read(fields, generation),
         None => Err(unsupported("model_type", value, &supported())),
@@ -95,6 +106,7 @@ impl Family {
             Family::Qwen3Moe(_) => "qwen3_moe",
             Family::DeepseekV3(_) => "deepseek_v3",
             Family::Glm4MoeLite(_) => "glm4_moe_lite",
+            Family::GptOss(_) => "gpt_oss",
         }
     }
 
@@ -103,6 +115,7 @@ impl Family {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c.validate(model),
             Family::Qwen3Moe(c) => c.validate(model),
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.validate(model),
+            Family::GptOss(c) => c.validate(model),
         }
     }
 
@@ -111,6 +124,7 @@ impl Family {
             Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => &c.attention.rope,
             Family::Qwen3Moe(c) => &c.dense.attention.rope,
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => &c.attention.rope,
+            Family::GptOss(c) => &c.attention.rope,
         }
     }
 
@@ -120,6 +134,7 @@ impl Family {
             Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) => 0,
             Family::Qwen3Moe(c) => c.moe.experts_per_token,
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.moe.experts_per_token,
+            Family::GptOss(c) => c.moe.experts_per_token,
         }
     }
 
@@ -127,7 +142,12 @@ impl Family {
     pub(crate) fn left_aside(&self, model: &ModelConfig) -> Vec<String> {
         match self {
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.left_aside(model),
-            Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) | Family::Qwen3Moe(_) => Vec::new(),
+            Family::Qwen3(_)
+            | Family::Qwen2(_)
+            | Family::Llama(_)
+            | Family::Mistral(_)
+            | Family::Qwen3Moe(_)
+            | Family::GptOss(_) => Vec::new(),
         }
     }
 
@@ -141,6 +161,7 @@ impl Family {
             Family::Qwen3Moe(c) => qwen3_moe::write(model, c, map),
             Family::DeepseekV3(c) => deepseek_v3::write(c, map),
             Family::Glm4MoeLite(c) => glm4_moe_lite::write(c, map),
+            Family::GptOss(c) => gpt_oss::write(c, map),
         }
     }
 
@@ -152,6 +173,7 @@ impl Family {
             }
             Family::Qwen3Moe(c) => Box::new(qwen3_moe::Qwen3MoeLayers::declare(d, model, c)),
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => Box::new(deepseek_v3::DeepseekV3Layers::declare(d, model, c)),
+            Family::GptOss(c) => Box::new(gpt_oss::GptOssLayers::declare(d, model, c)),
         }
     }
 }

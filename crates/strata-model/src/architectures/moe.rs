@@ -5,7 +5,7 @@ use strata_tensor::{
 };
 
 use super::blocks::{GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
-use super::declaration::{Declaration, ExpertRows, MatrixId, VectorId};
+use super::declaration::{Declaration, ExpertRows, MatrixId, RowOrder, VectorId};
 use crate::config::fields::check_size;
 use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX};
 use crate::{Error, ModelConfig, Result};
@@ -23,6 +23,10 @@ pub struct MoeConfig {
     pub router: Router,
     /// Width of an MLP that every token passes beside them (`mlp.shared_experts`).
     pub shared_size: Option<usize>,
+    /// What lies between the projections of one.
+    pub activation: ExpertActivation,
+    /// How a checkpoint has them.
+    pub layout: MoeLayout,
 }
 
 /// How a token chooses experts.
@@ -48,6 +52,15 @@ pub struct SigmoidRouter {
     pub normalize: bool,
     /// `routed_scaling_factor`: what weights are multiplied by.
     pub scaling_factor: f32,
+}
+
+/// How a checkpoint has the router and the experts of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MoeLayout {
+    /// Qwen3-MoE: `mlp.gate`, and tensors for each expert, or all in one; no biases.
+    PerExpert,
+    /// gpt-oss: `mlp.router`, and always all experts in one tensor of each kind, the features of gate and up by turns; biases wherever there is a matrix.
+    ByTurns,
 }
 
 impl MoeConfig {
@@ -76,6 +89,12 @@ impl MoeConfig {
             let of = if choices == all { "num_experts" } else { "the experts of topk_group groups," };
             return Err(Error::Config(format!("num_experts_per_tok {top_k} is not between 1 and {of} {choices}")));
         }
+        if let ExpertActivation::ClampedSwiGlu { alpha, limit } = self.activation
+            && let Some((key, value)) =
+                [("swiglu_alpha", alpha), ("swiglu_limit", limit)].iter().find(|(_, v)| !(v.is_finite() && *v > 0.0))
+        {
+            return Err(Error::Config(format!("{key} {value} is not a positive number")));
+        }
         Ok(())
     }
 }
@@ -87,40 +106,70 @@ pub(super) struct Moe {
     correction_bias: Option<VectorId>,
     gate_up_proj: MatrixId,
     down_proj: MatrixId,
+    biases: Option<MoeBiases>,
     gate_up_modules: [(usize, usize); 2],
     down_module: usize,
     shared: Option<GatedMlp>,
+}
+
+/// The biases of router and experts.
+struct MoeBiases {
+    router: VectorId,
+    gate_up: VectorId,
+    down: VectorId,
 }
 
 impl Moe {
     /// Of the decoder layers `layers`.
     pub(super) fn declare(d: &mut Declaration, c: &MoeConfig, hidden: usize, layers: &[usize]) -> Self {
         let (n, width) = (c.num_experts, c.intermediate_size);
-        let router = d.router("mlp.gate", layers, hidden, n);
-        let correction_bias = match c.router {
-            Router::Sigmoid(_) => Some(d.norm("mlp.gate.e_score_correction_bias", layers, n)),
-            Router::Softmax { .. } => None,
+        let matrices = |d: &mut Declaration| {
+            let gate_up = d.matrix("gate+up of an expert", layers.len() * n, hidden, 2 * width);
+            (gate_up, d.matrix("down of an expert", layers.len() * n, width, hidden))
         };
-        let gate_up_proj = d.matrix("gate+up of an expert", layers.len() * n, hidden, 2 * width);
-        let down_proj = d.matrix("down of an expert", layers.len() * n, width, hidden);
-        let gate_up = |projection, tinker_name, first| ExpertRows {
-            stack: gate_up_proj,
-            first,
-            projection,
-            tinker_name,
-            fused: ("gate_up_proj", 2 * width),
-        };
-        let gate_up_modules = [gate_up("gate_proj", "w1", 0), gate_up("up_proj", "w3", width)]
-            .map(|rows| (d.experts(&rows, layers, n, width), rows.first));
-        let down =
-            ExpertRows { stack: down_proj, first: 0, projection: "down_proj", tinker_name: "w2", fused: ("down_proj", hidden) };
-        let down_module = d.experts(&down, layers, n, hidden);
-        let shared = c.shared_size.map(|intermediate_size| {
-            let mlp = MlpConfig { intermediate_size, bias: false };
-            GatedMlp::declare(d, &MlpPaths::SHARED_EXPERTS, &mlp, hidden, layers)
-        });
-        let config = c.clone();
-        Moe { config, router, correction_bias, gate_up_proj, down_proj, gate_up_modules, down_module, shared }
+        let part = |stack, first, projection, tinker_name| ExpertRows { stack, first, projection, tinker_name };
+        match c.layout {
+            MoeLayout::PerExpert => {
+                let router = d.router("mlp.gate", layers, hidden, n);
+                let correction_bias = match c.router {
+                    Router::Sigmoid(_) => Some(d.norm("mlp.gate.e_score_correction_bias", layers, n)),
+                    Router::Softmax { .. } => None,
+                };
+                let (gate_up_proj, down_proj) = matrices(d);
+                let fused = ("gate_up_proj", 2 * width);
+                let gate_up_modules = [part(gate_up_proj, 0, "gate_proj", "w1"), part(gate_up_proj, width, "up_proj", "w3")]
+                    .map(|rows| {
+                        d.experts(&rows, fused, layers, n, width);
+                        (d.expert_module(&rows, layers, n, width), rows.first)
+                    });
+                let down = part(down_proj, 0, "down_proj", "w2");
+                d.experts(&down, ("down_proj", hidden), layers, n, hidden);
+                let down_module = d.expert_module(&down, layers, n, hidden);
+                let shared = c.shared_size.map(|intermediate_size| {
+                    let mlp = MlpConfig { intermediate_size, bias: false };
+                    GatedMlp::declare(d, &MlpPaths::SHARED_EXPERTS, &mlp, hidden, layers)
+                });
+                let (config, biases) = (c.clone(), None);
+                Moe { config, router, correction_bias, gate_up_proj, down_proj, biases, gate_up_modules, down_module, shared }
+            }
+            MoeLayout::ByTurns => {
+                let router = d.router("mlp.router", layers, hidden, n);
+                let router_bias = d.norm("mlp.router.bias", layers, n);
+                let (gate_up_proj, down_proj) = matrices(d);
+                let (gate_up_bias, down_bias) = (d.vector(layers.len() * n, 2 * width), d.vector(layers.len() * n, hidden));
+                d.flipped_experts(gate_up_proj, "mlp.experts.gate_up_proj", layers, n, RowOrder::ByTurns);
+                d.expert_vectors(gate_up_bias, "mlp.experts.gate_up_proj_bias", layers, n, RowOrder::ByTurns);
+                d.flipped_experts(down_proj, "mlp.experts.down_proj", layers, n, RowOrder::AsTheyAre);
+                d.expert_vectors(down_bias, "mlp.experts.down_proj_bias", layers, n, RowOrder::AsTheyAre);
+                // Beside each other in memory, whatever the checkpoint has: a low-rank pair writes neighbouring columns.
+                let gate_up_modules = [part(gate_up_proj, 0, "gate_proj", "w1"), part(gate_up_proj, width, "up_proj", "w3")]
+                    .map(|rows| (d.expert_module(&rows, layers, n, width), rows.first));
+                let down_module = d.expert_module(&part(down_proj, 0, "down_proj", "w2"), layers, n, hidden);
+                let biases = Some(MoeBiases { router: router_bias, gate_up: gate_up_bias, down: down_bias });
+                let (config, correction_bias, shared) = (c.clone(), None, None);
+                Moe { config, router, correction_bias, gate_up_proj, down_proj, biases, gate_up_modules, down_module, shared }
+            }
+        }
     }
 
     /// `residual + shared(h) + experts(h)`.
@@ -133,7 +182,7 @@ impl Moe {
         h: &Var,
     ) -> strata_tensor::Result<Var> {
         let c = &self.config;
-        let logits = tape.linear(h, pass.linear((self.router, l), None, &[]))?;
+        let logits = tape.linear(h, pass.linear((self.router, l), self.biases.as_ref().map(|b| b.router), &[]))?;
         let scores = match &c.router {
             Router::Softmax { normalize: true } => RouterScores::SoftmaxOfChosen,
             Router::Softmax { normalize: false } => RouterScores::Softmax,
@@ -150,12 +199,16 @@ impl Moe {
         let beside = self.shared.as_ref().map(|shared| shared.forward(pass, tape, l, residual, h)).transpose()?;
         // The entry of the layer's first expert; the others follow it.
         let first = l * c.num_experts;
-        let experts = Experts {
+        let mut experts = Experts {
             num_experts: c.num_experts,
             gate_up: pass.linear((self.gate_up_proj, first), None, &self.gate_up_modules),
-            activation: ExpertActivation::SwiGlu,
+            activation: c.activation,
             down: pass.linear((self.down_proj, first), None, &[(self.down_module, 0)]),
         };
+        if let Some(biases) = &self.biases {
+            let of_layer = |id| Some(pass.weights.vectors(id, first..first + c.num_experts));
+            (experts.gate_up.bias, experts.down.bias) = (of_layer(biases.gate_up), of_layer(biases.down));
+        }
         tape.add_experts(beside.as_ref().unwrap_or(residual), h, &routed, experts)
     }
 

@@ -31,6 +31,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         qkv_bias: true,
         o_bias: false,
         qk_norm: false,
+        sinks: false,
         windows: dense::windows(fields, 32)?,
         rope: Rope::read(fields, head_dim, fields.context(32_768)?)?,
     };

@@ -1,14 +1,14 @@
 //! Qwen3-MoE, as `Qwen3MoeForCausalLM` of transformers computes it: Qwen3 whose layers have experts in the place of the MLP, all of them or some.
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionGeometry, Backend, DType, KvAccess, Tape, Var};
+use strata_tensor::{AttentionGeometry, Backend, DType, ExpertActivation, KvAccess, Tape, Var};
 
 use super::Family;
 use super::blocks::{Attention, AttentionConfig, MlpConfig, Pass};
 use super::declaration::{Declaration, VectorId};
 use super::decoder::DecoderLayers;
 use super::dense::{self, DenseConfig};
-use super::moe::{MlpOrMoe, MoeConfig, Router};
+use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router};
 use crate::config::fields::{Defaults, Fields, wrong_kind};
 use crate::config::{CONTEXT_TOKENS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope};
 use crate::{ModelConfig, Result};
@@ -61,6 +61,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         qkv_bias: bias,
         o_bias: bias,
         qk_norm: true,
+        sinks: false,
         windows: vec![window; num_layers],
         rope: Rope::read(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
     };
@@ -72,6 +73,8 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         intermediate_size: fields.size("moe_intermediate_size", 768, INTERMEDIATE_SIZE_MAX)?,
         router: Router::Softmax { normalize: fields.flag("norm_topk_prob", false)? },
         shared_size: None,
+        activation: ExpertActivation::SwiGlu,
+        layout: MoeLayout::PerExpert,
     };
     let step = fields.size("decoder_sparse_step", 1, NUM_LAYERS_MAX)?;
     let dense_layers = mlp_only_layers(fields)?;

@@ -9,6 +9,7 @@
 mod atomic;
 mod hub;
 mod limits;
+mod mxfp4;
 mod peft;
 mod reader;
 mod safetensors;
@@ -23,4 +24,5 @@ pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
 pub(crate) use limits::{read_text, read_text_if_exists};
+pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
 pub(crate) use source_tensor::first_not_finite;

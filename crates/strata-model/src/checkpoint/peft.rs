@@ -201,6 +201,19 @@ fn module_path(module: &LoraModule, number: usize) -> String {
     }
 }
 
+/// As [`module_path`], and what else the tensors may be called: PEFT has another name of the unembedding, and the Tinker tools have `attn` in adapters of gpt-oss.
+fn module_paths(module: &LoraModule, number: usize) -> impl Iterator<Item = String> {
+    let other = match module.part {
+        Part::Unembed => Some(UNEMBED_PATHS[1].into()),
+        Part::Attention => {
+            let rest = module.path.strip_prefix("self_attn.");
+            rest.map(|rest| format!("base_model.model.model.layers.{number}.attn.{rest}"))
+        }
+        Part::Mlp => None,
+    };
+    [module_path(module, number)].into_iter().chain(other)
+}
+
 /// Path of one expert, where each has tensors of its own.
 fn expert_path(module: &LoraModule, experts: &ExpertModule, number: usize, expert: usize) -> String {
     format!("base_model.model.model.layers.{number}.{}.{expert}.{}", module.path, experts.projection)
@@ -242,13 +255,10 @@ fn leading_axes(reader: &CheckpointReader<'_>, module: &LoraModule, alone: bool,
 
 /// Whether the adapter has anything for a module.
 fn is_carried(checkpoint: &Checkpoint, module: &LoraModule) -> bool {
-    match module.part {
-        Part::Unembed => UNEMBED_PATHS.iter().any(|path| holds(checkpoint, path)),
-        Part::Attention | Part::Mlp => module.layers.iter().any(|&number| {
-            let of_experts = |experts: ExpertModule| holds(checkpoint, &expert_path(module, &experts, number, 0));
-            holds(checkpoint, &module_path(module, number)) || module.experts.is_some_and(of_experts)
-        }),
-    }
+    module.layers.iter().any(|&number| {
+        let of_experts = |experts: ExpertModule| holds(checkpoint, &expert_path(module, &experts, number, 0));
+        module_paths(module, number).any(|path| holds(checkpoint, &path)) || module.experts.is_some_and(of_experts)
+    })
 }
 
 /// Reads one quantity of an adapter. Whatever does not fit is in the reader's account, to be settled before the result is used.
@@ -273,13 +283,8 @@ fn read_params(
         });
         let mut pairs = Vec::with_capacity(module.layers.len());
         for &number in &module.layers {
-            let mut path = module_path(module, number);
-            if module.part == Part::Unembed
-                && !reader.contains(&a_name(prefix, &path))
-                && reader.contains(&a_name(prefix, UNEMBED_PATHS[1]))
-            {
-                path = UNEMBED_PATHS[1].into();
-            }
+            let path = module_paths(module, number).find(|path| reader.contains(&a_name(prefix, path)));
+            let path = path.unwrap_or_else(|| module_path(module, number));
             let paths: Vec<String> = match alone {
                 Some(experts) => (0..experts.count).map(|expert| expert_path(module, &experts, number, expert)).collect(),
                 None => vec![path],

@@ -47,6 +47,17 @@ impl<'a> CheckpointReader<'a> {
         None
     }
 
+    /// A tensor of u8. Failures are remembered as for [`CheckpointReader::require`].
+    pub(crate) fn require_bytes(&mut self, name: &str, shape: &[usize]) -> Option<&'a [u8]> {
+        self.unused.remove(name);
+        match self.checkpoint.plain_bytes(name, shape) {
+            Some(Ok(bytes)) => return Some(bytes),
+            Some(Err(message)) => self.malformed.push(message),
+            None => self.missing.push(name.into()),
+        }
+        None
+    }
+
     /// Whether the checkpoint holds a tensor of this name. Does not count as its use.
     pub fn contains(&self, name: &str) -> bool {
         self.checkpoint.contains(name)

@@ -149,6 +149,16 @@ impl Checkpoint {
         }
     }
 
+    /// The bytes of a tensor of u8 of this shape; `None` if there is no such tensor, the error if it is something else.
+    pub(crate) fn plain_bytes(&self, name: &str, shape: &[usize]) -> Option<Result<&[u8], String>> {
+        let entry = self.tensors.get(name)?;
+        if entry.dtype != Dtype::U8 || entry.shape != shape {
+            let (dtype, actual) = (entry.dtype, &entry.shape);
+            return Some(Err(format!("tensor {name} has dtype {dtype} and shape {actual:?}, expected U8 and {shape:?}")));
+        }
+        Some(Ok(&self.shards[entry.shard].bytes()[entry.bytes.clone()]))
+    }
+
     /// An error about this checkpoint.
     pub(crate) fn error(&self, message: String) -> Error {
         Error::Checkpoint { path: self.path.clone(), message }

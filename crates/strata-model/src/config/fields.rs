@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 /// The keys of a JSON object.
 pub(crate) struct Fields<'a> {
-    pub(super) map: &'a Map<String, Value>,
+    pub(crate) map: &'a Map<String, Value>,
 }
 
 /// What transformers takes for keys that a `config.json` leaves out, where it differs from family to family.

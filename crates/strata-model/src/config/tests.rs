@@ -1,5 +1,5 @@
 use serde_json::{Value, json};
-use strata_tensor::DType;
+use strata_tensor::{DType, ExpertActivation};
 
 use crate::architectures::{DeepseekV3Config, DenseConfig, Router, SigmoidRouter};
 
@@ -238,6 +238,46 @@ fn windows_are_those_of_the_layers_that_have_them() {
 }
 
 #[test]
+fn gpt_oss_has_the_windows_rope_and_experts_of_its_defaults() {
+    let oss = |changes: Value| {
+        let mut keys = json!({"model_type": "gpt_oss"});
+        keys.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        read_with(keys)
+    };
+    let parts = |changes: Value| match oss(changes).unwrap().family {
+        Family::GptOss(c) => c,
+        other => panic!("{other:?}"),
+    };
+    let c = parts(json!({"head_dim": 64, "num_key_value_heads": 1}));
+    assert_eq!(c.attention.windows, [Some(128), None]);
+    assert!(c.attention.sinks && c.attention.qkv_bias && c.attention.o_bias);
+    assert_eq!((c.moe.num_experts, c.moe.experts_per_token, c.moe.shared_size), (128, 4, None));
+    assert_eq!(c.moe.activation, ExpertActivation::ClampedSwiGlu { alpha: 1.702, limit: 7.0 });
+    let published = json!({"rope_theta": 150_000, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false}});
+    assert_eq!(parts(published.clone()).attention.rope, parts(json!({})).attention.rope);
+    assert_eq!(parts(published).attention.rope.theta, 150_000.0);
+    assert_eq!(parts(json!({"num_local_experts": 32})).moe.num_experts, 32);
+    assert_eq!(oss(json!({})).unwrap().rms_norm_eps, 1e-5);
+    assert_eq!(parts(json!({"quantization_config": {"quant_method": "mxfp4"}})), parts(json!({})));
+    for (changes, expected) in [
+        (json!({"quantization_config": {"quant_method": "fp8"}}), "fp8"),
+        (json!({"quantization_config": {}}), "quantization_config {}"),
+        (json!({"sliding_window": null}), "layer_types[0]"),
+        (json!({"layer_types": ["full_attention"]}), "1 entries"),
+        (json!({"swiglu_limit": 0}), "swiglu_limit 0"),
+        (json!({"swiglu_alpha": "steep"}), "swiglu_alpha is \"steep\""),
+        (json!({"num_experts_per_tok": 129}), "num_experts_per_tok 129"),
+        (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
+    ] {
+        let error = oss(changes).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+    }
+    let mxfp4 = json!({"quantization_config": {"quant_method": "mxfp4"}});
+    assert!(error_with(mxfp4).contains("mxfp4"), "of another family");
+}
+
+#[test]
 fn end_of_sequence_tokens_of_the_generation_config_win() {
     let config = json!({"model_type": "qwen3", "eos_token_id": 5}).to_string();
     let eos = |generation: Option<&str>| ModelConfig::from_json(&config, generation).unwrap().eos_token_ids;
@@ -310,6 +350,9 @@ fn what_is_written_is_read_back() {
         json!({"model_type": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": true, "use_sliding_window": true, "sliding_window": 5}),
         json!({"model_type": "qwen3_moe", "num_local_experts": 16, "decoder_sparse_step": 2, "head_dim": 20}),
         json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "attention_bias": true}),
+        json!({"model_type": "gpt_oss"}),
+        json!({"model_type": "gpt_oss", "rope_parameters": {"rope_type": "default"}, "layer_types": ["full_attention", "full_attention"],
+            "sliding_window": null, "swiglu_limit": 5.5, "swiglu_alpha": 1.25, "attention_bias": false, "num_experts": 6}),
         json!({"rope_scaling": {"rope_type": "longrope", "short_factor": vec![1.5; 8], "long_factor": vec![2.0; 8], "factor": 3.0}}),
     ] {
         let config = read_with(changes.clone()).unwrap_or_else(|e| panic!("{changes}: {e}"));

@@ -270,6 +270,68 @@ fn load_error(dir: &tempfile::TempDir, dtype: Option<DType>) -> String {
     load(dir, dtype).err().expect("the model is broken").to_string()
 }
 
+/// gpt-oss with matrices of experts that are not square, and rows of whole blocks of 32.
+fn gpt_oss() -> ModelConfig {
+    config_with(json!({
+        "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5,
+        "rope_parameters": {"rope_type": "default"}
+    }))
+}
+
+#[test]
+fn a_written_model_of_turned_experts_is_the_random_one() {
+    let logits = |model: &Model| {
+        let mut batch = PackedBatch::new();
+        batch.push_sequence(&tokens(9, 1));
+        let mut logits = Vec::new();
+        let mut observe = |what, value: &Tensor| {
+            if what == Observed::Logits {
+                logits = bits(&model.backend().to_f32_vec(value.as_ref())?);
+            }
+            Ok(())
+        };
+        model.forward_observed(&batch, &mut observe).unwrap();
+        logits
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let random = Model::random(backend(), gpt_oss(), 1, dtype).unwrap();
+        let read = load(&written(&gpt_oss(), &|_, _| ()), Some(dtype)).unwrap();
+        assert_eq!(logits(&read), logits(&random), "{dtype}");
+    }
+}
+
+#[test]
+fn blocks_and_scales_that_do_not_fit_are_refused_by_name() {
+    const EXPERTS: &str = "model.layers.1.mlp.experts.gate_up_proj";
+    let dir = written(&gpt_oss(), &|_, _| ());
+    let path = dir.path().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    // The file with other tensors in the place of one layer's experts.
+    let error = |quantized: &[(&str, safetensors::Dtype, &[usize])]| {
+        let file = safetensors::SafeTensors::deserialize(&whole).unwrap();
+        let zeros: Vec<_> = quantized.iter().map(|(_, _, shape)| vec![127u8; shape.iter().product()]).collect();
+        let of = |((name, dtype, shape), bytes): (&(&str, _, &[usize]), &'_ Vec<u8>)| {
+            (format!("{EXPERTS}_{name}"), *dtype, shape.to_vec(), bytes.clone())
+        };
+        let new: Vec<_> = quantized.iter().zip(&zeros).map(of).collect();
+        let views = new.iter().map(|(name, dtype, shape, bytes)| {
+            (name.clone(), safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+        });
+        let kept = file.tensors().into_iter().filter(|(name, _)| name != EXPERTS);
+        safetensors::serialize_to_file(kept.chain(views), None, &path).unwrap();
+        load(&dir, None).err().map(|e| e.to_string())
+    };
+    use safetensors::Dtype::{I8, U8};
+    let (blocks, scales) = (("blocks", U8, &[3, 64, 2, 16][..]), ("scales", U8, &[3, 64, 2][..]));
+    assert_eq!(error(&[blocks, scales]), None);
+    let missing = error(&[blocks]).unwrap();
+    assert!(missing.contains("missing tensors: model.layers.1.mlp.experts.gate_up_proj_scales"), "{missing}");
+    assert!(error(&[scales]).unwrap().contains("missing tensors: model.layers.1.mlp.experts.gate_up_proj;"));
+    let turned = error(&[blocks, ("scales", U8, &[3, 2, 64])]).unwrap();
+    assert!(turned.contains("gate_up_proj_scales has dtype U8 and shape [3, 2, 64], expected U8 and [3, 64, 2]"), "{turned}");
+    assert!(error(&[("blocks", I8, blocks.2), scales]).unwrap().contains("gate_up_proj_blocks has dtype I8"));
+}
+
 #[test]
 fn weights_that_are_not_finite_are_refused_by_name() {
     load(&written(&config(), &|_, _| ()), None).unwrap();

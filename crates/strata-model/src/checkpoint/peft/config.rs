@@ -147,7 +147,11 @@ fn paths(module: &LoraModule) -> Vec<String> {
         Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
         Part::Attention | Part::Mlp => {
             let of_layer = |number: &usize| match module.experts {
-                None => vec![format!("model.layers.{number}.{}", module.path)],
+                None => {
+                    let of_tools =
+                        module.path.strip_prefix("self_attn.").map(|rest| format!("model.layers.{number}.attn.{rest}"));
+                    [format!("model.layers.{number}.{}", module.path)].into_iter().chain(of_tools).collect::<Vec<_>>()
+                }
                 Some(experts) => {
                     let one = |expert| format!("model.layers.{number}.{}.{expert}.{}", module.path, experts.projection);
                     let all = format!("model.layers.{number}.{}.{}", module.path, experts.tinker_name);

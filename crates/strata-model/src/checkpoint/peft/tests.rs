@@ -157,6 +157,21 @@ fn pefts_own_name_of_the_unembedding_is_read() {
 }
 
 #[test]
+fn the_name_that_the_tinker_tools_have_for_attention_of_gpt_oss_is_read() {
+    let (dir, params) = written(&all_parts());
+    change_tensors(dir.path(), |name| Some(name.replace(".self_attn.", ".attn.")));
+    for target in ["q_proj", "attn.q_proj", "self_attn.q_proj"] {
+        change_config(dir.path(), json!({"target_modules": [target, "v_proj", "down_proj", "lm_head"]}));
+        assert_eq!(bits(&read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().params), bits(&params));
+    }
+    // One layer by this name and another by that is as good; one tensor by both is not.
+    change_tensors(dir.path(), |name| Some(name.replace("layers.0.attn.", "layers.0.self_attn.")));
+    assert_eq!(bits(&read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().params), bits(&params));
+    change_tensors(dir.path(), |name| Some(name.replace("0.self_attn.q_proj.lora_A", "0.attn.q_proj.lora_A")));
+    assert!(read_error(dir.path()).contains("0.attn.q_proj.lora_B.weight"));
+}
+
+#[test]
 fn tensors_must_fit_model_and_rank_and_all_be_used() {
     let (dir, _) = written(&all_parts());
     change_config(dir.path(), json!({"r": 5}));

@@ -70,13 +70,10 @@ impl Case {
         Routing { top_k: self.top_k, scores }
     }
 
-    /// `(in, out, first column)` of the modules with adapters: gate and up, or both at once; down, always the last.
+    /// `(in, out, first column)` of the modules with adapters: gate, up, and down.
     fn modules(&self) -> Vec<(usize, usize, usize)> {
         let (h, n) = (self.hidden, self.intermediate);
-        match self.activation {
-            ExpertActivation::SwiGlu => vec![(h, n, 0), (h, n, n), (n, h, 0)],
-            ExpertActivation::ClampedSwiGlu { .. } => vec![(h, 2 * n, 0), (n, h, 0)],
-        }
+        vec![(h, n, 0), (h, n, n), (n, h, 0)]
     }
 
     fn site(&self, group: usize, module: usize) -> LoraSite {
@@ -207,7 +204,7 @@ fn activated(activation: ExpertActivation, gate_up: &[f64]) -> Vec<f64> {
         ExpertActivation::SwiGlu => gate_up[i] * sigmoid(gate_up[i]) * gate_up[n + i],
         ExpertActivation::ClampedSwiGlu { alpha, limit } => {
             let limit = limit as f64;
-            let (gate, up) = (gate_up[2 * i].min(limit), gate_up[2 * i + 1].clamp(-limit, limit));
+            let (gate, up) = (gate_up[i].min(limit), gate_up[n + i].clamp(-limit, limit));
             (up + 1.0) * gate * sigmoid(alpha as f64 * gate)
         }
     };
