@@ -5,6 +5,7 @@
 //! (`rope_parameters`, `dtype`). A setting that this build does not compute is refused: a model that runs gives the numbers its authors meant.
 
 pub(crate) mod fields;
+mod quantization;
 mod rope;
 mod shapes;
 
@@ -13,8 +14,9 @@ use strata_tensor::DType;
 
 use crate::architectures::{self, Family};
 use crate::{Error, Result};
-use fields::{Fields, check_size, parse_object, unsupported};
+use fields::{Fields, check_size, parse_object};
 
+pub(crate) use quantization::FP8_BLOCK;
 pub use rope::{LongRope, Rope, RopeScaling, RopeTable, Yarn};
 
 /// The largest vocabulary that is accepted.
@@ -73,9 +75,7 @@ impl ModelConfig {
         let map = parse_object("config.json", config_json)?;
         let generation = generation_config_json.map(|json| parse_object("generation_config.json", json)).transpose()?;
         let (fields, generation) = (Fields { map: &map }, generation.as_ref().map(|map| Fields { map }));
-        if let Some(quantization) = fields.get("quantization_config") {
-            return Err(unsupported("quantization_config", quantization, "checkpoints in float32, bfloat16 or float16"));
-        }
+        quantization::check(&fields)?;
         let config = architectures::read_config(&fields, generation.as_ref())?;
         config.validate()?;
         Ok(config)

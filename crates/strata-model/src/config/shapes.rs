@@ -35,9 +35,27 @@ const fn shape(
     NamedShape { name, hidden_size, intermediate_size, num_layers, num_heads, tie_word_embeddings }
 }
 
+/// GLM-4.7-Flash as published, with four of its 47 layers: one without experts and three with 64. All would take sixty gigabytes.
+const GLM_4_7_FLASH: (&str, &str) = (
+    "glm-4.7-flash-4l",
+    r#"{
+        "model_type": "glm4_moe_lite", "num_hidden_layers": 4, "vocab_size": 154880, "hidden_size": 2048,
+        "intermediate_size": 10240, "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000, "max_position_embeddings": 202752, "dtype": "bfloat16", "bos_token_id": null,
+        "eos_token_id": null
+    }"#,
+);
+
 impl ModelConfig {
     /// The configuration of a public model by its short name, such as `qwen3-0.6b`. `None`: no such name.
     pub fn named_shape(name: &str) -> Option<ModelConfig> {
+        let (glm, json) = GLM_4_7_FLASH;
+        if name == glm {
+            return Some(ModelConfig::from_json(json, None).expect("the shape is a valid configuration"));
+        }
         let shape = QWEN3.iter().find(|s| s.name == name)?;
         let head_dim = 128;
         let attention = AttentionConfig {
@@ -66,8 +84,8 @@ impl ModelConfig {
         })
     }
 
-    /// The names that [`ModelConfig::named_shape`] knows, smallest model first.
+    /// The names that [`ModelConfig::named_shape`] knows, those of a family together and its smallest model first.
     pub fn named_shapes() -> impl Iterator<Item = &'static str> {
-        QWEN3.iter().map(|s| s.name)
+        QWEN3.iter().map(|s| s.name).chain([GLM_4_7_FLASH.0])
     }
 }
