@@ -248,7 +248,16 @@ GPT_OSS = [
         adapters=dict(experts_r3=dict(rank=3, targets=ATTENTION, experts=1)),
     ),
 ]
-for spec in DENSE + MOE + DEEPSEEK + GPT_OSS:
+# Linear layers but the unembedding in bytes with a scale for each block of 128 x 128, sizes that no block divides.
+BYTES = [
+    dict(
+        name="qwen3_fp8_f32",
+        config=dict(vocab_size=67, hidden_size=130, intermediate_size=270, num_hidden_layers=1, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=44, tie_word_embeddings=True),
+        theta=10000.0, lengths=[20, 3], bytes=True,
+    ),
+]
+for spec in DENSE + MOE + DEEPSEEK + GPT_OSS + BYTES:
     FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
 
 
@@ -334,6 +343,36 @@ def add_further_layer(path, number):
     for name in ("embed_tokens", "eh_proj", "enorm", "mlp.experts.0.gate_proj", "shared_head.head"):
         tensors[f"model.layers.{number}.{name}.weight"] = torch.randn(3, 2)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def in_blocks(scales, weight):
+    """Each scale as often as its block has elements."""
+    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+
+
+def round_to_bytes(model):
+    """Rounds linear layers to what bytes and scales of blocks can say; the bytes and scales."""
+    tensors = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        weight = module.weight.data
+        blocks = [-(-size // 128) for size in weight.shape]
+        scales = 0.001 * (0.5 + torch.rand(blocks))
+        narrow = (weight / in_blocks(scales, weight)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        module.weight.data = narrow.float() * in_blocks(scales, weight)
+        tensors |= {f"{name}.weight": narrow, f"{name}.weight_scale_inv": scales}
+    return tensors
+
+
+def write_bytes(directory, of_layers):
+    """Puts bytes and scales in the place of the weights of a checkpoint."""
+    path, config_path = directory / "model.safetensors", directory / "config.json"
+    save_file(load_file(path) | of_layers, path, metadata={"format": "pt"})
+    config = json.loads(config_path.read_text())
+    config["quantization_config"] = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic",
+                                         weight_block_size=[128, 128])
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_model(directory, dtype):
@@ -555,7 +594,9 @@ def make_fixture(spec, seed):
     directory = ROOT / spec["name"]
     shutil.rmtree(directory, ignore_errors=True)
     model_directory = directory / "model"
-    save_model(random_model(spec, seed), spec, model_directory)
+    model = random_model(spec, seed)
+    of_layers = round_to_bytes(model) if "bytes" in spec else None
+    save_model(model, spec, model_directory)
     sequences = token_lists(spec, seed + 1)
     (directory / "tokens.json").write_text(json.dumps(sequences) + "\n")
 
@@ -592,6 +633,8 @@ def make_fixture(spec, seed):
         quantize_experts(model_directory)
     elif "layout" in spec:
         fuse_experts(model_directory / "model.safetensors", spec["layout"])
+    if of_layers is not None:
+        write_bytes(model_directory, of_layers)
     if "further_layer" in spec:
         add_further_layer(model_directory / "model.safetensors", spec["config"]["num_hidden_layers"])
     return True

@@ -5,6 +5,7 @@
 //! (`rope_parameters`, `dtype`). A setting that this build does not compute is refused: a model that runs gives the numbers its authors meant.
 
 pub(crate) mod fields;
+pub(crate) mod quantization;
 mod rope;
 mod shapes;
 
@@ -15,6 +16,7 @@ use crate::architectures::{self, Family};
 use crate::{Error, Result};
 use fields::{Fields, check_size, parse_object};
 
+pub(crate) use quantization::FP8_BLOCK;
 pub use rope::{LongRope, Rope, RopeScaling, RopeTable, Yarn};
 
 /// The largest vocabulary that is accepted.

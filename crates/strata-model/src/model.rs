@@ -1,7 +1,7 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
 use std::collections::HashMap;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use strata_tensor::{
@@ -11,8 +11,10 @@ use strata_tensor::{
 };
 
 use crate::architectures::{self, BatchInputs, Decoder, Form, FusedExpert, Observed, Observer, Parameter, WeightSource};
-use crate::checkpoint::{BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, dequantize, first_not_finite};
-use crate::config::RopeScaling;
+use crate::checkpoint::{
+    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, SourceDType, SourceTensor, dequantize, first_not_finite,
+};
+use crate::config::{FP8_BLOCK, RopeScaling};
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
@@ -408,11 +410,24 @@ fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
                 reader.require_bytes(&quantized.scales.0, &quantized.scales.1);
             }
             None => {
-                reader.require(&p.name, &p.shape);
+                let tensor = reader.require(&p.name, &p.shape);
+                if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
+                    reader.require(&scales_name(&p.name), &scales_shape(&p.shape));
+                }
             }
         },
     });
     reader.finish()
+}
+
+/// The tensor of scales of a parameter in bytes.
+fn scales_name(name: &str) -> String {
+    format!("{name}_scale_inv")
+}
+
+/// Its shape: a scale for each block.
+fn scales_shape(shape: &[usize]) -> Vec<usize> {
+    shape.iter().map(|extent| extent.div_ceil(FP8_BLOCK)).collect()
 }
 
 /// Weights from a checkpoint that was accounted for.
@@ -499,6 +514,15 @@ impl CheckpointWeights<'_> {
         store(first, rows)
     }
 
+    /// The scales of a parameter in bytes, block after block.
+    fn scales(&self, name: &str) -> Result<Vec<f32>> {
+        let name = scales_name(name);
+        let Some(tensor) = self.checkpoint.tensor(&name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {name}")));
+        };
+        Ok(tensor.read(DType::F32)?.as_ref().to_f32_vec())
+    }
+
     /// The rows of one expert of a tensor that has all of a layer.
     fn read_fused(
         &self,
@@ -529,6 +553,21 @@ impl CheckpointWeights<'_> {
         self.checkpoint.forget(&fused.name, fused.expert * of_expert..(fused.expert + 1) * of_expert);
         Ok(())
     }
+}
+
+/// Rows of a matrix in bytes, each multiplied by the scale of its block.
+fn scaled_rows(tensor: &SourceTensor<'_>, rows: Range<usize>, scales: &[f32], dtype: DType) -> Result<HostTensor> {
+    let (first, columns) = (rows.start, tensor.shape[1..].iter().product::<usize>());
+    let read = tensor.read_rows(rows, DType::F32)?;
+    let shape = read.as_ref().shape();
+    let mut values = read.as_ref().to_f32_vec();
+    for (row, values) in values.chunks_exact_mut(columns).enumerate() {
+        let of_row = &scales[(first + row) / FP8_BLOCK * columns.div_ceil(FP8_BLOCK)..];
+        for (block, scale) in values.chunks_mut(FP8_BLOCK).zip(of_row) {
+            block.iter_mut().for_each(|value| *value *= scale);
+        }
+    }
+    Ok(HostTensor::from_f32(&values, shape.dims(), dtype)?)
 }
 
 impl CheckpointWeights<'_> {
@@ -578,11 +617,18 @@ impl WeightSource for CheckpointWeights<'_> {
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
         };
+        let scales = match tensor.dtype {
+            SourceDType::F8E4M3 => Some(self.scales(name)?),
+            SourceDType::F32 | SourceDType::BF16 | SourceDType::F16 => None,
+        };
         let row_bytes = tensor.bytes.len() / shape[0].max(1);
         for rows in slices(shape) {
             let first = rows.start;
             let bytes = rows.start * row_bytes..rows.end * row_bytes;
-            let values = tensor.read_rows(rows, dtype)?;
+            let values = match &scales {
+                Some(scales) => Converted::Owned(scaled_rows(&tensor, rows, scales, dtype)?),
+                None => tensor.read_rows(rows, dtype)?,
+            };
             self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), &mut store)?;
             // Else the files of a model would take as much memory as the model while it loads.
             self.checkpoint.forget(name, bytes);
@@ -603,7 +649,7 @@ fn in_form<'s>(
 }
 
 /// Runs of whole rows of about [`SLICE_ELEMENTS`].
-fn slices(shape: &[usize]) -> impl Iterator<Item = std::ops::Range<usize>> {
+fn slices(shape: &[usize]) -> impl Iterator<Item = Range<usize>> {
     let rows = shape[0];
     let run = (SLICE_ELEMENTS / shape[1..].iter().product::<usize>().max(1)).max(1);
     (0..rows).step_by(run).map(move |first| first..(first + run).min(rows))

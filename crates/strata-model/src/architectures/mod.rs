@@ -24,6 +24,7 @@ use serde_json::{Map, Value};
 use strata_tensor::{AttentionSpan, Backend, DType, HostRef, KvValues, LoraGroup, LoraProjection, LoraSite, Rotary, Tensor};
 
 use crate::config::fields::{Fields, unsupported};
+use crate::config::quantization;
 use crate::config::{Rope, RopeTable};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
@@ -84,11 +85,9 @@ pub(crate) fn read_config(fields: &Fields<'_>, generation: Option<&Fields<'_>>) 
     let Some(value) = fields.get("model_type") else {
         return Err(Error::Config(format!("model_type is missing; supported: {}", supported())));
     };
-    // The one family whose published weights are quantized.
-    if let Some(quantization) = fields.get("quantization_config")
-        && value != "gpt_oss"
-    {
-        return Err(unsupported("quantization_config", quantization, "checkpoints in float32, bfloat16 or float16"));
+    // gpt-oss has a quantization of its own.
+    if value != "gpt_oss" {
+        quantization::check(fields)?;
     }
     match REGISTRY.iter().find(|(name, _)| value == name) {
         Some((_, read)) => read(fields, generation),

@@ -120,8 +120,9 @@ impl Checkpoint {
     /// If its dtype is not one of [`SourceDType`].
     pub fn tensor(&self, name: &str) -> Result<Option<SourceTensor<'_>>> {
         let Some((name, entry)) = self.tensors.get_key_value(name) else { return Ok(None) };
-        let dtype = SourceDType::from_safetensors(entry.dtype)
-            .ok_or_else(|| self.error(format!("tensor {name} has dtype {}; supported: F32, BF16, F16", entry.dtype)))?;
+        let dtype = SourceDType::from_safetensors(entry.dtype).ok_or_else(|| {
+            self.error(format!("tensor {name} has dtype {}; supported: F32, BF16, F16, F8_E4M3", entry.dtype))
+        })?;
         let bytes = &self.shards[entry.shard].bytes()[entry.bytes.clone()];
         Ok(Some(SourceTensor { name, shape: &entry.shape, dtype, bytes }))
     }

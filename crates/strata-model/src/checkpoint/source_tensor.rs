@@ -15,6 +15,8 @@ pub enum SourceDType {
     BF16,
     /// IEEE 754 half precision.
     F16,
+    /// A sign, four bits of exponent, three of mantissa; no infinities (Micikevicius et al., 2022, arXiv:2209.05433).
+    F8E4M3,
 }
 
 impl SourceDType {
@@ -23,6 +25,7 @@ impl SourceDType {
             Dtype::F32 => Some(SourceDType::F32),
             Dtype::BF16 => Some(SourceDType::BF16),
             Dtype::F16 => Some(SourceDType::F16),
+            Dtype::F8_E4M3 => Some(SourceDType::F8E4M3),
             _ => None,
         }
     }
@@ -32,13 +35,14 @@ impl SourceDType {
         match self {
             SourceDType::F32 => 4,
             SourceDType::BF16 | SourceDType::F16 => 2,
+            SourceDType::F8E4M3 => 1,
         }
     }
 
-    /// The dtype to compute in when nothing else is asked for: its own, or f32 for f16.
+    /// The dtype to compute in when nothing else is asked for: its own, or f32 for f16 and bf16 for bytes.
     pub const fn compute_dtype(self) -> DType {
         match self {
-            SourceDType::BF16 => DType::BF16,
+            SourceDType::BF16 | SourceDType::F8E4M3 => DType::BF16,
             SourceDType::F32 | SourceDType::F16 => DType::F32,
         }
     }
@@ -147,13 +151,35 @@ fn read<'a>(bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> R
         SourceDType::F32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
         SourceDType::BF16 => bytes.as_chunks().0.iter().map(|&b| Element::to_f32(bf16::from_le_bytes(b))).collect(),
         SourceDType::F16 => bytes.as_chunks().0.iter().map(|&b| f16::from_le_bytes(b).to_f32()).collect(),
+        SourceDType::F8E4M3 => bytes.iter().map(|&b| e4m3_to_f32(b)).collect(),
     };
     Ok(Converted::Owned(HostTensor::from_f32(&values, shape, to)?))
+}
+
+/// What a byte of [`SourceDType::F8E4M3`] stands for.
+fn e4m3_to_f32(byte: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let size = match (exponent, byte & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa / 512.0,
+        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+    };
+    if byte & 0x80 == 0 { size } else { -size }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_stand_for_what_the_format_says() {
+        let known = [(0x00, 0.0), (0x01, 1.0 / 512.0), (0x07, 7.0 / 512.0), (0x08, 1.0 / 64.0), (0x38, 1.0), (0xb9, -1.125)];
+        for (byte, value) in known.into_iter().chain([(0x7e, 448.0), (0xfe, -448.0), (0x78, 256.0)]) {
+            assert_eq!(e4m3_to_f32(byte), value, "{byte:#x}");
+        }
+        assert!(e4m3_to_f32(0x7f).is_nan() && e4m3_to_f32(0xff).is_nan());
+        assert_eq!((0..0x7f).filter(|&b| e4m3_to_f32(b) >= e4m3_to_f32(b + 1)).count(), 0, "larger bytes are larger numbers");
+    }
 
     fn source<'a>(bytes: &'a [u8], shape: &'a [usize], dtype: SourceDType) -> SourceTensor<'a> {
         SourceTensor { name: "w", shape, dtype, bytes }

@@ -10,7 +10,7 @@ struct NamedShape {
     config: fn() -> Value,
 }
 
-const SHAPES: [NamedShape; 14] = [
+const SHAPES: [NamedShape; 17] = [
     // The Qwen3 technical report (arXiv:2505.09388), tables 1 and 2.
     NamedShape { name: "qwen3-0.6b", config: || qwen3(1024, 3072, 28, 16, true) },
     NamedShape { name: "qwen3-1.7b", config: || qwen3(2048, 6144, 28, 16, true) },
@@ -29,6 +29,10 @@ const SHAPES: [NamedShape; 14] = [
     NamedShape { name: "llama-3.1-8b", config: || llama3([4096, 14_336, 32, 32], 128, 8.0, false) },
     // Mistral 7B (arXiv:2310.06825), v0.3.
     NamedShape { name: "mistral-7b", config: mistral },
+    // DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.7-Flash and gpt-oss (arXiv:2508.10925) as published.
+    NamedShape { name: "deepseek-v3", config: deepseek_v3 },
+    NamedShape { name: "glm-4.7-flash", config: glm_4_7_flash },
+    NamedShape { name: "gpt-oss-20b", config: gpt_oss },
 ];
 
 /// What all Qwen3 models have.
@@ -85,6 +89,45 @@ fn mistral() -> Value {
         "model_type": "mistral", "vocab_size": 32_768, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32_768,
         "sliding_window": null, "dtype": "bfloat16"
+    })
+}
+
+fn deepseek_v3() -> Value {
+    json!({
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 0, "rope_theta": 10_000, "max_position_embeddings": 163_840,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0
+        },
+        "bos_token_id": 0, "eos_token_id": 1, "dtype": "bfloat16"
+    })
+}
+
+fn glm_4_7_flash() -> Value {
+    json!({
+        "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "vocab_size": 154_880, "hidden_size": 2048,
+        "intermediate_size": 10_240, "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000,
+        "max_position_embeddings": 202_752, "dtype": "bfloat16", "bos_token_id": null, "eos_token_id": null
+    })
+}
+
+fn gpt_oss() -> Value {
+    json!({
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "sliding_window": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "attention_bias": true,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 4096
+        },
+        "bos_token_id": 199_998, "eos_token_id": 200_002, "dtype": "bfloat16"
     })
 }
 

@@ -305,6 +305,10 @@ fn hostile_values_are_refused_by_key_and_value() {
         (json!({"model_type": "absent"}), "model_type is missing"),
         (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
         (json!({"quantization_config": {"quant_method": "fp8"}}), "fp8"),
+        (json!({"quantization_config": {"quant_method": "gptq", "weight_block_size": [128, 128]}}), "gptq"),
+        (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}), "weight_block_size [64,128]"),
+        (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}}), "e5m2"),
+        (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "bits": 8}}), "bits 8"),
         (json!({"hidden_size": 0}), "hidden_size 0"),
         (json!({"hidden_size": -1}), "hidden_size is -1"),
         (json!({"hidden_size": 64.5}), "hidden_size is 64.5"),
@@ -353,6 +357,11 @@ fn what_is_written_is_read_back() {
         json!({"model_type": "gpt_oss"}),
         json!({"model_type": "gpt_oss", "rope_parameters": {"rope_type": "default"}, "layer_types": ["full_attention", "full_attention"],
             "sliding_window": null, "swiglu_limit": 5.5, "swiglu_alpha": 1.25, "attention_bias": false, "num_experts": 6}),
+        json!({"model_type": "deepseek_v3", "head_dim": "absent", "num_key_value_heads": 4, "q_lora_rank": null,
+               "rope_interleave": false, "norm_topk_prob": false, "attention_bias": true, "first_k_dense_replace": 0,
+               "n_shared_experts": 3, "num_mtp_layers": 2, "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}}),
+        json!({"model_type": "glm4_moe_lite", "head_dim": "absent", "num_key_value_heads": 4,
+               "mlp_layer_types": ["sparse", "dense"], "num_nextn_predict_layers": 0}),
         json!({"rope_scaling": {"rope_type": "longrope", "short_factor": vec![1.5; 8], "long_factor": vec![2.0; 8], "factor": 3.0}}),
     ] {
         let config = read_with(changes.clone()).unwrap_or_else(|e| panic!("{changes}: {e}"));

@@ -333,6 +333,29 @@ fn blocks_and_scales_that_do_not_fit_are_refused_by_name() {
 }
 
 #[test]
+fn weights_in_bytes_need_a_scale_for_each_block() {
+    const NAME: &str = "model.layers.1.self_attn.q_proj.weight";
+    let with_scales = |shape: Option<&[usize]>| {
+        use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+        let dir = written(&config(), &|_, _| ());
+        let path = dir.path().join("model.safetensors");
+        let file = std::fs::read(&path).unwrap();
+        let mut tensors = SafeTensors::deserialize(&file).unwrap().tensors();
+        let (ones, scales) = (vec![0x38; 48 * 48], vec![0; 4 * shape.unwrap_or(&[]).iter().product::<usize>()]);
+        tensors.retain(|(name, _)| name != NAME);
+        tensors.push((NAME.into(), TensorView::new(Dtype::F8_E4M3, vec![48, 48], &ones).unwrap()));
+        if let Some(shape) = shape {
+            tensors.push((format!("{NAME}_scale_inv"), TensorView::new(Dtype::F32, shape.to_vec(), &scales).unwrap()));
+        }
+        safetensors::serialize_to_file(tensors, None, &path).unwrap();
+        load(&dir, None).err().map(|e| e.to_string())
+    };
+    assert_eq!(with_scales(Some(&[1, 1])), None);
+    assert!(with_scales(None).unwrap().contains(&format!("missing tensors: {NAME}_scale_inv")));
+    assert!(with_scales(Some(&[2, 1])).unwrap().contains("has shape [2, 1], expected [1, 1]"));
+}
+
+#[test]
 fn weights_that_are_not_finite_are_refused_by_name() {
     load(&written(&config(), &|_, _| ()), None).unwrap();
     for name in [
@@ -375,7 +398,7 @@ fn a_model_that_two_tokens_blow_up_is_refused_where_they_do() {
 #[test]
 fn a_configuration_that_no_kernel_computes_is_refused_by_the_value() {
     for (changes, complaint) in [
-        (json!({"head_dim": 640}), "head_dim 640"),
+        (json!({"head_dim": 1026}), "head_dim 1026"),
         (json!({"head_dim": 11}), "head_dim 11"),
         (json!({"head_dim": 0}), "head_dim 0"),
         (json!({"num_key_value_heads": 3}), "num_key_value_heads 3"),
@@ -388,9 +411,10 @@ fn a_configuration_that_no_kernel_computes_is_refused_by_the_value() {
         std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
         assert!(load_error(&dir, None).contains(complaint), "{complaint}");
     }
-    let wide = config_with(json!({"head_dim": 640}));
+    let wide = r#"{"model_type": "deepseek_v3", "num_hidden_layers": 1, "kv_lora_rank": 1000, "qk_rope_head_dim": 64}"#;
+    let wide = ModelConfig::from_json(wide, None).unwrap();
     let error = Model::random(backend(), wide, 0, DType::F32).err().unwrap().to_string();
-    assert!(error.contains("head_dim 640"), "{error}");
+    assert!(error.contains("head_dim 1064"), "{error}");
 }
 
 #[test]
