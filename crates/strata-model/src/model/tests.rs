@@ -375,7 +375,7 @@ fn a_model_that_two_tokens_blow_up_is_refused_where_they_do() {
 #[test]
 fn a_configuration_that_no_kernel_computes_is_refused_by_the_value() {
     for (changes, complaint) in [
-        (json!({"head_dim": 640}), "head_dim 640"),
+        (json!({"head_dim": 1026}), "head_dim 1026"),
         (json!({"head_dim": 11}), "head_dim 11"),
         (json!({"head_dim": 0}), "head_dim 0"),
         (json!({"num_key_value_heads": 3}), "num_key_value_heads 3"),
@@ -388,9 +388,11 @@ fn a_configuration_that_no_kernel_computes_is_refused_by_the_value() {
         std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
         assert!(load_error(&dir, None).contains(complaint), "{complaint}");
     }
-    let wide = config_with(json!({"head_dim": 640}));
+    let mut wide = config();
+    let crate::Family::Qwen3(dense) = &mut wide.family else { panic!("{wide:?}") };
+    (dense.attention.head_dim, dense.attention.rope.rotary_dim) = (1026, 1026);
     let error = Model::random(backend(), wide, 0, DType::F32).err().unwrap().to_string();
-    assert!(error.contains("head_dim 640"), "{error}");
+    assert!(error.contains("head_dim 1026"), "{error}");
 }
 
 #[test]
