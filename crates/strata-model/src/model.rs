@@ -107,7 +107,7 @@ impl Model {
         account_for(&source.checkpoint()?, &source.config()?)
     }
 
-    /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms one, biases zero.
+    /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms and sinks one, biases zero.
     ///
     /// # Errors
     /// If the configuration cannot be computed, or the backend has no memory.
@@ -457,7 +457,7 @@ impl Mxfp4 {
         let [experts, columns, rows] = shape[..] else { return None };
         // Blocks are of one row each.
         let is_quantized = !checkpoint.contains(name) && checkpoint.contains(&blocks) && columns.is_multiple_of(BLOCK);
-        is_quantized.then(|| Mxfp4 {
+        is_quantized.then_some(Mxfp4 {
             blocks: (blocks, [experts, rows, columns / BLOCK, BLOCK_BYTES]),
             scales: (scales, [experts, rows, columns / BLOCK]),
         })

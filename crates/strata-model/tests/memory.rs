@@ -90,6 +90,17 @@ fn mixture(hidden: usize, [experts, active, width]: [usize; 3]) -> ModelConfig {
     ModelConfig::from_json(&json.to_string(), None).unwrap()
 }
 
+/// gpt-oss, of `[experts, of a token, their width]`.
+fn gpt_oss(hidden: usize, heads: [usize; 3], [experts, active, width]: [usize; 3]) -> ModelConfig {
+    let [num_heads, num_kv_heads, head_dim] = heads;
+    let json = serde_json::json!({
+        "model_type": "gpt_oss", "vocab_size": 300, "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": 3,
+        "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim, "sliding_window": 20,
+        "num_local_experts": experts, "num_experts_per_tok": active
+    });
+    ModelConfig::from_json(&json.to_string(), None).unwrap()
+}
+
 /// DeepSeek-V3, the first layer without experts. `latents`: of queries, and of keys and values; `heads`: how many, the parts of a query that do not turn and that do, and a value.
 fn latent_config(hidden: usize, mlp: [usize; 2], latents: [Option<usize>; 2], heads: [usize; 4]) -> ModelConfig {
     let ([mlp, expert], [num_heads, nope, rope, value]) = (mlp, heads);
@@ -165,6 +176,8 @@ fn passes_take_no_more_memory_than_the_model_says() {
         config(33, 65, 2, [3, 3, 6], 301),
         config(32, 64, 1, [4, 4, 64], 300),
         config(8, 8, 1, [1, 1, 2], 8000),
+        gpt_oss(48, [4, 2, 16], [8, 2, 40]),
+        gpt_oss(33, [3, 1, 10], [5, 4, 21]),
         mixture(64, [16, 4, 48]),
         mixture(32, [2, 2, 300]),
         mixture(96, [64, 8, 8]),
