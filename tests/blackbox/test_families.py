@@ -23,6 +23,15 @@ FAMILIES = {
         rope_parameters=dict(rope_type="longrope", short_factor=[1.0] * 6, long_factor=[3.0] * 6,
                              original_max_position_embeddings=100),
     ),
+    "deepseek_v3": dict(
+        num_key_value_heads=4, head_dim=None, q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8,
+        n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=20, first_k_dense_replace=1,
+    ),
+    "glm4_moe_lite": dict(
+        num_key_value_heads=4, head_dim=None, q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20,
+    ),
+    "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=2, sliding_window=9),
     "qwen3_moe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1], norm_topk_prob=True),
 }
 

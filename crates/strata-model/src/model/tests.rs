@@ -524,12 +524,18 @@ fn families() -> Vec<ModelConfig> {
         json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 65, "max_window_layers": 1}),
         json!({"model_type": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": true}),
         json!({"model_type": "qwen3_moe", "decoder_sparse_step": 2, "use_sliding_window": true, "sliding_window": 9}),
+        json!({
+            "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": null, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 6, "v_head_dim": 8, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 1,
+            "first_k_dense_replace": 1
+        }),
+        json!({"model_type": "gpt_oss", "num_local_experts": 6, "sliding_window": 9}),
     ];
     let with_experts = |mut own: Value| {
         own.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
-        own
+        config_with(own)
     };
-    own.into_iter().map(|own| config_with(if own["model_type"] == "qwen3_moe" { with_experts(own) } else { own })).collect()
+    own.into_iter().map(with_experts).collect()
 }
 
 #[test]
