@@ -200,7 +200,7 @@ DEEPSEEK = [
                     v_head_dim=14, rope_interleave=False, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
                     moe_intermediate_size=18, n_shared_experts=1, first_k_dense_replace=0, norm_topk_prob=False,
                     routed_scaling_factor=1.0, rms_norm_eps=1e-3, tie_word_embeddings=True),
-        theta=500.0, lengths=[130, 3, 65], layout="fused",
+        theta=500.0, rope=dict(rope_type="linear", factor=2.5), lengths=[130, 3, 65], layout="fused",
         adapters=dict(experts_r3=dict(rank=3, targets=DIRECT_QUERIES + SHARED, experts=1)),
     ),
     # A schedule of its own, one head, values wider than keys, yarn with one of its factors.

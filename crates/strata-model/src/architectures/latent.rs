@@ -64,6 +64,14 @@ impl LatentConfig {
         if let Some(value) = fields.get("head_dim").filter(|v| v.as_u64() != Some(rope_dim as u64)) {
             return Err(unsupported("head_dim", value, &format!("qk_rope_head_dim, {rope_dim}")));
         }
+        let rope = Rope::read(fields, rope_dim, context)?;
+        // Whatever the kind of rope, transformers multiplies scores by what this says; ropes but yarn's know nothing of it.
+        const MSCALE: &str = "mscale_all_dim";
+        let settings = ["rope_scaling", "rope_parameters"].into_iter().filter_map(|key| fields.get(key)?.get(MSCALE));
+        let is_yarn = matches!(rope.scaling, RopeScaling::Yarn(_) | RopeScaling::Default);
+        if let Some(value) = settings.into_iter().find(|value| !is_yarn && value.as_f64() != Some(0.0) && !value.is_null()) {
+            return Err(unsupported(MSCALE, value, "it with rope_type \"yarn\" alone"));
+        }
         Ok(LatentConfig {
             num_heads,
             query_latent,
@@ -73,7 +81,7 @@ impl LatentConfig {
             value_dim: fields.size("v_head_dim", defaults.value_dim, HEAD_DIM_MAX)?,
             bias: fields.flag("attention_bias", false)?,
             interleaved: fields.flag("rope_interleave", true)?,
-            rope: Rope::read(fields, rope_dim, context)?,
+            rope,
         })
     }
 
@@ -95,9 +103,6 @@ impl LatentConfig {
             return Err(Error::Config(format!(
                 "rotary embeddings turn {dim} of the {rope_dim} elements of qk_rope_head_dim; supported: all"
             )));
-        }
-        if !matches!(self.rope.scaling, RopeScaling::Default | RopeScaling::Yarn(_)) {
-            return Err(Error::Config("rope_type of attention over latents: supported: \"default\", \"yarn\"".into()));
         }
         self.rope.validate()
     }
