@@ -31,6 +31,8 @@ pub const NUM_LAYERS_MAX: usize = 1024;
 pub const NUM_HEADS_MAX: usize = 1024;
 /// The most experts of a layer that are accepted.
 pub const EXPERTS_MAX: usize = 1024;
+/// The most experts of all layers that are accepted: each is named three times before a file is looked at.
+pub const ALL_EXPERTS_MAX: usize = 1 << 16;
 /// The widest attention head that is accepted.
 pub const HEAD_DIM_MAX: usize = 1024;
 /// The longest context that is accepted.

@@ -44,7 +44,7 @@ impl DeepseekV3Config {
         check_size("intermediate_size", self.mlp.intermediate_size as u64, INTERMEDIATE_SIZE_MAX)?;
         self.attention.validate()?;
         MlpOrMoe::validate(&self.sparse, model)?;
-        self.moe.validate()
+        self.moe.validate(model.num_layers)
     }
 
     /// What the names of parameters that are not computed begin with.

@@ -26,7 +26,7 @@ pub struct GptOssConfig {
 impl GptOssConfig {
     pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
         self.attention.validate(model)?;
-        self.moe.validate()
+        self.moe.validate(model.num_layers)
     }
 }
 

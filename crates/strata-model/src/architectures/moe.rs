@@ -7,7 +7,7 @@ use strata_tensor::{
 use super::blocks::{GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
 use super::declaration::{Declaration, ExpertRows, MatrixId, RowOrder, VectorId};
 use crate::config::fields::check_size;
-use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX};
+use crate::config::{ALL_EXPERTS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX};
 use crate::{Error, ModelConfig, Result};
 
 /// The experts of a layer.
@@ -65,8 +65,12 @@ pub enum MoeLayout {
 
 impl MoeConfig {
     /// Refuses sizes and combinations that no model can have.
-    pub(super) fn validate(&self) -> Result<()> {
+    pub(super) fn validate(&self, num_layers: usize) -> Result<()> {
         check_size("num_experts", self.num_experts as u64, EXPERTS_MAX)?;
+        if num_layers * self.num_experts > ALL_EXPERTS_MAX {
+            let (layers, each) = (num_layers, self.num_experts);
+            return Err(Error::Config(format!("{layers} layers of {each} experts are more than {ALL_EXPERTS_MAX} experts")));
+        }
         check_size("moe_intermediate_size", self.intermediate_size as u64, INTERMEDIATE_SIZE_MAX)?;
         if let Some(size) = self.shared_size {
             check_size("width of the shared experts", size as u64, INTERMEDIATE_SIZE_MAX)?;

@@ -28,7 +28,7 @@ impl Qwen3MoeConfig {
     pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
         self.dense.validate(model)?;
         MlpOrMoe::validate(&self.sparse, model)?;
-        self.moe.validate()
+        self.moe.validate(model.num_layers)
     }
 }
 

@@ -91,6 +91,7 @@ fn what_attention_over_latents_does_not_compute_is_refused() {
         ("n_group", json!(7), "n_group 7"),
         ("topk_group", json!(9), "topk_group 9"),
         ("num_experts_per_tok", json!(129), "num_experts_per_tok 129"),
+        ("num_hidden_layers", json!(1000), "1000 layers of 256 experts"),
         ("rope_parameters", json!({"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 0.5}), "mscale_all_dim"),
         ("partial_rotary_factor", json!(0.5), "32 of the 64"),
         ("hidden_act", json!("gelu"), "hidden_act \"gelu\""),
