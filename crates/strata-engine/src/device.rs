@@ -122,7 +122,7 @@ impl Compute for Device {
     }
 
     fn new_cache(&self, pages: usize) -> Result<KvCache, String> {
-        self.model.new_kv_cache(pages).map_err(|error| format!("the cache of keys and values: {error}"))
+        self.model.new_kv_cache(pages, 0).map_err(|error| format!("the cache of keys and values: {error}"))
     }
 
     fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
@@ -130,7 +130,7 @@ impl Compute for Device {
     }
 
     fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32]) {
-        if let Err(error) = cache.release_pages(self.model.backend(), free_pages) {
+        if let Err(error) = cache.release(self.model.backend(), free_pages, &[]) {
             tracing::error!("pages that nobody needs keep their memory: {error}");
         }
         self.model.backend().trim();

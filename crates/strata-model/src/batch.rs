@@ -4,6 +4,22 @@ use std::ops::Range;
 
 use crate::lora::Adapter;
 
+/// What a sequence holds of a cache. Nothing for one that is computed whole without a cache, as in training.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Pages, in order, enough for all of its tokens and those that a batch adds.
+    pub pages: Vec<u32>,
+    /// Its state, in a cache that has states ([`crate::Model::kv_state_bytes`]). No other sequence of a batch has the same.
+    pub state: Option<u32>,
+}
+
+impl From<Vec<u32>> for Held {
+    /// Of a cache without states.
+    fn from(pages: Vec<u32>) -> Self {
+        Held { pages, state: None }
+    }
+}
+
 /// One sequence's new tokens in a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -13,9 +29,8 @@ pub struct Span {
     pub past: usize,
     /// Tokens that the sequence has, or may come to have while its keys are in the cache. Some models turn positions otherwise in long sequences.
     pub length_max: usize,
-    /// Pages of the KV cache that hold the sequence, in order, enough for `past + tokens.len()` positions. Empty for a
-    /// sequence that is computed whole without a cache, as in training.
-    pub pages: Vec<u32>,
+    /// Where its past lies, and what it leaves for tokens after these goes.
+    pub held: Held,
 }
 
 /// A run of tokens of a batch that share an adapter.
@@ -56,11 +71,11 @@ impl<'a> PackedBatch<'a> {
 
     /// Adds a whole sequence that needs no cache (training, scoring).
     pub fn push_sequence(&mut self, tokens: &[u32]) {
-        self.push_cached(tokens, 0, tokens.len(), Vec::new());
+        self.push_cached(tokens, 0, tokens.len(), Held::default());
     }
 
-    /// Adds `tokens` that follow `past` tokens already held in `pages` of the KV cache, of a sequence that may come to have `length_max`.
-    pub fn push_cached(&mut self, tokens: &[u32], past: usize, length_max: usize, pages: Vec<u32>) {
+    /// Adds `tokens` that follow `past` tokens already in the cache, in what the sequence holds of it; the sequence may come to have `length_max`.
+    pub fn push_cached(&mut self, tokens: &[u32], past: usize, length_max: usize, held: impl Into<Held>) {
         if self.groups.is_empty() {
             self.begin_group(None);
         }
@@ -68,7 +83,7 @@ impl<'a> PackedBatch<'a> {
         self.tokens.extend_from_slice(tokens);
         self.positions.extend((past..past + tokens.len()).map(|p| p as u32));
         let end = self.tokens.len();
-        self.spans.push(Span { tokens: start..end, past, length_max, pages });
+        self.spans.push(Span { tokens: start..end, past, length_max, held: held.into() });
         self.groups.last_mut().expect("a group was begun above").end = end;
     }
 

@@ -25,9 +25,10 @@ mod tokenizer;
 
 pub use architectures::{
     AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, LatentConfig, LinearWork,
-    MatrixShape, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work, parameter_shapes,
+    MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work,
+    parameter_shapes,
 };
-pub use batch::{AdapterGroup, PackedBatch, Span};
+pub use batch::{AdapterGroup, Held, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};
 pub use config::ModelConfig;
 pub use embedded::EMBEDDED_NAME;

@@ -209,12 +209,12 @@ impl Model {
         Adapter::pack(self.backend(), self.dtype, self.lora_modules(), config, params)
     }
 
-    /// A KV cache of `num_pages` pages for this model.
+    /// A KV cache of `num_pages` pages and `num_states` states for this model; a model whose [`Model::kv_state_bytes`] is 0 has no use for states.
     ///
     /// # Errors
     /// If the backend has no memory.
-    pub fn new_kv_cache(&self, num_pages: usize) -> Result<KvCache> {
-        KvCache::new(self.backend(), self.decoder.cache_layouts(), self.dtype, num_pages)
+    pub fn new_kv_cache(&self, num_pages: usize, num_states: usize) -> Result<KvCache> {
+        KvCache::new(self.backend(), self.decoder.cache_layouts(), self.dtype, (num_pages, num_states))
     }
 
     /// The longest sequence whose keys lie in the cache as those of short ones do: a sequence that may come to be longer shares no pages with shorter ones.
@@ -228,7 +228,12 @@ impl Model {
 
     /// Bytes of one page of this model's KV cache.
     pub fn kv_page_bytes(&self) -> usize {
-        self.decoder.cache_layouts().map(|layout| self.backend.kv_page_bytes(layout, self.dtype)).sum()
+        self.decoder.cache_layouts().map(|layout| layout.page_bytes(self.backend(), self.dtype)).sum()
+    }
+
+    /// Bytes of the state that a sequence in this model's KV cache has beside its pages; 0 if it has none.
+    pub fn kv_state_bytes(&self) -> usize {
+        self.decoder.cache_layouts().map(|layout| layout.state_bytes(self.backend())).sum()
     }
 
     /// Log-probabilities of all targets, with no gradient. Bits equal those of [`Model::forward_backward`] and [`Model::step`].

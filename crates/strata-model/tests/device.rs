@@ -162,7 +162,7 @@ fn everything(backend: Arc<dyn Backend>, tied: bool, dtype: DType) -> Vec<Vec<u3
     let adapter = model.pack_adapter(lora(), &copy).unwrap();
     let (batch, targets) = batch(&adapter);
     seen.push(bits(&model.forward(&batch, &targets).unwrap()));
-    seen.push(sample(&model, &adapter, &mut model.new_kv_cache(4).unwrap()).unwrap());
+    seen.push(sample(&model, &adapter, &mut model.new_kv_cache(4, 0).unwrap()).unwrap());
     seen.extend([&copy, m, v].map(|params| bits_of(backend, params)));
     seen
 }
@@ -187,7 +187,7 @@ fn a_pass_that_is_refused_memory_fails_with_that_and_the_next_works() {
     let backend = model.backend();
     let params = LoraParams::init(backend, model.lora_modules(), &lora(), 3).unwrap();
     let adapter = model.pack_adapter(lora(), &params).unwrap();
-    let mut cache = model.new_kv_cache(4).unwrap();
+    let mut cache = model.new_kv_cache(4, 0).unwrap();
     let mut gradient = LoraParams::zeros(backend, model.lora_modules(), &lora()).unwrap();
     let mut pass = |device: &RemoteBackend| {
         gradient.fill_zero(device).unwrap();
@@ -229,6 +229,6 @@ fn what_is_made_of_no_memory_is_an_error() {
     device.refuse_allocation(3);
     assert!(model.pack_adapter(lora(), &params).is_err());
     device.refuse_allocation(2);
-    assert!(model.new_kv_cache(4).is_err());
+    assert!(model.new_kv_cache(4, 0).is_err());
     model.pack_adapter(lora(), &params).unwrap();
 }

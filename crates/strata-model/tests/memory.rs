@@ -219,7 +219,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
                 });
                 let scored = peak_bytes(|| drop(model.forward(&batch, &targets).unwrap()));
                 let pages = lengths.iter().map(|len| len.div_ceil(64)).sum();
-                let mut cache = model.new_kv_cache(pages).unwrap();
+                let mut cache = model.new_kv_cache(pages, 0).unwrap();
                 let mut prefill = PackedBatch::new();
                 prefill.begin_group(Some(&adapter));
                 let mut page = 0u32;

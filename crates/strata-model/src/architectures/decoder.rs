@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, Backend, Between, DType, EmbeddingTable, KvAccess, KvLayout, PackedRef, Tape, Var, WeightFormat,
+    AttentionGeometry, Backend, Between, DELTA_CHUNK, DType, DeltaGeometry, EmbeddingTable, PackedRef, Tape, Var, WeightFormat,
     attention_pages_bytes, go_on,
 };
 
@@ -11,8 +11,28 @@ use super::blocks::Pass;
 use super::declaration::{Declaration, MatrixId, VectorId, Weights};
 use super::{BatchInputs, Observed, Observer, WeightSource};
 use crate::config::Rope;
+use crate::kv_cache::{LayerAccess, LayerLayout};
 use crate::lora::{LoraModule, Part};
 use crate::{KvCache, ModelConfig, Result};
+
+/// What brings the tokens of a sequence together in a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Mixer {
+    /// Attention.
+    Attention(AttentionGeometry),
+    /// A gated delta net.
+    DeltaNet(DeltaGeometry),
+}
+
+impl Mixer {
+    /// What sequences leave behind.
+    fn layout(&self) -> LayerLayout {
+        match self {
+            Mixer::Attention(g) => LayerLayout::Pages(g.kv_layout()),
+            Mixer::DeltaNet(g) => LayerLayout::States(*g),
+        }
+    }
+}
 
 /// The decoder layers of a family.
 pub(crate) trait DecoderLayers: Send + Sync {
@@ -23,11 +43,11 @@ pub(crate) trait DecoderLayers: Send + Sync {
         tape: &mut Tape<'a>,
         l: usize,
         x: &Var,
-        kv: KvAccess<'_>,
+        past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var>;
 
-    /// Shapes of attention in layer `l`.
-    fn geometry(&self, l: usize) -> AttentionGeometry;
+    /// What layer `l` mixes tokens with.
+    fn mixer(&self, l: usize) -> Mixer;
 
     /// Bytes that a layer of a training pass takes for each token at its peak, the residual stream aside.
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize;
@@ -64,9 +84,9 @@ impl Plan {
         Plan { declaration: d, layers, norm, lm_head, unembed_module, rope: c.family.rope().clone() }
     }
 
-    /// Shapes of attention in layer `l`.
-    pub(crate) fn geometry(&self, l: usize) -> AttentionGeometry {
-        self.layers.geometry(l)
+    /// What layer `l` mixes tokens with.
+    pub(crate) fn mixer(&self, l: usize) -> Mixer {
+        self.layers.mixer(l)
     }
 }
 
@@ -117,10 +137,10 @@ impl Decoder {
         see(Observed::Embeddings, &x)?;
         for l in 0..self.num_layers {
             x = match &mut cache {
-                Some(cache) => self.plan.layers.layer(&pass, tape, l, &x, KvAccess::Cache(cache.layer_mut(l)))?,
+                Some(cache) => self.plan.layers.layer(&pass, tape, l, &x, cache.layer_mut(l))?,
                 None => {
                     let pass = pass.clone();
-                    tape.checkpoint(&x, move |tape, x| self.plan.layers.layer(&pass, tape, l, x, KvAccess::None))?
+                    tape.checkpoint(&x, move |tape, x| self.plan.layers.layer(&pass, tape, l, x, LayerAccess::None))?
                 }
             };
             see(Observed::LayerOutput(l), &x)?;
@@ -148,14 +168,14 @@ impl Decoder {
         &self.plan.rope
     }
 
-    /// What each layer holds of a token in the cache.
-    pub(crate) fn cache_layouts(&self) -> impl Iterator<Item = KvLayout> {
-        self.geometries().map(|g| g.kv_layout())
+    /// What sequences leave behind in each layer.
+    pub(crate) fn cache_layouts(&self) -> impl Iterator<Item = LayerLayout> {
+        self.mixers().map(|mixer| mixer.layout())
     }
 
-    /// Shapes of attention, layer by layer.
-    pub(crate) fn geometries(&self) -> impl Iterator<Item = AttentionGeometry> {
-        (0..self.num_layers).map(|l| self.plan.geometry(l))
+    /// What mixes tokens, layer by layer.
+    fn mixers(&self) -> impl Iterator<Item = Mixer> {
+        (0..self.num_layers).map(|l| self.plan.mixer(l))
     }
 
     /// Bytes of the weights.
@@ -179,10 +199,13 @@ impl Decoder {
         // Of any number of tokens, and of the widest rows that are multiplied.
         let scratch = |width| backend.matmul_scratch_bytes(usize::MAX, width, self.dtype);
         let products = self.plan.declaration.widths().map(scratch).max().unwrap_or(0);
-        let attention = |g: AttentionGeometry| {
-            backend.attention_scratch_bytes(&g, self.dtype) + attention_pages_bytes(backend, 1, &g, self.dtype)
+        let mixer = |mixer| match mixer {
+            Mixer::Attention(g) => {
+                backend.attention_scratch_bytes(&g, self.dtype) + attention_pages_bytes(backend, 1, &g, self.dtype)
+            }
+            Mixer::DeltaNet(g) => backend.delta_scratch_bytes(&g, DELTA_CHUNK),
         };
         // One op at a time has its own.
-        self.geometries().map(attention).max().unwrap_or(0).max(products)
+        self.mixers().map(mixer).max().unwrap_or(0).max(products)
     }
 }

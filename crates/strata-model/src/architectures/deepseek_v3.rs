@@ -2,16 +2,17 @@
 //! ones in the others. Layers that predict further tokens, which checkpoints hold behind the others, are left aside, as there.
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionGeometry, Backend, DType, ExpertActivation, KvAccess, Tape, Var};
+use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::Family;
 use super::blocks::{MlpConfig, Pass};
 use super::declaration::{Declaration, VectorId};
-use super::decoder::DecoderLayers;
+use super::decoder::{DecoderLayers, Mixer};
 use super::latent::{LatentConfig, LatentDefaults, MultiHeadLatentAttention};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router, SigmoidRouter};
 use crate::config::fields::{Defaults, Fields, check_size, unsupported};
 use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, short};
+use crate::kv_cache::LayerAccess;
 use crate::{ModelConfig, Result};
 
 /// What a DeepSeek-V3 model has beside what all models have.
@@ -175,16 +176,16 @@ impl DecoderLayers for DeepseekV3Layers {
         tape: &mut Tape<'a>,
         l: usize,
         x: &Var,
-        kv: KvAccess<'_>,
+        past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
-        let x = self.attention.forward(pass, tape, l, x, &h, kv)?;
+        let x = self.attention.forward(pass, tape, l, x, &h, past.pages())?;
         let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
         self.mlp.forward(pass, tape, l, &x, &h)
     }
 
-    fn geometry(&self, _: usize) -> AttentionGeometry {
-        self.attention.geometry()
+    fn mixer(&self, _: usize) -> Mixer {
+        Mixer::Attention(self.attention.geometry())
     }
 
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {

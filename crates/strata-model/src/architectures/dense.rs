@@ -1,13 +1,14 @@
 //! Dense pre-norm decoders: Qwen3, Qwen2, Llama, Mistral. Their layers are the same mathematics, and differ in what `config.json` turns on.
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionGeometry, Backend, DType, KvAccess, Tape, Var};
+use strata_tensor::{Backend, DType, Tape, Var};
 
 use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass};
 use super::declaration::{Declaration, VectorId};
-use super::decoder::DecoderLayers;
+use super::decoder::{DecoderLayers, Mixer};
 use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
 use crate::config::{CONTEXT_TOKENS_MAX, HEAD_DIM_MAX, HIDDEN_SIZE_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX};
+use crate::kv_cache::LayerAccess;
 use crate::{Error, ModelConfig, Result};
 
 /// What a dense decoder has beside what all models have.
@@ -181,16 +182,16 @@ impl DecoderLayers for DenseLayers {
         tape: &mut Tape<'a>,
         l: usize,
         x: &Var,
-        kv: KvAccess<'_>,
+        past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
-        let x = self.attention.forward(pass, tape, l, x, &h, kv)?;
+        let x = self.attention.forward(pass, tape, l, x, &h, past.pages())?;
         let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
         self.mlp.forward(pass, tape, l, &x, &h)
     }
 
-    fn geometry(&self, l: usize) -> AttentionGeometry {
-        self.attention.geometry(l)
+    fn mixer(&self, l: usize) -> Mixer {
+        Mixer::Attention(self.attention.geometry(l))
     }
 
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {

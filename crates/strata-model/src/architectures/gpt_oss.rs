@@ -2,16 +2,17 @@
 //! (arXiv:2508.10925).
 
 use serde_json::{Map, Value, json};
-use strata_tensor::{AttentionGeometry, Backend, DType, ExpertActivation, KvAccess, Tape, Var};
+use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::Family;
 use super::blocks::{Attention, AttentionConfig, Pass};
 use super::declaration::{Declaration, VectorId};
-use super::decoder::DecoderLayers;
+use super::decoder::{DecoderLayers, Mixer};
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
 use crate::config::fields::{Defaults, Fields, unsupported};
 use crate::config::{CONTEXT_TOKENS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope, short};
+use crate::kv_cache::LayerAccess;
 use crate::{Error, ModelConfig, Result};
 
 /// What a gpt-oss model has beside what all models have.
@@ -150,16 +151,16 @@ impl DecoderLayers for GptOssLayers {
         tape: &mut Tape<'a>,
         l: usize,
         x: &Var,
-        kv: KvAccess<'_>,
+        past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
-        let x = self.attention.forward(pass, tape, l, x, &h, kv)?;
+        let x = self.attention.forward(pass, tape, l, x, &h, past.pages())?;
         let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
         self.moe.forward(pass, tape, l, &x, &h)
     }
 
-    fn geometry(&self, l: usize) -> AttentionGeometry {
-        self.attention.geometry(l)
+    fn mixer(&self, l: usize) -> Mixer {
+        Mixer::Attention(self.attention.geometry(l))
     }
 
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {

@@ -21,7 +21,10 @@ mod qwen3_moe;
 use std::rc::Rc;
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionSpan, Backend, DType, HostRef, KvValues, LoraGroup, LoraProjection, LoraSite, Rotary, Tensor};
+use strata_tensor::{
+    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, HostRef, KvValues, LoraGroup, LoraProjection, LoraSite, Rotary,
+    Tensor,
+};
 
 use crate::config::fields::{Fields, unsupported};
 use crate::config::quantization;
@@ -29,7 +32,7 @@ use crate::config::{Rope, RopeTable};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
 pub(crate) use declaration::{Form, FusedExpert, Parameter};
-use decoder::{DecoderLayers, Plan};
+use decoder::{DecoderLayers, Mixer, Plan};
 
 pub use blocks::{AttentionConfig, MlpConfig};
 pub(crate) use decoder::Decoder;
@@ -230,11 +233,10 @@ pub fn parameter_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
 pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
     config.validate()?;
     let plan = Plan::of(config);
-    for l in 0..config.num_layers {
-        let g = plan.geometry(l);
-        backend.check_attention(&g).map_err(|e| Error::Config(format!("head_dim {}: {e}", g.head_dim)))?;
-    }
-    Ok(())
+    (0..config.num_layers).try_for_each(|l| match plan.mixer(l) {
+        Mixer::Attention(g) => backend.check_attention(&g).map_err(|e| Error::Config(format!("head_dim {}: {e}", g.head_dim))),
+        Mixer::DeltaNet(g) => backend.check_delta(&g).map_err(|e| Error::Config(e.to_string())),
+    })
 }
 
 /// A linear layer as work.
@@ -274,6 +276,15 @@ pub struct AttentionWork {
     pub window: Option<usize>,
 }
 
+/// What mixes tokens in one layer as work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MixerWork {
+    /// Attention.
+    Attention(AttentionWork),
+    /// A gated delta net.
+    DeltaNet(DeltaGeometry),
+}
+
 /// A fused matrix as it is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatrixShape {
@@ -292,8 +303,8 @@ pub struct Work {
     pub linears: Vec<LinearWork>,
     /// The unembedding.
     pub unembedding: LinearWork,
-    /// Attention, layer by layer.
-    pub attention: Vec<AttentionWork>,
+    /// What mixes tokens, layer by layer.
+    pub mixers: Vec<MixerWork>,
     /// Kinds of matrices as they lie in memory, the unembedding last.
     pub matrices: Vec<MatrixShape>,
 }
@@ -312,22 +323,24 @@ impl Work {
         };
         let (unembedding, linears): (Vec<_>, Vec<_>) =
             plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);
-        let attention = |l: usize| {
-            let g = plan.geometry(l);
-            // Values that are a part of keys are not held beside them.
-            let of_values = if let KvValues::Own(width) = g.values { width } else { 0 };
-            AttentionWork {
-                query_width: g.heads * g.head_dim,
-                cached_width: g.kv_heads * (g.head_dim + of_values),
-                window: g.window,
+        let mixer = |l: usize| match plan.mixer(l) {
+            Mixer::Attention(g) => {
+                // Values that are a part of keys are not held beside them.
+                let of_values = if let KvValues::Own(width) = g.values { width } else { 0 };
+                MixerWork::Attention(AttentionWork {
+                    query_width: g.heads * g.head_dim,
+                    cached_width: g.kv_heads * (g.head_dim + of_values),
+                    window: g.window,
+                })
             }
+            Mixer::DeltaNet(g) => MixerWork::DeltaNet(g),
         };
         let mut matrices: Vec<MatrixShape> = plan.declaration.matrices().collect();
         matrices.sort_by_key(|m| m.label == "unembedding");
         Work {
             linears: linears.into_iter().map(linear).collect(),
             unembedding: linear(unembedding[0]),
-            attention: (0..config.num_layers).map(attention).collect(),
+            mixers: (0..config.num_layers).map(mixer).collect(),
             matrices,
         }
     }
@@ -336,7 +349,10 @@ impl Work {
 /// A batch in the form that ops take: borrowed pages, shared angles, low-rank groups by module.
 pub(crate) struct BatchInputs<'a> {
     pub batch: &'a PackedBatch<'a>,
+    /// The sequences, as attention sees them.
     pub spans: Rc<[AttentionSpan<'a>]>,
+    /// The sequences, as gated delta nets see them.
+    pub delta_spans: Rc<[DeltaSpan]>,
     pub rotary: Rc<Rotary>,
     /// The sequences, as tokens of the batch.
     pub sequences: Vec<std::ops::Range<usize>>,
@@ -346,8 +362,13 @@ pub(crate) struct BatchInputs<'a> {
 
 impl<'a> BatchInputs<'a> {
     pub(crate) fn new(backend: &dyn Backend, config: &ModelConfig, batch: &'a PackedBatch<'a>) -> Result<Rc<Self>> {
-        let spans: Rc<[AttentionSpan<'a>]> =
-            batch.spans.iter().map(|s| AttentionSpan { tokens: s.tokens.clone(), past: s.past, pages: &s.pages }).collect();
+        let spans: Rc<[AttentionSpan<'a>]> = batch
+            .spans
+            .iter()
+            .map(|s| AttentionSpan { tokens: s.tokens.clone(), past: s.past, pages: &s.held.pages })
+            .collect();
+        let delta_spans =
+            batch.spans.iter().map(|s| DeltaSpan { tokens: s.tokens.clone(), past: s.past, slot: s.held.state }).collect();
         if let Some(s) = batch.spans.iter().find(|s| s.past + s.tokens.len() > config.max_position_embeddings) {
             return Err(Error::Batch(format!(
                 "a sequence of {} tokens is longer than the context of {}",
@@ -365,7 +386,7 @@ impl<'a> BatchInputs<'a> {
             .collect();
         let rotary = Rc::new(angles(backend, config.family.rope(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
-        Ok(Rc::new(BatchInputs { batch, spans, rotary, sequences, group_sequences }))
+        Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, group_sequences }))
     }
 
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.

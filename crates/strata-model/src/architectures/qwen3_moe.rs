@@ -1,16 +1,17 @@
 //! Qwen3-MoE, as `Qwen3MoeForCausalLM` of transformers computes it: Qwen3 whose layers have experts in the place of the MLP, all of them or some.
 
 use serde_json::{Map, Value};
-use strata_tensor::{AttentionGeometry, Backend, DType, ExpertActivation, KvAccess, Tape, Var};
+use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::Family;
 use super::blocks::{Attention, AttentionConfig, MlpConfig, Pass};
 use super::declaration::{Declaration, VectorId};
-use super::decoder::DecoderLayers;
+use super::decoder::{DecoderLayers, Mixer};
 use super::dense::{self, DenseConfig};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router};
 use crate::config::fields::{Defaults, Fields, wrong_kind};
 use crate::config::{CONTEXT_TOKENS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope};
+use crate::kv_cache::LayerAccess;
 use crate::{ModelConfig, Result};
 
 /// What a Qwen3-MoE model has beside what all models have.
@@ -134,16 +135,16 @@ impl DecoderLayers for Qwen3MoeLayers {
         tape: &mut Tape<'a>,
         l: usize,
         x: &Var,
-        kv: KvAccess<'_>,
+        past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
-        let x = self.attention.forward(pass, tape, l, x, &h, kv)?;
+        let x = self.attention.forward(pass, tape, l, x, &h, past.pages())?;
         let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
         self.mlp.forward(pass, tape, l, &x, &h)
     }
 
-    fn geometry(&self, l: usize) -> AttentionGeometry {
-        self.attention.geometry(l)
+    fn mixer(&self, l: usize) -> Mixer {
+        Mixer::Attention(self.attention.geometry(l))
     }
 
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {

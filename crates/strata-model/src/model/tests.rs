@@ -97,7 +97,7 @@ fn whole_row() -> RowRequest {
 
 /// All log-probabilities of the last token of a prefill, and of one decode after it.
 fn decode(model: &Model, adapter: &Adapter) -> Vec<u32> {
-    let mut cache = model.new_kv_cache(2).unwrap();
+    let mut cache = model.new_kv_cache(2, 0).unwrap();
     let mut batch = PackedBatch::new();
     batch.begin_group(Some(adapter));
     batch.push_cached(&tokens(70, 1), 0, 71, vec![1, 0]);
@@ -181,7 +181,7 @@ fn no_bit_depends_on_the_size_of_a_chunk_of_logits() {
 /// side by side as long as both last. In the order of a training pass.
 fn step_by_step(model: &Model, adapter: &Adapter, lengths: [usize; 2]) -> Vec<u32> {
     let (training, targets) = batch(adapter, &lengths);
-    let mut cache = model.new_kv_cache(4).unwrap();
+    let mut cache = model.new_kv_cache(4, 0).unwrap();
     // Pages out of order.
     let pages = [vec![2, 0], vec![3, 1]];
     let mut found = vec![0; targets.ids.len()];

@@ -52,6 +52,11 @@ impl DeltaGeometry {
         first..first + self.v_heads
     }
 
+    /// Numbers of the states of a sequence: what it has to remember, however long it is.
+    pub fn state_width(&self) -> usize {
+        self.v_heads * self.k_dim * self.v_dim
+    }
+
     /// Columns of the fused projection.
     pub fn projection_width(&self) -> usize {
         self.a_columns().end

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use indicatif::HumanBytes;
 use strata_model::checkpoint::HubOptions;
-use strata_model::{AttentionWork, LinearWork, Model, ModelConfig, ModelSource, Work, parameter_shapes};
+use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, Work, parameter_shapes};
 use strata_tensor::{DType, WeightStorage};
 
 use crate::base_model::Quantize;
@@ -42,10 +42,8 @@ fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStora
     line("model", name.into());
     line("architecture", config.model_type().into());
     line("layers", format!("{} of width {}", config.num_layers, config.hidden_size));
-    for (of, first, last) in runs(&work.attention) {
-        let window = of.window.map_or(String::new(), |window| format!(", window {window}"));
-        let width = format!("attention: queries {} wide, {} cached a token{window}", of.query_width, of.cached_width);
-        line("", format!("{} {width}", layers(first, last)));
+    for (of, first, last) in runs(&work.mixers) {
+        line("", format!("{} {}", layers(first, last), mixer_line(&of)));
     }
     for linear in &work.linears {
         line("", linear_line(linear));
@@ -67,9 +65,35 @@ fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStora
     };
     let kept = if storage == WeightStorage::Int8 { "int8" } else { "as they are" };
     line("memory", format!("{} of weights in {dtype}, kept {kept}", HumanBytes(bytes as u64)));
-    let page: usize = work.attention.iter().map(|of| of.cached_width).sum::<usize>() * dtype.size_bytes();
-    line("", format!("{} of cache for 1,000 tokens", HumanBytes(1000 * page as u64)));
+    let (per_token, per_sequence) = cached_bytes(&work, dtype);
+    let states = match per_sequence {
+        0 => String::new(),
+        bytes => format!(", and {} of states for each sequence", HumanBytes(bytes)),
+    };
+    line("", format!("{} of cache for 1,000 tokens{states}", HumanBytes(1000 * per_token)));
     text
+}
+
+/// Bytes that a token leaves behind, and that a sequence does, however long.
+fn cached_bytes(work: &Work, dtype: DType) -> (u64, u64) {
+    let bytes = |of: &MixerWork| match of {
+        MixerWork::Attention(of) => (of.cached_width * dtype.size_bytes(), 0),
+        MixerWork::DeltaNet(g) => (0, g.state_width() * DType::F32.size_bytes()),
+    };
+    let sum = work.mixers.iter().map(bytes).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+    (sum.0 as u64, sum.1 as u64)
+}
+
+fn mixer_line(mixer: &MixerWork) -> String {
+    match mixer {
+        MixerWork::Attention(of) => {
+            let window = of.window.map_or(String::new(), |window| format!(", window {window}"));
+            format!("attention: queries {} wide, {} cached a token{window}", of.query_width, of.cached_width)
+        }
+        MixerWork::DeltaNet(g) => {
+            format!("gated delta net: {} heads, states of {} × {}", g.v_heads, g.k_dim, g.v_dim)
+        }
+    }
 }
 
 fn linear_line(linear: &LinearWork) -> String {
@@ -86,10 +110,10 @@ fn layers(first: usize, last: usize) -> String {
     if first == last { format!("layer {first}:") } else { format!("layers {first}-{last}:") }
 }
 
-/// Runs of layers whose attention is of one kind: which, the first and the last.
-fn runs(attention: &[AttentionWork]) -> Vec<(AttentionWork, usize, usize)> {
-    let mut runs: Vec<(AttentionWork, usize, usize)> = Vec::new();
-    for (l, of) in attention.iter().enumerate() {
+/// Runs of layers that mix tokens with the same: with what, the first and the last.
+fn runs(mixers: &[MixerWork]) -> Vec<(MixerWork, usize, usize)> {
+    let mut runs: Vec<(MixerWork, usize, usize)> = Vec::new();
+    for (l, of) in mixers.iter().enumerate() {
         match runs.last_mut() {
             Some((kind, _, last)) if kind == of => *last = l,
             _ => runs.push((*of, l, l)),
@@ -100,6 +124,8 @@ fn runs(attention: &[AttentionWork]) -> Vec<(AttentionWork, usize, usize)> {
 
 #[cfg(test)]
 mod tests {
+    use strata_model::AttentionWork;
+
     use super::*;
 
     #[test]
@@ -122,9 +148,8 @@ mod tests {
 
     #[test]
     fn layers_of_one_kind_are_one_line() {
-        let of = |window| AttentionWork { query_width: 8, cached_width: 4, window };
+        let of = |window| MixerWork::Attention(AttentionWork { query_width: 8, cached_width: 4, window });
         let kinds = [of(None), of(Some(3)), of(Some(3)), of(None)];
-        let found: Vec<_> = runs(&kinds).into_iter().map(|(kind, first, last)| (kind.window, first, last)).collect();
-        assert_eq!(found, [(None, 0, 0), (Some(3), 1, 2), (None, 3, 3)]);
+        assert_eq!(runs(&kinds), [(of(None), 0, 0), (of(Some(3)), 1, 2), (of(None), 3, 3)]);
     }
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::{Dtype, TensorView};
 use strata_model::checkpoint::{adapter_tensors, read_adapter};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams};
-use strata_model::{Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
+use strata_model::{Held, Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
 use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
 use crate::base_model::{Numerics, Quantize};
@@ -202,13 +202,13 @@ fn trace_greedy(
     values: &mut Values,
 ) -> Result<()> {
     let pages_of = |tokens: &Vec<u32>| (tokens.len() + num_tokens).div_ceil(PAGE_TOKENS);
-    let mut cache = model.new_kv_cache(sequences.iter().map(pages_of).sum())?;
+    let mut cache = model.new_kv_cache(sequences.iter().map(pages_of).sum(), sequences.len())?;
     let mut next_page = 0;
-    let mut pages = Vec::with_capacity(sequences.len());
-    for tokens in sequences {
-        let own: Vec<u32> = (next_page..next_page + pages_of(tokens) as u32).collect();
-        next_page += own.len() as u32;
-        pages.push(own);
+    let mut held = Vec::with_capacity(sequences.len());
+    for (state, tokens) in (0..).zip(sequences) {
+        let pages: Vec<u32> = (next_page..next_page + pages_of(tokens) as u32).collect();
+        next_page += pages.len() as u32;
+        held.push(Held { pages, state: Some(state) });
     }
 
     let most_probable = Draw { temperature: 0.0, top_k: None, top_p: 1.0, uniforms: vec![0.0] };
@@ -217,7 +217,7 @@ fn trace_greedy(
     for step in 0..num_tokens {
         let mut batch = PackedBatch::new();
         batch.begin_group(adapter);
-        for ((tokens, own), continuation) in sequences.iter().zip(&pages).zip(&continuations) {
+        for ((tokens, own), continuation) in sequences.iter().zip(&held).zip(&continuations) {
             let length_max = tokens.len() + num_tokens;
             match continuation.last() {
                 None => batch.push_cached(tokens, 0, length_max, own.clone()),

@@ -4,8 +4,8 @@
 //! activations, softmax, sampling and the optimizer are not; they are less than a hundredth. What is computed a second time to save memory is
 //! kept apart, as recompute.
 
-use strata_model::{LinearWork, ModelConfig, PAGE_TOKENS, Work};
-use strata_tensor::WeightStorage;
+use strata_model::{LinearWork, MixerWork, ModelConfig, PAGE_TOKENS, Work};
+use strata_tensor::{DType, WeightStorage};
 
 /// Operations of a training pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,11 +46,24 @@ fn decoder_pair_elements(work: &Work, rank: usize) -> f64 {
     work.linears.iter().map(|linear| pair_elements(linear, rank)).sum()
 }
 
-/// Scores and weighted values of one forward pass over whole sequences: every token sees itself and those before it.
-fn attention_flops(work: &Work, sequences: usize, tokens: usize) -> f64 {
+/// What mixes tokens, in one forward pass over whole sequences. Attention: scores and weighted values, every token seeing itself and those before it. Gated delta nets: what a key
+/// recalls of the state, what it adds, what a query finds, and the convolution.
+fn mixer_flops(work: &Work, sequences: usize, tokens: usize) -> f64 {
     let pairs = tokens as f64 * (tokens + 1) as f64 / 2.0;
-    let width: usize = work.attention.iter().map(|layer| layer.query_width).sum();
-    4.0 * pairs * (sequences * width) as f64
+    let of_layer = |mixer: &MixerWork| match mixer {
+        MixerWork::Attention(of) => 4.0 * pairs * of.query_width as f64,
+        MixerWork::DeltaNet(g) => 2.0 * (tokens * (3 * g.v_heads * g.k_dim * g.v_dim + g.kernel * g.conv_width())) as f64,
+    };
+    sequences as f64 * work.mixers.iter().map(of_layer).sum::<f64>()
+}
+
+/// Elements that a decode step reads of what a sequence of `context` tokens has left behind: in the compute dtype, and in f32.
+fn cached_elements(work: &Work, context: f64) -> (f64, f64) {
+    let of_layer = |mixer: &MixerWork| match mixer {
+        MixerWork::Attention(of) => (of.cached_width as f64 * context, 0.0),
+        MixerWork::DeltaNet(g) => (0.0, g.state_width() as f64),
+    };
+    work.mixers.iter().map(of_layer).fold((0.0, 0.0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
 }
 
 /// One adapter's forward and backward over whole sequences, every token with a target.
@@ -59,7 +72,7 @@ pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usiz
     let per_element = 2.0 * (sequences * tokens) as f64;
     let matrices = decoder_elements(&work) + elements(&work.unembedding);
     let pairs = decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
-    let attention = attention_flops(&work, sequences, tokens);
+    let mixers = mixer_flops(&work, sequences, tokens);
     // A layer that runs again stops before the product of its last matrix, whose value nobody needs; of its pair only A is multiplied.
     let last = || work.linears.iter().filter(|linear| linear.ends_layer);
     let again = decoder_elements(&work) - last().map(elements).sum::<f64>();
@@ -67,9 +80,9 @@ pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usiz
         - last().map(|l| (passed(l) * rank_of(l, rank) * l.out_features) as f64).sum::<f64>();
     TrainFlops {
         // Frozen matrices: forward and the gradient by the input. Pairs: their own gradient too. Attention: two products forward, four backward.
-        model: per_element * (2.0 * matrices + 3.0 * pairs) + 3.0 * attention,
+        model: per_element * (2.0 * matrices + 3.0 * pairs) + 3.0 * mixers,
         // Attention's layer runs again, and its backward computes the scores once more, which are half of a forward.
-        recompute: per_element * (again + pairs_again) + 1.5 * attention,
+        recompute: per_element * (again + pairs_again) + 1.5 * mixers,
     }
 }
 
@@ -78,7 +91,7 @@ pub(super) fn prefill(c: &ModelConfig, rank: Option<usize>, tokens: usize) -> f6
     let (work, rank) = (Work::of(c), rank.unwrap_or(0));
     let layers = decoder_elements(&work) + decoder_pair_elements(&work, rank);
     let last = elements(&work.unembedding) + pair_elements(&work.unembedding, rank);
-    2.0 * (tokens as f64 * layers + last) + attention_flops(&work, 1, tokens)
+    2.0 * (tokens as f64 * layers + last) + mixer_flops(&work, 1, tokens)
 }
 
 /// Bytes of an element of a frozen matrix, and of all else.
@@ -115,10 +128,12 @@ pub(super) fn decode_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize]
     let work = Work::of(c);
     let pairs_of = |&rank: &usize| decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
     let pairs: f64 = ranks.iter().map(pairs_of).sum();
-    let cached = work.attention.iter().map(|layer| layer.cached_width).sum::<usize>() as f64 * context * sequences as f64;
+    let (cached, states) = cached_elements(&work, context);
     let matrices =
         work.linears.iter().map(|linear| read_elements(linear, sequences)).sum::<f64>() + elements(&work.unembedding);
-    bytes.matrix * matrices + bytes.other as f64 * (pairs + cached)
+    bytes.matrix * matrices
+        + bytes.other as f64 * (pairs + cached * sequences as f64)
+        + (DType::F32.size_bytes() * sequences) as f64 * states
 }
 
 /// Tokens of the cache that sequences take: whole pages, and one more for the page in which prompt and sample meet.
