@@ -22,6 +22,7 @@ pub mod lora;
 mod model;
 mod source;
 mod tokenizer;
+pub mod vision;
 
 pub use architectures::{
     AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, LatentConfig, LinearWork,

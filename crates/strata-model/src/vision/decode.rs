@@ -1,0 +1,164 @@
+//! From the bytes of a PNG or JPEG to red, green and blue, as Pillow and transformers see them: no orientation is applied, and what is transparent shows white.
+//!
+//! JPEGs are decoded by libjpeg-turbo's code, whose rounding is what every tool of Python's has: a decoder that is free to choose is off by a few levels, which a model sees.
+
+use std::cell::Cell;
+use std::io::{self, BufRead, Cursor, Read};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use image::{ColorType, DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
+
+/// The largest file of a picture.
+pub const IMAGE_BYTES_MAX: usize = 32 << 20;
+/// The most pixels of a picture before it is resized: twice what published models take. Decoding takes up to 20 bytes for each.
+pub const IMAGE_PIXELS_MAX: u64 = 32 << 20;
+
+/// A picture's pixels, `[height, width, 3]`.
+pub(super) struct Pixels {
+    pub(super) bytes: Vec<u8>,
+    pub(super) height: usize,
+    pub(super) width: usize,
+}
+
+/// What a file says of itself, `[height, width]`.
+///
+/// # Errors
+/// A sentence, if it is neither a PNG nor a JPEG, or too large in bytes or pixels, or its head is broken.
+pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
+    match format(file)? {
+        ImageFormat::Png => {
+            let (width, height) = png(file)?.dimensions();
+            check_pixels(width, height)
+        }
+        _ => jpeg(file, |head, _| check_pixels(head.width() as u32, head.height() as u32)),
+    }
+}
+
+/// Decodes a file.
+///
+/// # Errors
+/// As [`size`]; also if what follows the head is broken or missing, or has colours that are not read.
+pub(super) fn decode(file: &[u8]) -> Result<Pixels, String> {
+    match format(file)? {
+        ImageFormat::Png => decode_png(file),
+        _ => decode_jpeg(file),
+    }
+}
+
+fn format(file: &[u8]) -> Result<ImageFormat, String> {
+    if file.len() > IMAGE_BYTES_MAX {
+        return Err(format!("a picture of {} bytes; at most {IMAGE_BYTES_MAX} are read", file.len()));
+    }
+    match image::guess_format(file) {
+        Ok(format @ (ImageFormat::Png | ImageFormat::Jpeg)) => Ok(format),
+        _ => Err("the picture is neither a PNG nor a JPEG".into()),
+    }
+}
+
+fn check_pixels(width: u32, height: u32) -> Result<[u32; 2], String> {
+    if u64::from(width) * u64::from(height) > IMAGE_PIXELS_MAX {
+        return Err(format!("a picture of {width} × {height} pixels; at most {IMAGE_PIXELS_MAX} pixels are decoded"));
+    }
+    if width == 0 || height == 0 {
+        return Err(format!("a picture of {width} × {height} pixels"));
+    }
+    Ok([height, width])
+}
+
+fn broken(e: impl std::fmt::Display) -> String {
+    format!("the picture cannot be decoded: {e}")
+}
+
+fn png(file: &[u8]) -> Result<impl ImageDecoder + '_, String> {
+    ImageReader::with_format(Cursor::new(file), ImageFormat::Png).into_decoder().map_err(broken)
+}
+
+fn decode_png(file: &[u8]) -> Result<Pixels, String> {
+    let mut decoder = png(file)?;
+    let (width, height) = decoder.dimensions();
+    check_pixels(width, height)?;
+    // Eight bytes for a pixel of four channels of 16 bits, and as much again for what a decoder keeps.
+    let mut limits = Limits::no_limits();
+    limits.max_alloc = Some(u64::from(width) * u64::from(height) * 16 + (1 << 20));
+    decoder.set_limits(limits).map_err(broken)?;
+    if let ColorType::L16 | ColorType::La16 = decoder.color_type() {
+        // Pillow takes all but the darkest for white.
+        return Err("the picture has greys of 16 bits; of 8 bits they are read".into());
+    }
+    let image = DynamicImage::from_decoder(decoder).map_err(broken)?;
+    let (height, width) = (height as usize, width as usize);
+    let has_alpha = image.color().has_alpha();
+    // The high byte of 16 bits, as Pillow takes it.
+    let high = |channels: &[u16]| channels.iter().map(|channel| (channel >> 8) as u8).collect::<Vec<u8>>();
+    let bytes = match (image, has_alpha) {
+        (DynamicImage::ImageRgb16(image), _) => high(image.as_raw()),
+        (DynamicImage::ImageRgba16(image), _) => on_white(&high(image.as_raw())),
+        (image, false) => image.into_rgb8().into_raw(),
+        (image, true) => on_white(image.into_rgba8().as_raw()),
+    };
+    Ok(Pixels { bytes, height, width })
+}
+
+/// Pixels with transparency laid on white, as Pillow rounds it.
+fn on_white(rgba: &[u8]) -> Vec<u8> {
+    let blend = |channel: u8, alpha: u8| {
+        let sum = u32::from(channel) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
+        ((sum + (sum >> 8)) >> 8) as u8
+    };
+    rgba.as_chunks::<4>().0.iter().flat_map(|&[r, g, b, a]| [r, g, b].map(|channel| blend(channel, a))).collect()
+}
+
+/// A file that notes whether someone read on beyond its end.
+struct Whole<'f> {
+    rest: &'f [u8],
+    is_short: &'f Cell<bool>,
+}
+
+impl Read for Whole<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        self.rest.read(to)
+    }
+}
+
+impl BufRead for Whole<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.is_short.set(self.is_short.get() || self.rest.is_empty());
+        Ok(self.rest)
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.rest = &self.rest[count..];
+    }
+}
+
+/// Calls `body` with a file whose head was read, and whether it has turned out to end too early.
+fn jpeg<R>(
+    file: &[u8],
+    body: impl FnOnce(mozjpeg::Decompress<Whole<'_>>, &Cell<bool>) -> Result<R, String>,
+) -> Result<R, String> {
+    let is_short = Cell::new(false);
+    let whole = Whole { rest: file, is_short: &is_short };
+    // The library's way to fail is to unwind.
+    let read = || body(mozjpeg::Decompress::new_reader(whole).map_err(broken)?, &is_short);
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|why| {
+        let why = why.downcast::<String>().map_or_else(|_| "its library failed".into(), |why| *why);
+        Err(broken(why))
+    })
+}
+
+fn decode_jpeg(file: &[u8]) -> Result<Pixels, String> {
+    jpeg(file, |head, is_short| {
+        check_pixels(head.width() as u32, head.height() as u32)?;
+        if let mozjpeg::ColorSpace::JCS_CMYK | mozjpeg::ColorSpace::JCS_YCCK = head.color_space() {
+            return Err("the picture has the four colours of print; red, green and blue are read".into());
+        }
+        let mut image = head.rgb().map_err(broken)?;
+        let (height, width) = (image.height(), image.width());
+        let bytes = image.read_scanlines::<u8>().map_err(broken)?;
+        if is_short.get() {
+            return Err(broken("the file ends before the picture does"));
+        }
+        image.finish().map_err(broken)?;
+        Ok(Pixels { bytes, height, width })
+    })
+}

@@ -1,0 +1,8 @@
+//! Pictures: from the bytes of a file to what a model reads.
+
+mod decode;
+mod preprocess;
+mod resize;
+
+pub use decode::{IMAGE_BYTES_MAX, IMAGE_PIXELS_MAX};
+pub use preprocess::{Grid, ImageProcessor, Patches};

@@ -1,0 +1,223 @@
+//! From the bytes of a picture to the patches that a vision tower reads, as `Qwen2VLImageProcessor` of transformers does it: decode, lay transparency on white, resize to a multiple
+//! of what a token covers, normalise, cut into patches.
+
+use serde_json::{Map, Value};
+
+use super::decode::{self, IMAGE_PIXELS_MAX};
+use super::resize::resize;
+use crate::config::fields::{Fields, unsupported, wrong_kind};
+use crate::{Error, Result};
+
+/// The most elongated picture, one side to the other.
+const ASPECT_MAX: f64 = 200.0;
+/// The largest side of a patch, and the most patches that make a token along one.
+const PATCH_SIZE_MAX: usize = 64;
+const MERGE_SIZE_MAX: usize = 8;
+
+/// Patches of a picture along time, height and width, before they are merged to tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Grid {
+    /// Frames, two of a film to each; 1 for a picture.
+    pub time: usize,
+    /// Rows of patches.
+    pub height: usize,
+    /// Columns of patches.
+    pub width: usize,
+}
+
+impl Grid {
+    /// How many patches there are.
+    pub fn patches(&self) -> usize {
+        self.time * self.height * self.width
+    }
+}
+
+/// A picture, cut up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Patches {
+    /// `[patches, 3 * temporal_patch_size * patch_size²]`: of each patch its channels, in each its frames, in each its rows. Patches that are merged to one token are neighbours.
+    pub values: Vec<f32>,
+    /// How they lie.
+    pub grid: Grid,
+}
+
+/// What is done to a picture.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ImageProcessor {
+    /// Side of a patch in pixels.
+    pub patch_size: usize,
+    /// Frames of a patch; a picture is as many equal ones.
+    pub temporal_patch_size: usize,
+    /// Patches along a side of what becomes a token.
+    pub merge_size: usize,
+    /// Least and most pixels after resizing.
+    pub pixels: [u64; 2],
+    /// Of each channel, what is subtracted of values from 0 to 1.
+    pub mean: [f32; 3],
+    /// Of each channel, what the rest is divided by.
+    pub std: [f32; 3],
+}
+
+/// What lies in a `preprocessor_config.json` that changes what comes out, and the only value of it that is computed.
+const FIXED: [(&str, fn() -> Value); 6] = [
+    ("do_resize", || true.into()),
+    ("do_rescale", || true.into()),
+    ("do_normalize", || true.into()),
+    ("do_convert_rgb", || true.into()),
+    ("do_center_crop", || false.into()),
+    ("do_pad", || false.into()),
+];
+
+impl ImageProcessor {
+    /// What Qwen3-VL is published with, for a tower of these patches.
+    pub fn new(patch_size: usize, temporal_patch_size: usize, merge_size: usize) -> Self {
+        let pixels = [1 << 16, 1 << 24];
+        ImageProcessor { patch_size, temporal_patch_size, merge_size, pixels, mean: [0.5; 3], std: [0.5; 3] }
+    }
+
+    /// Reads a `preprocessor_config.json`, whose patches must be those of the tower.
+    ///
+    /// # Errors
+    /// If it says something that is not computed here; key and value are named.
+    pub(crate) fn read(map: &Map<String, Value>, tower: &ImageProcessor) -> Result<Self> {
+        let fields = Fields { map };
+        for (key, only) in FIXED {
+            if let Some(value) = fields.get(key).filter(|value| **value != only()) {
+                return Err(unsupported(key, value, &only().to_string()));
+            }
+        }
+        let bicubic = 3;
+        if let Some(value) = fields.get("resample").filter(|value| **value != bicubic) {
+            return Err(unsupported("resample", value, "3 (bicubic)"));
+        }
+        if let Some(value) = fields.get("rescale_factor").filter(|value| value.as_f64() != Some(1.0 / 255.0)) {
+            return Err(unsupported("rescale_factor", value, "1 / 255"));
+        }
+        let sizes = [
+            ("patch_size", tower.patch_size, PATCH_SIZE_MAX),
+            ("temporal_patch_size", tower.temporal_patch_size, MERGE_SIZE_MAX),
+            ("merge_size", tower.merge_size, MERGE_SIZE_MAX),
+        ];
+        for (key, of_tower, max) in sizes {
+            let found = fields.size(key, of_tower, max)?;
+            if found != of_tower {
+                return Err(Error::Config(format!("{key} {found} of the image processor is {of_tower} in vision_config")));
+            }
+        }
+        let pixels = match fields.get("size") {
+            None => tower.pixels,
+            Some(Value::Object(size)) => {
+                let size = Fields { map: size };
+                let edge = |key, default: u64| {
+                    Ok::<_, Error>(size.size(key, default as usize, IMAGE_PIXELS_MAX as usize)? as u64)
+                };
+                [edge("shortest_edge", tower.pixels[0])?, edge("longest_edge", tower.pixels[1])?]
+            }
+            Some(other) => return Err(wrong_kind("size", other, "an object of shortest_edge and longest_edge")),
+        };
+        let pixel = |key, default| fields.size(key, default as usize, IMAGE_PIXELS_MAX as usize).map(|n| n as u64);
+        let pixels = [pixel("min_pixels", pixels[0])?, pixel("max_pixels", pixels[1])?];
+        if pixels[0] > pixels[1] {
+            return Err(Error::Config(format!("at least {} pixels are more than at most {}", pixels[0], pixels[1])));
+        }
+        let (mean, std) = (channels(&fields, "image_mean", tower.mean)?, channels(&fields, "image_std", tower.std)?);
+        if std.contains(&0.0) {
+            return Err(Error::Config(format!("image_std {std:?} has a zero")));
+        }
+        Ok(ImageProcessor { pixels, mean, std, ..tower.clone() })
+    }
+
+    /// Rows and columns of pixels that a picture of so many is resized to (`smart_resize`): multiples of what a token covers, within the limits, nearly of the same form.
+    ///
+    /// # Errors
+    /// A sentence, if the picture is too elongated or has no pixels.
+    pub fn resized(&self, height: u32, width: u32) -> std::result::Result<[usize; 2], String> {
+        let (long, short) = (f64::from(height.max(width)), f64::from(height.min(width)));
+        if short == 0.0 || long / short > ASPECT_MAX {
+            return Err(format!("a picture of {width} × {height} pixels: the longer side may be {ASPECT_MAX} times the shorter one"));
+        }
+        let factor = (self.patch_size * self.merge_size) as f64;
+        let [least, most] = self.pixels.map(|pixels| pixels as f64);
+        let (height, width) = (f64::from(height), f64::from(width));
+        // As Python rounds: halves to even.
+        let mut sides = [height, width].map(|side| (side / factor).round_ties_even() * factor);
+        let area = sides[0] * sides[1];
+        if area > most {
+            let shrink = (height * width / most).sqrt();
+            sides = [height, width].map(|side| ((side / shrink / factor).floor() * factor).max(factor));
+        } else if area < least {
+            let grow = (least / (height * width)).sqrt();
+            sides = [height, width].map(|side| (side * grow / factor).ceil() * factor);
+        }
+        Ok(sides.map(|side| side as usize))
+    }
+
+    /// The grid of a picture, which is all that its tokens depend on: reads the head of the file alone.
+    ///
+    /// # Errors
+    /// As [`ImageProcessor::process`], but for what lies behind the head.
+    pub fn grid(&self, file: &[u8]) -> std::result::Result<Grid, String> {
+        let [height, width] = decode::size(file)?;
+        Ok(self.grid_of(self.resized(height, width)?))
+    }
+
+    fn grid_of(&self, [height, width]: [usize; 2]) -> Grid {
+        Grid { time: 1, height: height / self.patch_size, width: width / self.patch_size }
+    }
+
+    /// Tokens that a picture becomes.
+    pub fn tokens(&self, grid: &Grid) -> usize {
+        grid.patches() / (self.merge_size * self.merge_size)
+    }
+
+    /// Cuts up a PNG or JPEG.
+    ///
+    /// # Errors
+    /// A sentence, if it is none, too large in bytes or pixels, too elongated, or broken.
+    pub fn process(&self, file: &[u8]) -> std::result::Result<Patches, String> {
+        let [height, width] = decode::size(file)?;
+        let to = self.resized(height, width)?;
+        let pixels = decode::decode(file)?;
+        let (resized, grid) = (resize(&pixels.bytes, [pixels.height, pixels.width], to), self.grid_of(to));
+        Ok(Patches { values: self.cut(&resized, &grid), grid })
+    }
+
+    /// Normalises pixels, `[height, width, 3]`, and brings them into the order of patches.
+    fn cut(&self, pixels: &[u8], grid: &Grid) -> Vec<f32> {
+        let (p, merge, frames) = (self.patch_size, self.merge_size, self.temporal_patch_size);
+        let width = grid.width * p;
+        // As transformers: the scale of bytes is drawn into mean and standard deviation.
+        let [mean, std] = [self.mean, self.std].map(|of| of.map(|value| value * (1.0 / (1.0f64 / 255.0)) as f32));
+        let mut values = Vec::with_capacity(grid.patches() * 3 * frames * p * p);
+        for (block_row, block_column) in product(grid.height / merge, grid.width / merge) {
+            for (row, column) in product(merge, merge) {
+                let (top, left) = ((block_row * merge + row) * p, (block_column * merge + column) * p);
+                for channel in 0..3 {
+                    let start = values.len();
+                    for (y, x) in product(p, p) {
+                        let byte = pixels[((top + y) * width + left + x) * 3 + channel];
+                        values.push((f32::from(byte) - mean[channel]) / std[channel]);
+                    }
+                    for _ in 1..frames {
+                        values.extend_from_within(start..start + p * p);
+                    }
+                }
+            }
+        }
+        values
+    }
+}
+
+/// Pairs of numbers below two limits, the second the faster.
+fn product(rows: usize, columns: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).flat_map(move |row| (0..columns).map(move |column| (row, column)))
+}
+
+/// Three numbers of a list.
+fn channels(fields: &Fields<'_>, key: &str, default: [f32; 3]) -> Result<[f32; 3]> {
+    let Some(value) = fields.get(key) else { return Ok(default) };
+    let numbers: Option<Vec<f32>> =
+        value.as_array().and_then(|list| list.iter().map(|number| number.as_f64().map(|number| number as f32)).collect());
+    let three = numbers.and_then(|numbers| <[f32; 3]>::try_from(numbers).ok()).filter(|all| all.iter().all(|n| n.is_finite()));
+    three.ok_or_else(|| wrong_kind(key, value, "a list of three numbers"))
+}
