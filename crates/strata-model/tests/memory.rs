@@ -198,6 +198,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
                 attention: true,
                 mlp: true,
                 unembed: true,
+                embedding: false,
                 expert_rank: None,
                 left_out: ModuleSet::NONE,
             };

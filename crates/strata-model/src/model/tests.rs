@@ -36,6 +36,7 @@ fn lora(rank: usize) -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
+        embedding: false,
         expert_rank: None,
         left_out: crate::lora::ModuleSet::NONE,
     }

@@ -37,6 +37,7 @@ fn all_parts() -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
+        embedding: false,
         expert_rank: None,
         left_out: ModuleSet::NONE,
     }
