@@ -183,7 +183,7 @@ mod tests {
         let model = Model::load(Arc::new(backend), &ModelSource::Embedded, None).unwrap();
         for rank in [1, 8, 33, 64, 100] {
             let lora = LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true };
-            let config = config_of(&lora, &model).unwrap();
+            let config = LoraConfig { embedding: rank != 64, ..config_of(&lora, &model).unwrap() };
             let mut learner = Learner::fresh(&model, config, 1).unwrap();
             let bytes = adapter_bytes(&model, &config);
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");

@@ -28,7 +28,7 @@ fn lora() -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
-        embedding: false,
+        embedding: true,
         expert_rank: None,
         left_out: ModuleSet::NONE,
     }

@@ -1,5 +1,7 @@
 //! Passes over a small random model.
 
+mod embedding;
+
 use serde_json::{Value, json};
 use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
