@@ -29,10 +29,10 @@ fn write(dir: &Path) {
     write_adapter(model.backend(), dir, model.lora_modules(), &config, &params, "strata/tiny-base").unwrap();
 }
 
-/// Room for `rank` is set aside.
-fn load(engine: &EngineHandle, id: &str, dir: &Path, rank: usize, with_optimizer: bool) -> Outcome {
+/// With room set aside for `lora`.
+fn load(engine: &EngineHandle, id: &str, dir: &Path, lora: LoraSpec, with_optimizer: bool) -> Outcome {
     let source = CheckpointSource { dir: dir.into(), name: "the-save".into(), save_id: None };
-    let request = Request::CreateModelFromCheckpoint { model_id: id.into(), source, lora: lora(rank, 0), with_optimizer };
+    let request = Request::CreateModelFromCheckpoint { model_id: id.into(), source, lora, with_optimizer };
     ask(engine, request)
 }
 
@@ -60,7 +60,7 @@ fn an_adapter_of_the_embedding_that_was_read_trains_saves_resumes_and_samples_to
     let (written, saved) = (dir.path().join("written"), dir.path().join("saved"));
     write(&written);
     let engine = engine();
-    load(&engine, "m", &written, 8, false).unwrap();
+    load(&engine, "m", &written, lora(8, 0), false).unwrap();
     create(&engine, "other", 8, 1);
     rounds(&engine, "m", 1, 0..2);
     ask(&engine, train("m", 5, TrainOp::SaveState(save(&saved)))).unwrap();
@@ -78,7 +78,7 @@ fn an_adapter_of_the_embedding_that_was_read_trains_saves_resumes_and_samples_to
     drop(engine);
 
     let engine = engine_with(1, MEMORY_BYTES);
-    load(&engine, "m", &saved, 8, true).unwrap();
+    load(&engine, "m", &saved, lora(8, 0), true).unwrap();
     assert!(rounds(&engine, "m", 1, 2..4) == uninterrupted, "resumed");
     assert!(saved_bytes(&engine, "m", 5) == bytes, "resumed");
     let source = Some((CheckpointSource { dir: on_disk, name: "the-save".into(), save_id: None }, lora(8, 0)));
@@ -98,6 +98,7 @@ fn an_adapter_whose_embedding_does_not_fit_its_record_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let written = dir.path().join("written");
     write(&written);
-    let message = user_error(load(&engine(), "m", &written, 1, false));
+    let all_but_the_embedding = LoraSpec { train_mlp: false, train_unembed: false, ..lora(2, 0) };
+    let message = user_error(load(&engine(), "m", &written, all_but_the_embedding, false));
     assert!(message.contains("do not belong together"), "{message}");
 }
