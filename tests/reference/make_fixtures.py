@@ -260,6 +260,30 @@ BYTES = [
 for spec in DENSE + MOE + DEEPSEEK + GPT_OSS + BYTES:
     FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
 
+# Adapters of the token embedding, beside others. A padding token would have no gradient in torch. With `table` an adapter's file is what PEFT writes if it is told
+# nothing: the base's tables are in it too.
+FIXTURES += [
+    # Tied, and the embedding beside the unembedding: modules of their own.
+    dict(
+        name="embedding_tied_f32",
+        config=dict(vocab_size=87, hidden_size=36, intermediate_size=44, num_hidden_layers=2, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=12, tie_word_embeddings=True, pad_token_id=None),
+        theta=10000.0, dtype=torch.float32, lengths=[1, 65, 2, 40],
+        adapters=dict(
+            embedding_r5=dict(rank=5, targets=ATTENTION + ["embed_tokens"]),
+            both_r2=dict(rank=2, targets=["embed_tokens", "lm_head"], table=True),
+        ),
+    ),
+    # Untied, bf16.
+    dict(
+        name="embedding_untied_bf16",
+        config=dict(vocab_size=61, hidden_size=40, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, pad_token_id=None),
+        theta=10000.0, dtype=torch.bfloat16, lengths=[40, 3, 64], adamw=False,
+        adapters=dict(embedding_r3=dict(rank=3, targets=ATTENTION + MLP + ["embed_tokens"], table=True)),
+    ),
+]
+
 
 def random_model(spec, seed):
     """A checkpoint of `spec` with weights large enough that logits differ, and norms and biases that are not ones and zeros."""
@@ -502,8 +526,8 @@ def make_adapter(model, spec, seed, directory):
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * (0.1 if "lora_A" in name else 0.1 * spec["rank"] / 32))
-    peft.save_pretrained(directory, save_embedding_layers=False)
+                parameter.copy_(torch.randn_like(parameter) * (0.1 if "_A.default" in name else 0.1 * spec["rank"] / 32))
+    peft.save_pretrained(directory, save_embedding_layers="auto" if spec.get("table") else False)
     (directory / "README.md").unlink(missing_ok=True)
     config_path = directory / "adapter_config.json"
     written = json.loads(config_path.read_text())
@@ -627,7 +651,8 @@ def make_fixture(spec, seed):
             half = load_adapter(model_directory, directory / name, torch.bfloat16)
             values |= outputs(half, sequences, "bf16.", with_greedy=False)
             values |= gradients(half, sequences, "bf16.")
-        values = {key: value for key, value in values.items() if not key.endswith("embeds")}
+        if "embed_tokens" not in adapter["targets"]:
+            values = {key: value for key, value in values.items() if not key.endswith("embeds")}
         save_file(values, directory / f"{name}.safetensors")
     if spec.get("layout") == "mxfp4":
         quantize_experts(model_directory)

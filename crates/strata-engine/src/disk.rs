@@ -258,8 +258,16 @@ mod tests {
 
     fn state() -> LearnerState {
         let left_out = ModuleSet::NONE;
-        let config =
-            LoraConfig { rank: 1, alpha: 32.0, attention: true, mlp: false, unembed: false, expert_rank: None, left_out };
+        let config = LoraConfig {
+            rank: 1,
+            alpha: 32.0,
+            attention: true,
+            mlp: false,
+            unembed: false,
+            embedding: false,
+            expert_rank: None,
+            left_out,
+        };
         LearnerState { config, weights: Arc::new(LoraParams { stacks: Vec::new() }), moments: None }
     }
 

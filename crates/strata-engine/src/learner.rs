@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use strata_model::Model;
-use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet};
+use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet, Part};
 use strata_tensor::Backend;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
@@ -132,7 +132,12 @@ pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes 
     for (_, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
         parameters += m.entries() as u64 * config.rank_of(m) as u64 * (m.in_features + m.out_features) as u64;
         let packed = |n_in, n_out| model.backend().packed_bytes(m.entries(), n_in, n_out, model.dtype().into()) as u64;
-        frozen += packed(m.in_features, config.rank_of(m)) + packed(config.rank_of(m), m.out_features);
+        frozen += packed(config.rank_of(m), m.out_features);
+        frozen += match m.part {
+            // Rows, which nothing is multiplied with.
+            Part::Embedding => (m.in_features * config.rank_of(m) * model.dtype().size_bytes()) as u64,
+            Part::Attention | Part::Mlp | Part::Unembed => packed(m.in_features, config.rank_of(m)),
+        };
     }
     // In training: weights, gradient and two moments in f32, and the packed copy.
     AdapterBytes { training: parameters * 16 + frozen, frozen, captured: parameters * 12 }
@@ -154,6 +159,7 @@ pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, St
         attention: spec.train_attn,
         mlp: spec.train_mlp,
         unembed: spec.train_unembed,
+        embedding: false,
         expert_rank: None,
         left_out: ModuleSet::NONE,
     };
@@ -177,7 +183,7 @@ mod tests {
         let model = Model::load(Arc::new(backend), &ModelSource::Embedded, None).unwrap();
         for rank in [1, 8, 33, 64, 100] {
             let lora = LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true };
-            let config = config_of(&lora, &model).unwrap();
+            let config = LoraConfig { embedding: rank != 64, ..config_of(&lora, &model).unwrap() };
             let mut learner = Learner::fresh(&model, config, 1).unwrap();
             let bytes = adapter_bytes(&model, &config);
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");

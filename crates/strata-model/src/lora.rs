@@ -2,10 +2,13 @@
 //!
 //! LoRA (Hu et al., 2021, arXiv:2106.09685): `y = x·Wᵀ + (alpha / rank) · (x·Aᵀ)·Bᵀ` with `A: [rank, in]` and `B: [out, rank]`.
 //! Here B is kept transposed, `[rank, out]`, because its gradient comes out of the matmul that way; checkpoints hold `[out, rank]`.
+//!
+//! Of an embedding, `y = W[ids] + (alpha / rank) · A[:, ids]ᵀ·Bᵀ` with `A: [rank, vocab]`: here A is kept transposed too, `[vocab, rank]`, because what is read
+//! and what gradients are added to is a row for each token.
 
 use std::sync::Arc;
 
-use strata_tensor::{Backend, DType, HostRef, PackedStack, Tensor};
+use strata_tensor::{Backend, DType, HostRef, PackedStack, Tensor, random};
 
 use crate::{Error, Result};
 
@@ -18,6 +21,9 @@ pub enum Part {
     Mlp,
     /// The unembedding (`lm_head`).
     Unembed,
+    /// The token embedding (`embed_tokens`), a module of its own also where its table is the unembedding's. The API has no name for it: adapters have it that
+    /// were read from files.
+    Embedding,
 }
 
 /// The experts of a layer that have a linear layer each.
@@ -31,18 +37,18 @@ pub struct ExpertModule {
     pub tinker_name: &'static str,
 }
 
-/// A linear layer, or a stack of them, that can carry LoRA.
+/// A linear layer, or a stack of them, that can carry LoRA; or the token embedding, as the linear layer of its one-hot tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoraModule {
-    /// Its Hugging Face path within a decoder layer (`self_attn.q_proj`), or within the model for [`Part::Unembed`].
+    /// Its Hugging Face path within a decoder layer (`self_attn.q_proj`), or within the model for [`Part::Unembed`] and [`Part::Embedding`].
     pub path: &'static str,
     /// The part it belongs to.
     pub part: Part,
-    /// Numbers in a checkpoint of the decoder layers that have it, in the order of its stacks; one entry for the unembedding.
+    /// Numbers in a checkpoint of the decoder layers that have it, in the order of its stacks; one entry for the unembedding and the embedding.
     pub layers: Vec<usize>,
     /// Of a layer's experts; `None`: a layer has one.
     pub experts: Option<ExpertModule>,
-    /// Input features.
+    /// Input features; the size of the vocabulary for [`Part::Embedding`].
     pub in_features: usize,
     /// Output features.
     pub out_features: usize,
@@ -57,6 +63,14 @@ impl LoraModule {
     /// Entries of one layer, which are neighbours.
     pub fn entries_of_layer(&self) -> usize {
         self.experts.map_or(1, |experts| experts.count)
+    }
+
+    /// Shape of an entry of its stack of A.
+    fn shape_of_a(&self, rank: usize) -> [usize; 2] {
+        match self.part {
+            Part::Attention | Part::Mlp | Part::Unembed => [rank, self.in_features],
+            Part::Embedding => [self.in_features, rank],
+        }
     }
 }
 
@@ -101,6 +115,8 @@ pub struct LoraConfig {
     pub mlp: bool,
     /// Whether the unembedding carries LoRA.
     pub unembed: bool,
+    /// Whether the token embedding carries LoRA.
+    pub embedding: bool,
     /// Modules without LoRA although their part is trained, as in a PEFT adapter of q and v only.
     pub left_out: ModuleSet,
 }
@@ -126,6 +142,7 @@ impl LoraConfig {
             Part::Attention => self.attention,
             Part::Mlp => self.mlp,
             Part::Unembed => self.unembed,
+            Part::Embedding => self.embedding,
         }
     }
 
@@ -142,7 +159,7 @@ impl LoraConfig {
         if let Some(rank) = [self.rank].into_iter().chain(self.expert_rank).find(|rank| !(1..=RANK_MAX).contains(rank)) {
             return Err(Error::Lora(format!("rank {rank} is not between 1 and {RANK_MAX}")));
         }
-        if !(self.attention || self.mlp || self.unembed) {
+        if !(self.attention || self.mlp || self.unembed || self.embedding) {
             return Err(Error::Lora("an adapter must train attention, MLP or unembedding; all three are off".into()));
         }
         if !(self.alpha.is_finite()) {
@@ -155,7 +172,7 @@ impl LoraConfig {
 /// One quantity of one module of an adapter, for all layers.
 #[derive(Debug)]
 pub struct LoraStack {
-    /// `[entries, rank, in_features]`, f32; see [`LoraModule::entries`].
+    /// `[entries, rank, in_features]`, f32; see [`LoraModule::entries`]. Of the embedding transposed: `[1, vocab_size, rank]`.
     pub a: Tensor,
     /// B transposed: `[entries, rank, out_features]`, f32.
     pub b: Tensor,
@@ -167,8 +184,9 @@ impl LoraStack {
     /// # Errors
     /// If the backend has no memory.
     pub(crate) fn zeros(backend: &dyn Backend, module: &LoraModule, rank: usize) -> Result<Self> {
+        let [rows, width] = module.shape_of_a(rank);
         Ok(LoraStack {
-            a: backend.zeros(&[module.entries(), rank, module.in_features], DType::F32)?,
+            a: backend.zeros(&[module.entries(), rows, width], DType::F32)?,
             b: backend.zeros(&[module.entries(), rank, module.out_features], DType::F32)?,
         })
     }
@@ -194,8 +212,8 @@ impl LoraParams {
         Ok(LoraParams { stacks: modules.iter().enumerate().map(stack).collect::<Result<_>>()? })
     }
 
-    /// A fresh adapter: A uniform in ±1/√in_features (Kaiming-uniform with a = √5, as PEFT initialises it), B zero. Each number
-    /// depends on `seed`, module, layer and place only.
+    /// A fresh adapter, as PEFT initialises it: A uniform in ±1/√in_features (Kaiming-uniform with a = √5), B zero; of the embedding A zero, B standard normal.
+    /// Each number depends on `seed`, module, layer and place only.
     ///
     /// # Errors
     /// If the backend has no memory.
@@ -203,12 +221,18 @@ impl LoraParams {
         let mut params = Self::zeros(backend, modules, config)?;
         for (index, (module, stack)) in modules.iter().zip(&mut params.stacks).enumerate() {
             let Some(stack) = stack else { continue };
+            if module.part == Part::Embedding {
+                let key = [seed, (index as u64) << 32];
+                let values: Vec<f32> = (0..stack.b.shape().len() as u64).map(|place| random::normal(key, place)).collect();
+                backend.upload(HostRef::from_f32(&values, &[values.len()])?, stack.b.as_mut())?;
+                continue;
+            }
             let bound = 1.0 / (module.in_features as f32).sqrt();
             let mut values = vec![0.0; config.rank_of(module) * module.in_features];
             for layer in 0..module.entries() {
                 let key = [seed, (index as u64) << 32 | layer as u64];
                 for (place, value) in values.iter_mut().enumerate() {
-                    *value = (strata_tensor::random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
+                    *value = (random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
                 }
                 backend.upload(HostRef::from_f32(&values, &[values.len()])?, stack.a.row_mut(layer))?;
             }
@@ -257,10 +281,19 @@ pub(crate) struct PackedPair {
     pub b: PackedStack,
 }
 
+/// The embedding's low-rank pair as it is computed with.
+pub(crate) struct EmbeddingPair {
+    /// `[1, vocab_size, rank]` in the base's dtype.
+    pub a: Tensor,
+    /// `rank → hidden_size`.
+    pub b: PackedStack,
+}
+
 /// An adapter ready to compute with: immutable, cheap to share, rounded to the base model's dtype. A sampler's snapshot is one of these.
 pub struct Adapter {
     config: LoraConfig,
     pairs: Vec<Option<PackedPair>>,
+    embedding: Option<EmbeddingPair>,
 }
 
 impl Adapter {
@@ -275,8 +308,15 @@ impl Adapter {
         config: LoraConfig,
         params: &LoraParams,
     ) -> Result<Arc<Self>> {
-        let mut pairs = Vec::with_capacity(modules.len());
+        let (mut pairs, mut embedding) = (Vec::with_capacity(modules.len()), None);
         for (module, stack) in modules.iter().zip(&params.stacks) {
+            let stack = match stack {
+                Some(stack) if module.part == Part::Embedding => {
+                    embedding = Some(pack_embedding(backend, dtype, module, config.rank_of(module), stack)?);
+                    None
+                }
+                stack => stack.as_ref(),
+            };
             let Some(stack) = stack else {
                 pairs.push(None);
                 continue;
@@ -289,7 +329,7 @@ impl Adapter {
             }
             pairs.push(Some(PackedPair { a, b }));
         }
-        Ok(Arc::new(Adapter { config, pairs }))
+        Ok(Arc::new(Adapter { config, pairs, embedding }))
     }
 
     /// The shape of the adapter.
@@ -299,10 +339,36 @@ impl Adapter {
 
     /// Bytes of memory held.
     pub fn size_bytes(&self) -> usize {
-        self.pairs.iter().flatten().map(|p| p.a.size_bytes() + p.b.size_bytes()).sum()
+        let embedding = self.embedding.as_ref().map_or(0, |p| p.a.size_bytes() + p.b.size_bytes());
+        embedding + self.pairs.iter().flatten().map(|p| p.a.size_bytes() + p.b.size_bytes()).sum::<usize>()
     }
 
+    /// The pair of a linear layer.
     pub(crate) fn pair(&self, module: usize) -> Option<&PackedPair> {
         self.pairs[module].as_ref()
     }
+
+    /// The pair of the embedding.
+    pub(crate) fn embedding(&self) -> Option<&EmbeddingPair> {
+        self.embedding.as_ref()
+    }
+}
+
+/// Rounds the embedding's pair to `dtype`.
+fn pack_embedding(
+    backend: &dyn Backend,
+    dtype: DType,
+    module: &LoraModule,
+    rank: usize,
+    stack: &LoraStack,
+) -> Result<EmbeddingPair> {
+    let shape = [1, module.in_features, rank];
+    if stack.a.shape().dims() != shape {
+        return Err(Error::Lora(format!("A of {} has shape {}, not {shape:?}", module.path, stack.a.shape())));
+    }
+    let mut a = backend.zeros(&shape, dtype)?;
+    backend.convert(&stack.a, &mut a)?;
+    let mut b = backend.packed(1, rank, module.out_features, dtype.into())?;
+    backend.pack_columns(&mut b, 0, stack.b.row(0))?;
+    Ok(EmbeddingPair { a, b })
 }

@@ -166,7 +166,7 @@ impl Model {
         self.dtype
     }
 
-    /// The linear layers that can carry LoRA; adapters index by place in this list.
+    /// The linear layers that can carry LoRA, and the embedding; adapters index by place in this list.
     pub fn lora_modules(&self) -> &[LoraModule] {
         self.decoder.lora_modules()
     }

@@ -28,6 +28,7 @@ fn lora() -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
+        embedding: true,
         expert_rank: None,
         left_out: ModuleSet::NONE,
     }

@@ -191,13 +191,14 @@ fn passes_take_no_more_memory_than_the_model_says() {
         let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), 2));
         let mut model = Model::random(backend, config.clone(), 1, dtype).unwrap();
         model.set_logits_chunk_bytes(3 << 20);
-        for rank in [1, 32] {
+        for (rank, embedding) in [(1, true), (32, false), (32, true)] {
             let lora = LoraConfig {
                 rank,
                 alpha: 8.0,
                 attention: true,
                 mlp: true,
                 unembed: true,
+                embedding,
                 expert_rank: None,
                 left_out: ModuleSet::NONE,
             };
@@ -231,7 +232,8 @@ fn passes_take_no_more_memory_than_the_model_says() {
                 let rows: Vec<usize> = (0..n).collect();
                 let requests = vec![RowRequest::default(); n];
                 let stepped = peak_bytes(|| drop(model.step(&prefill, &mut cache, &rows, &requests).unwrap()));
-                let context = format!("{config:?} {dtype} rank {rank}: {} sequences, {n} tokens", lengths.len());
+                let context =
+                    format!("{config:?} {dtype} rank {rank}, embedding {embedding}: {} sequences, {n} tokens", lengths.len());
                 for (what, taken) in [("trained", trained), ("scored", scored), ("stepped", stepped)] {
                     assert!(taken <= said, "{what} with {taken} bytes, said {said}: {context}");
                 }

@@ -22,13 +22,14 @@ use std::rc::Rc;
 
 use serde_json::{Map, Value};
 use strata_tensor::{
-    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, HostRef, KvValues, LoraGroup, LoraProjection, LoraSite, Rotary,
-    Tensor,
+    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup, LoraProjection,
+    LoraSite, Rotary, Tensor,
 };
 
 use crate::config::fields::{Fields, unsupported};
 use crate::config::quantization;
 use crate::config::{Rope, RopeTable};
+use crate::lora::Part;
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
 pub(crate) use declaration::{Form, FusedExpert, Parameter};
@@ -321,8 +322,9 @@ impl Work {
             experts: m.experts.map(|e| ExpertWork { count: e.count, active: config.family.active_experts() }),
             ends_layer: m.path == "mlp.down_proj" || m.experts.is_some_and(|e| e.projection == "down_proj"),
         };
-        let (unembedding, linears): (Vec<_>, Vec<_>) =
-            plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);
+        // A row of a table is no product.
+        let products = plan.declaration.modules().iter().filter(|m| m.part != Part::Embedding);
+        let (unembedding, linears): (Vec<_>, Vec<_>) = products.partition(|m| m.part == Part::Unembed);
         let mixer = |l: usize| match plan.mixer(l) {
             Mixer::Attention(g) => {
                 // Values that are a part of keys are not held beside them.
@@ -409,6 +411,28 @@ impl<'a> BatchInputs<'a> {
                     .collect();
                 let any = !projections.is_empty() && g.start < g.end;
                 any.then(|| LoraGroup { tokens: g.start..g.end, sequences: sequences.clone(), projections })
+            })
+            .collect()
+    }
+
+    /// The low-rank pairs of the embedding, which is this module.
+    pub(crate) fn embedding_lora(&self, module: usize) -> Rc<[EmbeddingLora<'a>]> {
+        self.batch
+            .groups
+            .iter()
+            .zip(&self.group_sequences)
+            .enumerate()
+            .filter_map(|(group, (g, sequences))| {
+                let adapter = g.adapter.filter(|_| g.start < g.end)?;
+                let pair = adapter.embedding()?;
+                Some(EmbeddingLora {
+                    tokens: g.start..g.end,
+                    sequences: sequences.clone(),
+                    a: pair.a.row(0),
+                    b: pair.b.layer(0),
+                    scale: adapter.config().scale(),
+                    site: LoraSite { group, module, layer: 0 },
+                })
             })
             .collect()
     }

@@ -16,7 +16,7 @@ use std::path::Path;
 use safetensors::tensor::{Dtype, View, serialize_to_file};
 use strata_tensor::{Backend, DType, HostRef, HostTensor, TensorRef};
 
-use super::{Checkpoint, CheckpointReader, SourceTensor, first_not_finite, read_text};
+use super::{Checkpoint, CheckpointReader, Converted, SourceTensor, first_not_finite, read_text};
 use crate::lora::{ExpertModule, LoraConfig, LoraModule, LoraParams, LoraStack, ModuleSet, Part};
 use crate::{Error, Result};
 use config::AdapterSettings;
@@ -30,6 +30,10 @@ const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const NUMERICS: &str = "numerics";
 /// Paths of the unembedding: the one that is written, and PEFT's.
 const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tokens", "base_model.model.lm_head"];
+/// Path of the embedding, whose tensors have names of their own.
+const EMBEDDING_PATH: &str = "base_model.model.model.embed_tokens";
+/// What the name of a copy of the base's weight ends in.
+const BASE_WEIGHT: &str = ".base_layer.weight";
 /// Prefixes of Adam's moments in [`OPTIMIZER_FILE`].
 const MOMENTS: [&str; 2] = ["m.", "v."];
 const STEP: &str = "step";
@@ -96,6 +100,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
         attention: false,
         mlp: false,
         unembed: false,
+        embedding: false,
         left_out: ModuleSet::NONE,
     };
     let carried: Vec<bool> = modules.iter().map(|m| is_carried(&checkpoint, m)).collect();
@@ -104,6 +109,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
             Part::Attention => config.attention = true,
             Part::Mlp => config.mlp = true,
             Part::Unembed => config.unembed = true,
+            Part::Embedding => config.embedding = true,
         }
     }
     settings.check_modules(modules, &carried).map_err(|message| Error::Checkpoint { path, message })?;
@@ -113,6 +119,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
         }
     }
     let mut reader = CheckpointReader::new(&checkpoint);
+    modules.iter().zip(&carried).filter(|(_, carried)| **carried).for_each(|(module, _)| leave_base(&mut reader, module));
     let params = read_params(backend, &mut reader, "", modules, &config);
     reader.finish()?;
     config.validate()?;
@@ -120,9 +127,22 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
     Ok(PeftAdapter { config, params: params?, base_model: settings.base_model })
 }
 
+/// Leaves aside the base's own weight, which is frozen: where embeddings carry LoRA, PEFT writes it too unless it is told not to (`save_embedding_layers`).
+fn leave_base(reader: &mut CheckpointReader<'_>, module: &LoraModule) {
+    let (path, shape) = match module.part {
+        Part::Unembed => (UNEMBED_PATHS[1], [module.out_features, module.in_features]),
+        Part::Embedding => (EMBEDDING_PATH, [module.in_features, module.out_features]),
+        Part::Attention | Part::Mlp => return,
+    };
+    let name = format!("{path}{BASE_WEIGHT}");
+    if reader.contains(&name) {
+        reader.require(&name, &shape);
+    }
+}
+
 /// Refuses an adapter that would make every number it touches infinite or not a number.
 fn refuse_not_finite(checkpoint: &Checkpoint) -> Result<()> {
-    for name in checkpoint.names() {
+    for name in checkpoint.names().filter(|name| !name.ends_with(BASE_WEIGHT)) {
         let Some(tensor) = checkpoint.tensor(name)? else { continue };
         if let Some((place, value)) = first_not_finite(tensor.read(DType::F32)?.as_ref()) {
             return Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, not a finite number")));
@@ -196,6 +216,7 @@ fn module_path(module: &LoraModule, number: usize) -> String {
     let layer = format!("base_model.model.model.layers.{number}.{}", module.path);
     match (module.part, module.experts) {
         (Part::Unembed, _) => UNEMBED_PATHS[0].into(),
+        (Part::Embedding, _) => EMBEDDING_PATH.into(),
         (_, Some(experts)) => format!("{layer}.{}", experts.tinker_name),
         (_, None) => layer,
     }
@@ -209,7 +230,7 @@ fn module_paths(module: &LoraModule, number: usize) -> impl Iterator<Item = Stri
             let rest = module.path.strip_prefix("self_attn.");
             rest.map(|rest| format!("base_model.model.model.layers.{number}.attn.{rest}"))
         }
-        Part::Mlp => None,
+        Part::Mlp | Part::Embedding => None,
     };
     [module_path(module, number)].into_iter().chain(other)
 }
@@ -231,11 +252,13 @@ fn expert_rank(checkpoint: &Checkpoint, modules: &[LoraModule]) -> Option<usize>
 }
 
 fn a_name(prefix: &str, path: &str) -> String {
-    format!("{prefix}{path}.lora_A.weight")
+    let name = if path == EMBEDDING_PATH { "lora_embedding_A" } else { "lora_A.weight" };
+    format!("{prefix}{path}.{name}")
 }
 
 fn b_name(prefix: &str, path: &str) -> String {
-    format!("{prefix}{path}.lora_B.weight")
+    let name = if path == EMBEDDING_PATH { "lora_embedding_B" } else { "lora_B.weight" };
+    format!("{prefix}{path}.{name}")
 }
 
 fn holds(checkpoint: &Checkpoint, path: &str) -> bool {
@@ -317,6 +340,7 @@ fn read_stack(
     let entries = module.entries() / pairs.len().max(1);
     for (first, (a, b)) in pairs.iter().enumerate().map(|(i, pair)| (i * entries, pair)) {
         let (a, b) = (a.read(DType::F32)?, transposed(b.read(DType::F32)?.as_ref()));
+        let a = if module.part == Part::Embedding { Converted::Owned(transposed(a.as_ref())) } else { a };
         for (side, to) in [(a.as_ref(), &mut stack.a), (b.as_ref(), &mut stack.b)] {
             let len = to.shape().row_len();
             let given = side.shape().len() / len;
@@ -428,16 +452,21 @@ fn tensors<'a>(
             let path = module_path(module, number);
             let entries = module.entries_of_layer();
             let of_layer = layer * entries..(layer + 1) * entries;
-            let (a, b, rank) = match module.experts {
-                None => (stack.a.row(layer), stack.b.row(layer), stack.a.shape().dims()[1]),
-                Some(_) => {
-                    (stack.a.as_ref().rows(of_layer.clone()), stack.b.as_ref().rows(of_layer), stack.a.shape().dims()[1])
-                }
+            let rank = stack.b.shape().dims()[1];
+            let (a, b) = match module.experts {
+                None => (stack.a.row(layer), stack.b.row(layer)),
+                Some(_) => (stack.a.as_ref().rows(of_layer.clone()), stack.b.as_ref().rows(of_layer)),
             };
             let leading = module.experts.map_or(vec![], |experts| vec![experts.count]);
             let shape = |matrix: [usize; 2]| [&leading[..], &matrix].concat();
+            let a_shape = shape([rank, module.in_features]);
+            let a = match module.part {
+                // Kept the other way round, as every B.
+                Part::Embedding => OutTensor::B { view: a, shape: a_shape, from },
+                Part::Attention | Part::Mlp | Part::Unembed => OutTensor::A { view: a, shape: a_shape, from },
+            };
             [
-                (a_name(prefix, &path), OutTensor::A { view: a, shape: shape([rank, module.in_features]), from }),
+                (a_name(prefix, &path), a),
                 (b_name(prefix, &path), OutTensor::B { view: b, shape: shape([module.out_features, rank]), from }),
             ]
         })

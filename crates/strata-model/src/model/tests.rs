@@ -1,5 +1,7 @@
 //! Passes over a small random model.
 
+mod embedding;
+
 use serde_json::{Value, json};
 use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
@@ -36,6 +38,7 @@ fn lora(rank: usize) -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
+        embedding: false,
         expert_rank: None,
         left_out: crate::lora::ModuleSet::NONE,
     }

@@ -145,6 +145,7 @@ impl AdapterSettings {
 fn paths(module: &LoraModule) -> Vec<String> {
     match module.part {
         Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
+        Part::Embedding => vec![module.path.into()],
         Part::Attention | Part::Mlp => {
             let of_layer = |number: &usize| match module.experts {
                 None => {
@@ -274,7 +275,7 @@ pub(super) fn to_json(modules: &[LoraModule], config: &LoraConfig, base_model: &
     let mut target_modules: Vec<_> = carried
         .map(|(_, module)| match module.part {
             Part::Unembed => "lm_head",
-            Part::Attention | Part::Mlp => match module.experts {
+            Part::Attention | Part::Mlp | Part::Embedding => match module.experts {
                 Some(experts) => experts.tinker_name,
                 None => module.path.rsplit('.').next().unwrap_or(module.path),
             },

@@ -1,3 +1,5 @@
+mod embedding;
+
 use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -27,6 +29,7 @@ fn modules() -> Vec<LoraModule> {
         module("self_attn.v_proj", Part::Attention, 2, 4, 2),
         module("mlp.down_proj", Part::Mlp, 2, 8, 4),
         module("lm_head", Part::Unembed, 1, 4, 10),
+        module("model.embed_tokens", Part::Embedding, 1, 10, 4),
     ]
 }
 
@@ -37,6 +40,7 @@ fn all_parts() -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
+        embedding: false,
         expert_rank: None,
         left_out: ModuleSet::NONE,
     }
@@ -252,7 +256,7 @@ fn what_target_modules_names_and_what_there_is_must_agree() {
         json!(["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "v_proj", "down_proj", "lm_head"]),
         json!("all-linear"),
         json!(r".*\.(q_proj|v_proj|down_proj)|lm_head"),
-        json!(r"(?!visual).*"),
+        json!(r"(?!visual|model\.embed).*"),
         Value::Null,
     ] {
         assert_eq!(accepted(json!({"target_modules": targets}), &all), Ok(()), "{targets}");
@@ -345,6 +349,7 @@ fn adapters_that_peft_wrote_are_read() {
         module("mlp.up_proj", Part::Mlp, 3, 32, 44),
         module("mlp.down_proj", Part::Mlp, 3, 44, 32),
         module("lm_head", Part::Unembed, 1, 32, 97),
+        module("model.embed_tokens", Part::Embedding, 1, 97, 32),
     ];
     for (name, rank, parts) in [
         ("r3", 3, (true, true, false)),
