@@ -25,7 +25,8 @@ mod tokenizer;
 
 pub use architectures::{
     AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, LatentConfig, LinearWork,
-    MatrixShape, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work, parameter_shapes,
+    MatrixShape, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work, lora_modules,
+    parameter_shapes,
 };
 pub use batch::{AdapterGroup, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};

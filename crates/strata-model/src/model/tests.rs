@@ -1,5 +1,7 @@
 //! Passes over a small random model.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
@@ -36,7 +38,7 @@ fn lora(rank: usize) -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
-        expert_rank: None,
+        own: BTreeMap::new(),
         left_out: crate::lora::ModuleSet::NONE,
     }
 }
