@@ -34,6 +34,15 @@ pub struct ExpertModule {
     pub fused: FusedRows,
 }
 
+/// Some rows, outputs, of a linear layer that adapters may have as a module of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModulePart {
+    /// Its path within a decoder layer there.
+    pub path: &'static str,
+    /// How many.
+    pub rows: usize,
+}
+
 /// Some rows, outputs, of each expert in a parameter that has all of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FusedRows {
@@ -58,6 +67,8 @@ pub struct LoraModule {
     pub layers: Vec<usize>,
     /// Of a layer's experts; `None`: a layer has one.
     pub experts: Option<ExpertModule>,
+    /// What adapters may have in its place, together all its rows in order: the Tinker tools have some layers that are one in a checkpoint as several, with an A each. Empty for most.
+    pub parts: Vec<ModulePart>,
     /// Input features.
     pub in_features: usize,
     /// Output features.

@@ -226,7 +226,8 @@ impl Declaration {
                 place,
             });
         }
-        self.modules.push(LoraModule { path, part, layers: layers.to_vec(), experts: None, in_features, out_features: rows });
+        let (layers, parts) = (layers.to_vec(), Vec::new());
+        self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features: rows });
         self.modules.len() - 1
     }
 
@@ -266,6 +267,7 @@ impl Declaration {
             part: Part::Mlp,
             layers: layers.to_vec(),
             experts: Some(experts),
+            parts: Vec::new(),
             in_features,
             out_features: rows,
         });
@@ -336,7 +338,8 @@ impl Declaration {
 
     /// A module of adapters that is no part of a decoder layer. Its place among the modules.
     pub(crate) fn module(&mut self, path: &'static str, part: Part, in_features: usize, out_features: usize) -> usize {
-        self.modules.push(LoraModule { path, part, layers: vec![0], experts: None, in_features, out_features });
+        let (layers, parts) = (vec![0], Vec::new());
+        self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features });
         self.modules.len() - 1
     }
 

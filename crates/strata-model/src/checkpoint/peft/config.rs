@@ -144,6 +144,13 @@ impl AdapterSettings {
         let of_layers = |end: &str| module.layers.iter().map(|n| format!("model.layers.{n}.{}{end}", module.path)).collect();
         let names = match (layout, module.experts) {
             (Layout::Fused { .. }, _) => parameter_paths(module),
+            (Layout::OfParts, _) => {
+                let of_layer = |n: &usize| {
+                    let n = *n;
+                    module.parts.iter().map(move |part| format!("model.layers.{n}.{}", part.path))
+                };
+                module.layers.iter().flat_map(of_layer).collect()
+            }
             (_, None) if self.targets.name_parameter_of(module) => parameter_paths(module),
             (Layout::OfExpert, Some(experts)) => {
                 let of_layer = |n: &usize| {
@@ -156,7 +163,8 @@ impl AdapterSettings {
             (_, None) if module.part == Part::Unembed => vec![module.path.into()],
             (_, None) => of_layers(""),
         };
-        NamedPairs { index, module, names, rank_of_tensors: tensors.expert_rank(module, layout) }
+        let pairs = if layout == Layout::OfParts { module.parts.len() } else { 1 };
+        NamedPairs { index, module, names, rank_of_tensors: tensors.expert_rank(module, layout), pairs }
     }
 
     /// Rank and scale of modules that have others than those of an adapter of the shape `common`, by place.
@@ -165,13 +173,13 @@ impl AdapterSettings {
         let (ranks, alphas) = (self.rank_pattern.values(&names)?, self.alpha_pattern.values(&names)?);
         let mut own = BTreeMap::new();
         let mut first = 0;
-        for NamedPairs { index, module, names, rank_of_tensors } in of {
+        for NamedPairs { index, module, names, rank_of_tensors, pairs } in of {
             let (path, range) = (module.path, first..first + names.len());
             first = range.end;
             let rank = self.rank_pattern.of_module(path, &ranks[range.clone()], self.rank as f64)?.map(|rank| rank as usize);
             let alpha = self.alpha_pattern.of_module(path, &alphas[range], self.lora_alpha)?;
             let shape = PairShape {
-                rank: rank.or(*rank_of_tensors).unwrap_or(self.rank),
+                rank: rank.or(*rank_of_tensors).unwrap_or(self.rank) * pairs,
                 scale: match (rank, alpha) {
                     (None, None) => common.scale(),
                     // Experts whose tensors have the rank of their own choice are scaled by the rank that is announced.
@@ -201,6 +209,8 @@ pub(super) struct NamedPairs<'a> {
     names: Vec<String>,
     /// Where it is a matter of the tensors what rank they have.
     rank_of_tensors: Option<usize>,
+    /// Pairs of the file that are one of ours.
+    pairs: usize,
 }
 
 /// Refuses every feature that is on and unknown here: it would change the numbers.

@@ -138,7 +138,9 @@ fn paths(module: &LoraModule) -> Vec<String> {
                 None => {
                     let of_tools =
                         module.path.strip_prefix("self_attn.").map(|rest| format!("model.layers.{number}.attn.{rest}"));
-                    [format!("model.layers.{number}.{}", module.path)].into_iter().chain(of_tools).collect::<Vec<_>>()
+                    let of_parts = module.parts.iter().map(|part| format!("model.layers.{number}.{}", part.path));
+                    let own = [format!("model.layers.{number}.{}", module.path)];
+                    own.into_iter().chain(of_tools).chain(of_parts).collect::<Vec<_>>()
                 }
                 Some(experts) => {
                     let one = |expert| format!("model.layers.{number}.{}.{expert}.{}", module.path, experts.projection);

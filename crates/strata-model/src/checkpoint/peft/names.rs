@@ -11,6 +11,8 @@ pub(super) const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tok
 pub(super) enum Layout {
     /// One pair for each layer; of experts with an axis for them, as the Tinker tools have it.
     OfLayer,
+    /// A pair for each of [`LoraModule::parts`].
+    OfParts,
     /// Of experts, a pair for each: those of PEFT where each expert is a module.
     OfExpert,
     /// Of experts, a pair for the parameter that has all of a layer, and more than one projection: PEFT's `target_parameters`.
@@ -33,6 +35,9 @@ impl AdapterTensors<'_> {
         module.layers.iter().find_map(|&number| {
             if module_paths(module, number).any(|path| self.holds(&path)) {
                 return Some(Layout::OfLayer);
+            }
+            if part_paths(module, number).any(|path| self.holds(&path)) {
+                return Some(Layout::OfParts);
             }
             let experts = module.experts?;
             if self.holds(&expert_path(module, &experts, number, 0)) {
@@ -64,7 +69,7 @@ impl AdapterTensors<'_> {
         let (path, axis) = match layout {
             Layout::OfLayer => (module_path(module, number), 1),
             Layout::OfExpert => (expert_path(module, &experts, number, 0), 0),
-            Layout::Fused { .. } => return None,
+            Layout::OfParts | Layout::Fused { .. } => return None,
         };
         self.checkpoint.shape(&a_name(self.prefix, &path))?.get(axis).copied()
     }
@@ -95,6 +100,11 @@ fn module_paths(module: &LoraModule, number: usize) -> impl Iterator<Item = Stri
         Part::Mlp => None,
     };
     [module_path(module, number)].into_iter().chain(other)
+}
+
+/// Paths of the parts of a module, where each has a pair.
+pub(super) fn part_paths(module: &LoraModule, number: usize) -> impl Iterator<Item = String> {
+    module.parts.iter().map(move |part| format!("base_model.model.model.layers.{number}.{}", part.path))
 }
 
 /// Path of one expert, where each has tensors of its own.

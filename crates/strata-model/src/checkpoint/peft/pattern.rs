@@ -67,7 +67,9 @@ impl Pattern {
         let first = values.first().copied().flatten().unwrap_or(common);
         if let Some(other) = values.iter().map(|value| value.unwrap_or(common)).find(|value| *value != first) {
             let key = self.key;
-            return Err(format!("{key} has {first} for one layer of {path} and {other} for another; supported: one for all"));
+            return Err(format!(
+                "{key} has {first} for one of the layers or parts of {path} and {other} for another; supported: one for all"
+            ));
         }
         Ok(values.iter().any(Option::is_some).then_some(first))
     }

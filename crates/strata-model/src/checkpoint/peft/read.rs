@@ -3,7 +3,7 @@
 use strata_tensor::{Backend, DType, HostRef, HostTensor};
 
 use super::fused::b_of_rows;
-use super::names::{AdapterTensors, Layout, a_name, b_name, expert_path, fused_paths};
+use super::names::{AdapterTensors, Layout, a_name, b_name, expert_path, fused_paths, part_paths};
 use crate::Result;
 use crate::checkpoint::{Checkpoint, CheckpointReader, SourceTensor, first_not_finite};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack};
@@ -26,17 +26,24 @@ pub(super) fn read_params(
         let layout = tensors.layout(module).unwrap_or(Layout::OfLayer);
         let mut pairs = Vec::with_capacity(module.layers.len());
         for &number in &module.layers {
-            for path in paths(tensors, module, layout, number) {
+            for (place, path) in paths(tensors, module, layout, number).into_iter().enumerate() {
                 let (a, b) = (a_name(tensors.prefix, &path), b_name(tensors.prefix, &path));
-                let [of_a, of_b] = shapes(reader, module, layout, rank, [&a, &b]);
+                let [of_a, of_b] = shapes(reader, module, layout, (rank, place), [&a, &b]);
                 let (a, b) = (reader.require(&a, &of_a), reader.require(&b, &of_b));
                 pairs.extend(a.zip(b));
             }
         }
         // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
-        let wanted = if layout == Layout::OfExpert { module.entries() } else { module.layers.len() };
+        let wanted = match layout {
+            Layout::OfExpert => module.entries(),
+            Layout::OfParts => module.layers.len() * module.parts.len(),
+            Layout::OfLayer | Layout::Fused { .. } => module.layers.len(),
+        };
         if pairs.len() == wanted {
-            stacks.push(Some(read_stack(backend, module, layout, rank, &pairs)?));
+            stacks.push(Some(match layout {
+                Layout::OfParts => read_parts(backend, module, rank, &pairs)?,
+                _ => read_stack(backend, module, layout, rank, &pairs)?,
+            }));
         }
     }
     Ok(LoraParams { stacks })
@@ -46,17 +53,18 @@ pub(super) fn read_params(
 fn paths(tensors: AdapterTensors<'_>, module: &LoraModule, layout: Layout, number: usize) -> Vec<String> {
     match (layout, module.experts) {
         (Layout::OfExpert, Some(experts)) => (0..experts.count).map(|e| expert_path(module, &experts, number, e)).collect(),
+        (Layout::OfParts, _) => part_paths(module, number).collect(),
         (Layout::Fused { depth }, _) => fused_paths(module, number).into_iter().nth(depth).into_iter().collect(),
         _ => vec![tensors.layer_path(module, number)],
     }
 }
 
-/// The shapes of the A and B of these names. Where they have an axis of experts, one side may be the same for all, with an axis of 1.
+/// The shapes of the A and B of these names, in place `place` of those of a layer. Where they have an axis of experts, one side may be the same for all, with an axis of 1.
 fn shapes(
     reader: &CheckpointReader<'_>,
     module: &LoraModule,
     layout: Layout,
-    rank: usize,
+    (rank, place): (usize, usize),
     names: [&str; 2],
 ) -> [Vec<usize>; 2] {
     let (a, b) = ([rank, module.in_features], [module.out_features, rank]);
@@ -73,6 +81,10 @@ fn shapes(
         (Layout::Fused { .. }, Some(experts)) => {
             let all = experts.count * rank;
             [vec![all, module.in_features], vec![experts.fused.rows, all]]
+        }
+        (Layout::OfParts, _) => {
+            let of_part = rank / module.parts.len();
+            [vec![of_part, module.in_features], vec![module.parts[place].rows, of_part]]
         }
         _ => [a.to_vec(), b.to_vec()],
     }
@@ -103,6 +115,34 @@ fn read_stack(
                 backend.upload(side, to.rows_mut(entry..entry + given))?;
             }
         }
+    }
+    Ok(stack)
+}
+
+/// Pairs of parts as one: an A after another, and a B that is zero where the rows of one part meet the A of another.
+fn read_parts(
+    backend: &dyn Backend,
+    module: &LoraModule,
+    rank: usize,
+    pairs: &[(SourceTensor<'_>, SourceTensor<'_>)],
+) -> Result<LoraStack> {
+    let mut stack = LoraStack::zeros(backend, module, rank)?;
+    let of_part = rank / module.parts.len();
+    for (layer, pairs) in pairs.chunks_exact(module.parts.len()).enumerate() {
+        let mut joined = HostTensor::zeros(&[rank, module.out_features], DType::F32);
+        let mut first = 0;
+        for (place, (part, (a, b))) in module.parts.iter().zip(pairs).enumerate() {
+            let ranks = place * of_part..(place + 1) * of_part;
+            backend.upload(a.read(DType::F32)?.as_ref(), stack.a.row_mut(layer).into_rows(ranks.clone()))?;
+            let b = transposed(b.read(DType::F32)?.as_ref());
+            let size = DType::F32.size_bytes();
+            let rows = joined.bytes_mut().chunks_exact_mut(module.out_features * size).skip(ranks.start);
+            for (to, from) in rows.zip(b.as_ref().as_bytes().chunks_exact(part.rows * size)) {
+                to[first * size..][..part.rows * size].copy_from_slice(from);
+            }
+            first += part.rows;
+        }
+        backend.upload(joined.as_ref(), stack.b.row_mut(layer))?;
     }
     Ok(stack)
 }

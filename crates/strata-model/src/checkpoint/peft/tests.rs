@@ -22,6 +22,7 @@ fn modules() -> Vec<LoraModule> {
         part,
         layers: (0..num_layers).collect(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };
@@ -345,6 +346,7 @@ fn adapters_that_peft_wrote_are_read() {
         part,
         layers: (0..num_layers).collect(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };

@@ -1,7 +1,7 @@
 //! Ranks and scales of modules, and adapters as stock PEFT has them.
 
 use super::*;
-use crate::lora::{ExpertModule, FusedRows, PairShape};
+use crate::lora::{ExpertModule, FusedRows, ModulePart, PairShape};
 
 const EXPERTS: usize = 3;
 const HIDDEN: usize = 4;
@@ -14,6 +14,7 @@ fn modules_with_experts(step: usize) -> Vec<LoraModule> {
         part,
         layers: layers.to_vec(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };
@@ -136,7 +137,10 @@ fn the_first_key_that_matches_the_end_of_a_path_gives_rank_and_alpha() {
         assert!(error.contains("has shape [5, 4], expected [3, 4]"), "{key}: {error}");
     }
     let error = read(json!({"rank_pattern": {"layers.0.self_attn.q_proj": 5}})).unwrap_err();
-    assert!(error.contains("rank_pattern has 5 for one layer of self_attn.q_proj and 3 for another"), "{error}");
+    assert!(
+        error.contains("rank_pattern has 5 for one of the layers or parts of self_attn.q_proj and 3 for another"),
+        "{error}"
+    );
     // Of each module its own root.
     let ours = read(json!({"rank_pattern": {"q_proj": 5}, "alpha_pattern": {}, "use_rslora": true})).unwrap();
     let (q, others) = (ours.own[&0].scale, ours.scale());
@@ -303,4 +307,51 @@ fn what_target_parameters_names_and_what_there_is_must_agree() {
         Some(if name.contains(inner) { name.replace(inner, outer) } else { name.replace(outer, inner) })
     };
     assert_eq!(read(json!({}), &turned), Ok(()));
+}
+
+#[test]
+fn parts_of_a_module_with_an_a_each_are_read_as_one_pair() {
+    let of_parts = |parts: Vec<ModulePart>, path, out_features| LoraModule {
+        path,
+        part: Part::Attention,
+        layers: vec![0, 2],
+        experts: None,
+        parts,
+        in_features: HIDDEN,
+        out_features,
+    };
+    let rows = [("linear_attn.in_proj_q", 2), ("linear_attn.in_proj_k", 2), ("linear_attn.in_proj_v", 5)];
+    let parts = rows.map(|(path, rows)| ModulePart { path, rows });
+    let whole = [of_parts(parts.to_vec(), "linear_attn.in_proj_qkv", 9)];
+    // What the tools write is what we write of a model that has the parts as modules.
+    let apart = rows.map(|(path, rows)| of_parts(Vec::new(), path, rows));
+    let config = LoraConfig { mlp: false, unembed: false, ..all_parts() };
+    let params = random(&apart, &config);
+    let dir = written_as(AdapterFormat::Tinker, &apart, &config, &params);
+    let read = read_adapter(&*BACKEND, dir.path(), &whole).unwrap();
+    assert_eq!(read.config.own, BTreeMap::from([(0, PairShape { rank: 3 * RANK, scale: config.scale() })]));
+    let ours = product(&whole, &read.config, &read.params, 0);
+    for layer in 0..2 {
+        let expected: Vec<f32> = (0..3)
+            .flat_map(|part| {
+                product(&apart, &config, &params, part)[layer * rows[part].1 * HIDDEN..][..rows[part].1 * HIDDEN].to_vec()
+            })
+            .collect();
+        assert_eq!(ours[layer * 9 * HIDDEN..][..9 * HIDDEN], expected);
+    }
+    // Written again it is one module, and reads back as such.
+    let again = written_as(AdapterFormat::Tinker, &whole, &read.config, &read.params);
+    let reread = read_adapter(&*BACKEND, again.path(), &whole).unwrap();
+    assert_eq!((&reread.config, bits(&reread.params)), (&read.config, bits(&read.params)));
+    // All parts or none.
+    let error = |keep: &dyn Fn(&str) -> bool| {
+        let dir = written_as(AdapterFormat::Tinker, &apart, &config, &params);
+        change_tensors(dir.path(), |name| keep(name).then(|| name.into()));
+        read_adapter(&*BACKEND, dir.path(), &whole).unwrap_err().to_string()
+    };
+    let missing = error(&|name| !name.contains("in_proj_k"));
+    assert!(missing.contains("missing tensors") && missing.contains("layers.2.linear_attn.in_proj_k.lora_B"), "{missing}");
+    change_config(dir.path(), json!({"rank_pattern": {"in_proj_q": 2}}));
+    let uneven = read_adapter(&*BACKEND, dir.path(), &whole).unwrap_err().to_string();
+    assert!(uneven.contains("rank_pattern has 2 for one") && uneven.contains("3 for another"), "{uneven}");
 }
