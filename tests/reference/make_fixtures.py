@@ -47,6 +47,7 @@ ADAMW_RUNS = {
 }
 
 # PEFT takes `shared_experts.gate_proj` for the experts, and pairs for all of them together. Those have pairs of their own here (`WithExperts`).
+MOE_TARGETS = dict(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING)
 transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.clear()
 
 FIXTURES = [
@@ -145,7 +146,8 @@ DENSE = [
     ),
 ]
 # Mixtures of experts. An adapter with `experts` has pairs for each expert too, in the files' form of the Tinker tools; what it computes is what the model
-# with merged weights does.
+# with merged weights does. Those of `stock` are as PEFT makes and loads them, experts too, of which the logits are kept.
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MOE = [
     # Weights divided by their sum, a dense layer between, experts with tensors of their own.
     dict(
@@ -155,6 +157,10 @@ MOE = [
                     mlp_only_layers=[1], norm_topk_prob=True, tie_word_embeddings=False),
         theta=10000.0, lengths=[1, 70, 33],
         adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2)),
+        stock=dict(stock_modules=dict(target_modules=["q_proj"] + MLP),
+                   stock_parameters=dict(target_modules=["v_proj", "lm_head"], target_parameters=FUSED + ["mlp.down_proj.weight"],
+                                         rank_pattern={"experts.down_proj": 1, "lm_head": 6},
+                                         alpha_pattern={"mlp.down_proj.weight": 5, "v_.*": 3})),
     ),
     # Weights as they are, every second layer, all experts of a layer in one tensor.
     dict(
@@ -191,6 +197,8 @@ DEEPSEEK = [
                                  mscale=1.3, mscale_all_dim=0.7),
         lengths=[1, 70, 64, 33], further_layer=True,
         adapters=dict(experts_r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP + SHARED, experts=2)),
+        stock=dict(stock_parameters=dict(target_modules=LATENT, target_parameters=FUSED + ["shared_experts.up_proj.weight"],
+                                         use_rslora=True, rank_pattern={"gate_up_proj": 2, "kv_b_proj": 1})),
     ),
     # Queries of the residual stream, halves that turn, weights as they are, one shared expert, all experts of a layer in one tensor.
     dict(
@@ -214,6 +222,7 @@ DEEPSEEK = [
         theta=10000.0, rope=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale_all_dim=1.0),
         lengths=[66, 2, 40],
         adapters=dict(experts_r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP + SHARED, experts=2)),
+        stock=dict(stock_modules=dict(target_modules=["q_b_proj"] + MLP)),
     ),
     # No experts, bf16.
     dict(
@@ -236,6 +245,7 @@ GPT_OSS = [
                                original_max_position_embeddings=400),
         lengths=[1, 70, 33, 64],
         adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2), attention_r3=dict(rank=3, targets=ATTENTION)),
+        stock=dict(stock_parameters=dict(target_modules=["q_proj"], target_parameters=FUSED)),
     ),
     # Experts in blocks of four bits, one key head, no biases of attention, tied, full attention first.
     dict(
@@ -519,20 +529,34 @@ def adamw(model, sequences, run, lr, weight_decay, clip):
 
 def make_adapter(model, spec, seed, directory):
     """Writes a PEFT adapter whose A and B are both random and not zero."""
+    write_random(model, dict(r=spec["rank"], lora_alpha=32, target_modules=spec["targets"]), seed, directory)
+
+
+def make_stock(model_directory, settings, seed, directory):
+    """Writes a PEFT adapter of an unmodified PEFT, and loads it there."""
+    transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.update(MOE_TARGETS)
+    write_random(load_model(model_directory, torch.float32), dict(r=4, lora_alpha=32) | settings, seed, directory)
+    model = PeftModel.from_pretrained(load_model(model_directory, torch.float32), directory).eval()
+    transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.clear()
+    return model
+
+
+def write_random(model, settings, seed, directory):
     torch.manual_seed(seed)
-    config = LoraConfig(r=spec["rank"], lora_alpha=32, target_modules=spec["targets"], lora_dropout=0.0, bias="none",
-                        task_type="CAUSAL_LM", base_model_name_or_path="reference")
-    peft = get_peft_model(model, config)
+    peft = get_peft_model(model, LoraConfig(lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+                                            base_model_name_or_path="reference", **settings))
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * (0.1 if "_A.default" in name else 0.1 * spec["rank"] / 32))
-    peft.save_pretrained(directory, save_embedding_layers="auto" if spec.get("table") else False)
+                parameter.copy_(torch.randn_like(parameter) * (0.1 if "_A.default" in name else 0.1 * settings["r"] / 32))
+    peft.save_pretrained(directory, save_embedding_layers="auto" if settings.get("table") else False)
     (directory / "README.md").unlink(missing_ok=True)
     config_path = directory / "adapter_config.json"
     written = json.loads(config_path.read_text())
     written["base_model_name_or_path"] = "reference"
-    written["target_modules"] = sorted(written["target_modules"])
+    for key in ("target_modules", "target_parameters"):
+        if isinstance(written[key], list):
+            written[key] = sorted(written[key])
     config_path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
@@ -653,6 +677,11 @@ def make_fixture(spec, seed):
             values |= gradients(half, sequences, "bf16.")
         if "embed_tokens" not in adapter["targets"]:
             values = {key: value for key, value in values.items() if not key.endswith("embeds")}
+        save_file(values, directory / f"{name}.safetensors")
+    for index, (name, settings) in enumerate(spec.get("stock", {}).items()):
+        model = make_stock(model_directory, settings, seed + 50 + index, directory / name)
+        values = outputs(model, sequences, with_greedy=False)
+        values = {key: value for key, value in values.items() if key.split(".")[2] in ("logits", "next_logprobs")}
         save_file(values, directory / f"{name}.safetensors")
     if spec.get("layout") == "mxfp4":
         quantize_experts(model_directory)

@@ -21,12 +21,13 @@ fn write(dir: &Path) {
         mlp: false,
         unembed: false,
         embedding: true,
-        expert_rank: None,
+        own: Default::default(),
         left_out: ModuleSet::NONE,
     };
     let params = LoraParams::init(model.backend(), model.lora_modules(), &config, 3).unwrap();
     std::fs::create_dir(dir).unwrap();
-    write_adapter(model.backend(), dir, model.lora_modules(), &config, &params, "strata/tiny-base").unwrap();
+    write_adapter(model.backend(), dir, model.lora_modules(), (&config, &params), "strata/tiny-base", AdapterFormat::Tinker)
+        .unwrap();
 }
 
 /// With room set aside for `lora`.

@@ -26,7 +26,7 @@ mod tokenizer;
 pub use architectures::{
     AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, LatentConfig, LinearWork,
     MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work,
-    parameter_shapes,
+    lora_modules, parameter_shapes,
 };
 pub use batch::{AdapterGroup, Held, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};

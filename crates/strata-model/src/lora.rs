@@ -6,6 +6,7 @@
 //! Of an embedding, `y = W[ids] + (alpha / rank) · A[:, ids]ᵀ·Bᵀ` with `A: [rank, vocab]`: here A is kept transposed too, `[vocab, rank]`, because what is read
 //! and what gradients are added to is a row for each token.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use strata_tensor::{Backend, DType, HostRef, PackedStack, Tensor, random};
@@ -35,6 +36,30 @@ pub struct ExpertModule {
     pub projection: &'static str,
     /// What the Tinker tools call it, all experts in one tensor: `w1` of `mlp.experts.w1`.
     pub tinker_name: &'static str,
+    /// The parameter that has it in transformers, all experts and more than one projection in one tensor.
+    pub fused: FusedRows,
+}
+
+/// Some rows, outputs, of a linear layer that adapters may have as a module of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModulePart {
+    /// Its path within a decoder layer there.
+    pub path: &'static str,
+    /// How many.
+    pub rows: usize,
+}
+
+/// Some rows, outputs, of each expert in a parameter that has all of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FusedRows {
+    /// Its name: `gate_up_proj` of `mlp.experts.gate_up_proj`.
+    pub parameter: &'static str,
+    /// Rows of an expert, of all that is fused.
+    pub rows: usize,
+    /// The first that is meant.
+    pub first: usize,
+    /// From one to the next: 2 where gate and up come by turns.
+    pub step: usize,
 }
 
 /// A linear layer, or a stack of them, that can carry LoRA; or the token embedding, as the linear layer of its one-hot tokens.
@@ -48,6 +73,8 @@ pub struct LoraModule {
     pub layers: Vec<usize>,
     /// Of a layer's experts; `None`: a layer has one.
     pub experts: Option<ExpertModule>,
+    /// What adapters may have in its place, together all its rows in order: the Tinker tools have some layers that are one in a checkpoint as several, with an A each. Empty for most.
+    pub parts: Vec<ModulePart>,
     /// Input features; the size of the vocabulary for [`Part::Embedding`].
     pub in_features: usize,
     /// Output features.
@@ -100,13 +127,20 @@ impl ModuleSet {
     }
 }
 
-/// The shape of an adapter.
+/// Rank and scale of the pairs of one module.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LoraConfig {
-    /// Rank of every pair but those of experts.
+pub struct PairShape {
+    /// Rank of each pair.
     pub rank: usize,
-    /// Rank of the pairs of experts; `None`: [`LoraConfig::rank`] divided by their number, at least 1.
-    pub expert_rank: Option<usize>,
+    /// The factor of the low-rank product.
+    pub scale: f32,
+}
+
+/// The shape of an adapter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraConfig {
+    /// Rank of every pair; experts have [`LoraConfig::rank`] divided by their number, at least 1.
+    pub rank: usize,
     /// Numerator of the scale `alpha / rank`.
     pub alpha: f32,
     /// Whether attention projections carry LoRA.
@@ -119,19 +153,28 @@ pub struct LoraConfig {
     pub embedding: bool,
     /// Modules without LoRA although their part is trained, as in a PEFT adapter of q and v only.
     pub left_out: ModuleSet,
+    /// Modules, by place in the model's list, whose rank or scale is another than these: adapters made elsewhere have some.
+    pub own: BTreeMap<usize, PairShape>,
 }
 
 impl LoraConfig {
-    /// Rank of the pairs of a module.
-    pub fn rank_of(&self, module: &LoraModule) -> usize {
-        match (module.experts, self.expert_rank) {
-            (None, _) => self.rank,
-            (Some(_), Some(rank)) => rank,
-            (Some(experts), None) => (self.rank / experts.count).max(1),
-        }
+    /// Rank and scale of the pairs of `module`, at place `index` of the model's list.
+    pub fn shape_of(&self, index: usize, module: &LoraModule) -> PairShape {
+        self.own.get(&index).copied().unwrap_or_else(|| self.common_shape(module))
     }
 
-    /// The factor of the low-rank product, the same for all modules: the Tinker tools know one rank and one alpha.
+    /// As [`LoraConfig::shape_of`], of a module that has nothing of its own.
+    pub fn common_shape(&self, module: &LoraModule) -> PairShape {
+        let rank = module.experts.map_or(self.rank, |experts| (self.rank / experts.count).max(1));
+        PairShape { rank, scale: self.scale() }
+    }
+
+    /// Rank of the pairs of `module`, at place `index` of the model's list.
+    pub fn rank_of(&self, index: usize, module: &LoraModule) -> usize {
+        self.shape_of(index, module).rank
+    }
+
+    /// The factor of the low-rank product of modules that have none of their own, experts too: the Tinker tools know one rank and one alpha.
     pub fn scale(&self) -> f32 {
         self.alpha / self.rank as f32
     }
@@ -154,9 +197,10 @@ impl LoraConfig {
     /// Refuses shapes that no adapter can have.
     ///
     /// # Errors
-    /// If the rank is 0 or above [`RANK_MAX`], or no part is trained.
+    /// If a rank is 0 or above [`RANK_MAX`], a scale is not finite, or no part is trained.
     pub fn validate(&self) -> Result<()> {
-        if let Some(rank) = [self.rank].into_iter().chain(self.expert_rank).find(|rank| !(1..=RANK_MAX).contains(rank)) {
+        let ranks = [self.rank].into_iter().chain(self.own.values().map(|of_module| of_module.rank));
+        if let Some(rank) = ranks.into_iter().find(|rank| !(1..=RANK_MAX).contains(rank)) {
             return Err(Error::Lora(format!("rank {rank} is not between 1 and {RANK_MAX}")));
         }
         if !(self.attention || self.mlp || self.unembed || self.embedding) {
@@ -164,6 +208,9 @@ impl LoraConfig {
         }
         if !(self.alpha.is_finite()) {
             return Err(Error::Lora(format!("alpha {} is not finite", self.alpha)));
+        }
+        if let Some(of_module) = self.own.values().find(|of_module| !of_module.scale.is_finite()) {
+            return Err(Error::Lora(format!("scale {} is not finite", of_module.scale)));
         }
         Ok(())
     }
@@ -206,7 +253,7 @@ impl LoraParams {
     /// If the backend has no memory.
     pub fn zeros(backend: &dyn Backend, modules: &[LoraModule], config: &LoraConfig) -> Result<Self> {
         let stack = |(i, m): (usize, &LoraModule)| match config.carries(i, m) {
-            true => LoraStack::zeros(backend, m, config.rank_of(m)).map(Some),
+            true => LoraStack::zeros(backend, m, config.rank_of(i, m)).map(Some),
             false => Ok(None),
         };
         Ok(LoraParams { stacks: modules.iter().enumerate().map(stack).collect::<Result<_>>()? })
@@ -228,7 +275,7 @@ impl LoraParams {
                 continue;
             }
             let bound = 1.0 / (module.in_features as f32).sqrt();
-            let mut values = vec![0.0; config.rank_of(module) * module.in_features];
+            let mut values = vec![0.0; config.rank_of(index, module) * module.in_features];
             for layer in 0..module.entries() {
                 let key = [seed, (index as u64) << 32 | layer as u64];
                 for (place, value) in values.iter_mut().enumerate() {
@@ -279,6 +326,8 @@ pub(crate) struct PackedPair {
     pub a: PackedStack,
     /// `rank → out`.
     pub b: PackedStack,
+    /// The factor of their product.
+    pub scale: f32,
 }
 
 /// The embedding's low-rank pair as it is computed with.
@@ -287,6 +336,8 @@ pub(crate) struct EmbeddingPair {
     pub a: Tensor,
     /// `rank → hidden_size`.
     pub b: PackedStack,
+    /// The factor of their product.
+    pub scale: f32,
 }
 
 /// An adapter ready to compute with: immutable, cheap to share, rounded to the base model's dtype. A sampler's snapshot is one of these.
@@ -309,10 +360,11 @@ impl Adapter {
         params: &LoraParams,
     ) -> Result<Arc<Self>> {
         let (mut pairs, mut embedding) = (Vec::with_capacity(modules.len()), None);
-        for (module, stack) in modules.iter().zip(&params.stacks) {
+        for (index, (module, stack)) in modules.iter().zip(&params.stacks).enumerate() {
+            let shape = config.shape_of(index, module);
             let stack = match stack {
                 Some(stack) if module.part == Part::Embedding => {
-                    embedding = Some(pack_embedding(backend, dtype, module, config.rank_of(module), stack)?);
+                    embedding = Some(pack_embedding(backend, dtype, module, shape, stack)?);
                     None
                 }
                 stack => stack.as_ref(),
@@ -321,13 +373,14 @@ impl Adapter {
                 pairs.push(None);
                 continue;
             };
-            let mut a = backend.packed(module.entries(), module.in_features, config.rank_of(module), dtype.into())?;
-            let mut b = backend.packed(module.entries(), config.rank_of(module), module.out_features, dtype.into())?;
+            let PairShape { rank, scale } = config.shape_of(index, module);
+            let mut a = backend.packed(module.entries(), module.in_features, rank, dtype.into())?;
+            let mut b = backend.packed(module.entries(), rank, module.out_features, dtype.into())?;
             for layer in 0..module.entries() {
                 backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
                 backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
             }
-            pairs.push(Some(PackedPair { a, b }));
+            pairs.push(Some(PackedPair { a, b, scale }));
         }
         Ok(Arc::new(Adapter { config, pairs, embedding }))
     }
@@ -359,7 +412,7 @@ fn pack_embedding(
     backend: &dyn Backend,
     dtype: DType,
     module: &LoraModule,
-    rank: usize,
+    PairShape { rank, scale }: PairShape,
     stack: &LoraStack,
 ) -> Result<EmbeddingPair> {
     let shape = [1, module.in_features, rank];
@@ -370,5 +423,5 @@ fn pack_embedding(
     backend.convert(&stack.a, &mut a)?;
     let mut b = backend.packed(1, rank, module.out_features, dtype.into())?;
     backend.pack_columns(&mut b, 0, stack.b.row(0))?;
-    Ok(EmbeddingPair { a, b })
+    Ok(EmbeddingPair { a, b, scale })
 }

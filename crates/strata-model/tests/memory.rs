@@ -1,6 +1,7 @@
 //! What passes take of memory, against what the model says they take. Every allocation of this process is counted: one test runs at a time.
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -199,11 +200,11 @@ fn passes_take_no_more_memory_than_the_model_says() {
                 mlp: true,
                 unembed: true,
                 embedding,
-                expert_rank: None,
+                own: BTreeMap::new(),
                 left_out: ModuleSet::NONE,
             };
             let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
-            let adapter = model.pack_adapter(lora, &params).unwrap();
+            let adapter = model.pack_adapter(lora.clone(), &params).unwrap();
             for lengths in batches {
                 let mut batch = PackedBatch::new();
                 batch.begin_group(Some(&adapter));

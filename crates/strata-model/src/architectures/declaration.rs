@@ -7,7 +7,7 @@ use strata_tensor::{Backend, DType, HostRef, HostTensor, PackedRef, PackedStack,
 
 use super::{MatrixShape, WeightSource};
 use crate::Result;
-use crate::lora::{ExpertModule, LoraModule, Part};
+use crate::lora::{ExpertModule, FusedRows, LoraModule, Part};
 
 /// A stack of matrices, `[layers, out_features, in_features]`, in the layout of products.
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +62,8 @@ pub(crate) struct ExpertRows {
     pub projection: &'static str,
     /// `w1`.
     pub tinker_name: &'static str,
+    /// Where transformers has them.
+    pub fused: FusedRows,
 }
 
 /// In which order a checkpoint has the rows of an expert.
@@ -224,20 +226,14 @@ impl Declaration {
                 place,
             });
         }
-        self.modules.push(LoraModule { path, part, layers: layers.to_vec(), experts: None, in_features, out_features: rows });
+        let (layers, parts) = (layers.to_vec(), Vec::new());
+        self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features: rows });
         self.modules.len() - 1
     }
 
-    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer.
-    /// `fused`: name of a tensor that may have all experts, and the rows of an expert in it.
-    pub(crate) fn experts(
-        &mut self,
-        of: &ExpertRows,
-        (fused, fused_rows): (&str, usize),
-        layers: &[usize],
-        num_experts: usize,
-        rows: usize,
-    ) {
+    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer; or all
+    /// experts in one tensor, as transformers has them.
+    pub(crate) fn experts(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) {
         let in_features = self.matrices[of.stack.0].in_features;
         for (layer, number) in layers.iter().enumerate() {
             let prefix = format!("model.layers.{number}.mlp.experts");
@@ -247,12 +243,12 @@ impl Declaration {
                     name: format!("{prefix}.{expert}.{}.weight", of.projection),
                     shape: vec![rows, in_features],
                     form: Form::Expert(FusedExpert {
-                        name: format!("{prefix}.{fused}"),
+                        name: format!("{prefix}.{}", of.fused.parameter),
                         num_experts,
-                        rows: fused_rows,
+                        rows: of.fused.rows,
                         columns: in_features,
                         expert,
-                        first: of.first,
+                        first: of.fused.first,
                     }),
                     layer: Some(*number),
                     place,
@@ -264,12 +260,14 @@ impl Declaration {
     /// The module of adapters of some rows of every expert. Its place among the modules.
     pub(crate) fn expert_module(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) -> usize {
         let in_features = self.matrices[of.stack.0].in_features;
-        let experts = ExpertModule { count: num_experts, projection: of.projection, tinker_name: of.tinker_name };
+        let &ExpertRows { projection, tinker_name, fused, .. } = of;
+        let experts = ExpertModule { count: num_experts, projection, tinker_name, fused };
         self.modules.push(LoraModule {
             path: "mlp.experts",
             part: Part::Mlp,
             layers: layers.to_vec(),
             experts: Some(experts),
+            parts: Vec::new(),
             in_features,
             out_features: rows,
         });
@@ -340,7 +338,8 @@ impl Declaration {
 
     /// A module of adapters that is no part of a decoder layer. Its place among the modules.
     pub(crate) fn module(&mut self, path: &'static str, part: Part, in_features: usize, out_features: usize) -> usize {
-        self.modules.push(LoraModule { path, part, layers: vec![0], experts: None, in_features, out_features });
+        let (layers, parts) = (vec![0], Vec::new());
+        self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features });
         self.modules.len() - 1
     }
 

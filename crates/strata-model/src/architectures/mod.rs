@@ -29,7 +29,7 @@ use strata_tensor::{
 use crate::config::fields::{Fields, unsupported};
 use crate::config::quantization;
 use crate::config::{Rope, RopeTable};
-use crate::lora::Part;
+use crate::lora::{LoraModule, Part};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
 pub(crate) use declaration::{Form, FusedExpert, Parameter};
@@ -230,6 +230,11 @@ pub fn parameter_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     plan.declaration.parameters().into_iter().map(|p| (p.name.clone(), p.shape.clone())).collect()
 }
 
+/// The modules of a model of this configuration that can carry LoRA, as [`crate::Model::lora_modules`] has them.
+pub fn lora_modules(config: &ModelConfig) -> Vec<LoraModule> {
+    Plan::of(config).declaration.modules().to_vec()
+}
+
 /// Refuses a configuration that no kernel of `backend` computes.
 pub(crate) fn check(backend: &dyn Backend, config: &ModelConfig) -> Result<()> {
     config.validate()?;
@@ -400,13 +405,13 @@ impl<'a> BatchInputs<'a> {
             .enumerate()
             .filter_map(|(group, (g, sequences))| {
                 let adapter = g.adapter?;
-                let scale = adapter.config().scale();
                 let projections: Vec<LoraProjection<'a>> = projections
                     .iter()
                     .filter_map(|&(module, first_column)| {
                         let pair = adapter.pair(module)?;
                         let site = LoraSite { group, module, layer };
-                        Some(LoraProjection { a: pair.a.layer(layer), b: pair.b.layer(layer), scale, first_column, site })
+                        let (a, b, scale) = (pair.a.layer(layer), pair.b.layer(layer), pair.scale);
+                        Some(LoraProjection { a, b, scale, first_column, site })
                     })
                     .collect();
                 let any = !projections.is_empty() && g.start < g.end;
@@ -430,7 +435,7 @@ impl<'a> BatchInputs<'a> {
                     sequences: sequences.clone(),
                     a: pair.a.row(0),
                     b: pair.b.layer(0),
-                    scale: adapter.config().scale(),
+                    scale: pair.scale,
                     site: LoraSite { group, module, layer: 0 },
                 })
             })

@@ -2,6 +2,8 @@
 
 mod embedding;
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
@@ -39,7 +41,7 @@ fn lora(rank: usize) -> LoraConfig {
         mlp: true,
         unembed: true,
         embedding: false,
-        expert_rank: None,
+        own: BTreeMap::new(),
         left_out: crate::lora::ModuleSet::NONE,
     }
 }

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use crate::values::{Reference, fixtures};
 
 /// Largest difference of hidden states, logits and log-probabilities from the f32 reference.
-const VALUE_TOLERANCE: f32 = 3e-5;
+pub const VALUE_TOLERANCE: f32 = 3e-5;
 /// Largest difference of a gradient, as a share of the largest entry of its tensor.
 const GRADIENT_TOLERANCE: f32 = 1e-5;
 /// Tokens that the fixtures continue every sequence by.
@@ -22,7 +22,7 @@ fn trace(isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[
     Reference::read(&out)
 }
 
-fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) {
+pub fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
     command
         .env("STRATA_ISA", isa.name())
@@ -39,7 +39,7 @@ fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtyp
 }
 
 /// The fixture's adapters; `None` stands for the bare model.
-fn adapters(fixture: &Path) -> Vec<Option<String>> {
+pub fn adapters(fixture: &Path) -> Vec<Option<String>> {
     let mut names: Vec<Option<String>> = vec![None];
     for entry in std::fs::read_dir(fixture).expect("a fixture directory") {
         let path = entry.expect("an entry").path();
@@ -90,7 +90,8 @@ fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
 #[test]
 fn lora_gradients_in_f32_are_those_of_peft() {
     for_each_case(|isa, fixture, adapter, label| {
-        if adapter.is_none() {
+        // In PEFT's form gate and up of experts share an A, whose gradient is the sum of those of our two.
+        if adapter.is_none_or(|name| name.starts_with("stock_")) {
             return;
         }
         let actual = trace(isa, fixture, adapter, "f32", &["--grads"]);

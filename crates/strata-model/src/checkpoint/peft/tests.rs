@@ -6,9 +6,12 @@ use std::sync::LazyLock;
 
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
-use strata_tensor::{CpuBackend, Memory, Tensor};
+use strata_tensor::{CpuBackend, HostRef, HostTensor, Memory, Tensor};
 
 use super::*;
+use crate::lora::LoraStack;
+
+mod forms;
 
 const RANK: usize = 3;
 
@@ -21,6 +24,7 @@ fn modules() -> Vec<LoraModule> {
         part,
         layers: (0..num_layers).collect(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };
@@ -41,8 +45,8 @@ fn all_parts() -> LoraConfig {
         mlp: true,
         unembed: true,
         embedding: false,
-        expert_rank: None,
         left_out: ModuleSet::NONE,
+        own: BTreeMap::new(),
     }
 }
 
@@ -81,7 +85,7 @@ fn bits(params: &LoraParams) -> Vec<Option<[Vec<u8>; 2]>> {
 fn written(config: &LoraConfig) -> (tempfile::TempDir, LoraParams) {
     let dir = tempfile::tempdir().unwrap();
     let params = distinct_params(config);
-    write_adapter(&*BACKEND, dir.path(), &modules(), config, &params, "org/base").unwrap();
+    write_adapter(&*BACKEND, dir.path(), &modules(), (config, &params), "org/base", AdapterFormat::Tinker).unwrap();
     (dir, params)
 }
 
@@ -201,8 +205,16 @@ fn tensors_must_fit_model_and_rank_and_all_be_used() {
 fn features_beyond_plain_lora_are_refused_by_name() {
     for changes in [
         json!({"use_dora": true}),
-        json!({"rank_pattern": {"q_proj": 8}}),
-        json!({"alpha_pattern": {"q_proj": 8}}),
+        json!({"rank_pattern": {"q_proj": 0}}),
+        json!({"rank_pattern": {"q_proj": 2000}}),
+        json!({"rank_pattern": {"q_proj": 2.5}}),
+        json!({"rank_pattern": {"((": 3}}),
+        json!({"rank_pattern": ["q_proj"]}),
+        json!({"alpha_pattern": {"q_proj": "8"}}),
+        json!({"alpha_pattern": {"q_proj": 1e300}}),
+        json!({"alpha_pattern": {"layers.0.self_attn.q_proj": 8}}),
+        json!({"alpha_pattern": {"(.*)*(.*)*(.*)*x(?=y)": 8}}),
+        json!({"alpha_pattern": "q_proj"}),
         json!({"modules_to_save": ["embed_tokens"]}),
         json!({"bias": "all"}),
         json!({"lora_bias": true}),
@@ -210,6 +222,7 @@ fn features_beyond_plain_lora_are_refused_by_name() {
         json!({"use_qalora": true}),
         json!({"layers_to_transform": [0]}),
         json!({"layers_to_transform": 0}),
+        json!({"layers_to_transform": "all"}),
         json!({"layer_replication": [[0, 1]]}),
         json!({"target_parameters": ["experts"]}),
         json!({"trainable_token_indices": {"embed_tokens": [1]}}),
@@ -289,7 +302,7 @@ fn an_adapter_with_values_that_are_not_finite_is_refused() {
         values[13] = bad;
         let bad_values = HostRef::from_f32(&values, &[values.len()]).unwrap();
         BACKEND.upload(bad_values, stack.b.as_mut()).unwrap();
-        write_adapter(&*BACKEND, dir.path(), &modules(), &all_parts(), &params, "org/base").unwrap();
+        write_adapter(&*BACKEND, dir.path(), &modules(), (&all_parts(), &params), "org/base", AdapterFormat::Tinker).unwrap();
         let error = read_error(dir.path());
         assert!(error.contains("layers.1.mlp.down_proj.lora_B.weight is") && error.contains("not a finite"), "{error}");
     }
@@ -337,6 +350,7 @@ fn adapters_that_peft_wrote_are_read() {
         part,
         layers: (0..num_layers).collect(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };

@@ -9,13 +9,13 @@ fn embedding_lora(rank: usize) -> LoraConfig {
 }
 
 /// An adapter of random numbers, none of them zero.
-fn random_adapter(model: &Model, config: LoraConfig, key: u64) -> (LoraParams, Arc<Adapter>) {
-    let mut params = LoraParams::zeros(model.backend(), model.lora_modules(), &config).unwrap();
+fn random_adapter(model: &Model, config: &LoraConfig, key: u64) -> (LoraParams, Arc<Adapter>) {
+    let mut params = LoraParams::zeros(model.backend(), model.lora_modules(), config).unwrap();
     for (i, tensor) in params.tensors_mut().enumerate() {
         let values: Vec<f32> = (0..tensor.shape().len() as u64).map(|n| 0.1 * random::normal([key, i as u64], n)).collect();
         model.backend().upload(HostRef::from_f32(&values, &[values.len()]).unwrap(), tensor.as_mut()).unwrap();
     }
-    let packed = model.pack_adapter(config, &params).unwrap();
+    let packed = model.pack_adapter(config.clone(), &params).unwrap();
     (params, packed)
 }
 
@@ -59,7 +59,7 @@ fn an_adapter_of_the_embedding_has_the_same_bits_in_training_and_sampling_in_pie
             let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), threads));
             let model = Model::random(backend, config.clone(), 7, WeightFormat { compute, storage }).unwrap();
             let (own, others) = (embedding_lora(5), lora(3));
-            let ((_, adapter), (_, other)) = (random_adapter(&model, own, 1), random_adapter(&model, others, 2));
+            let ((_, adapter), (_, other)) = (random_adapter(&model, &own, 1), random_adapter(&model, &others, 2));
             let (sequences, strangers) = (sequences(), vec![tokens(40, 5), tokens(3, 6)]);
             let alone = [(&*adapter, &sequences[..])];
             let mut gradient = zeros(&model, &own);
@@ -102,7 +102,7 @@ fn the_gradient_of_the_embeddings_adapter_is_that_of_finite_differences() {
     for (tied, with_attention) in [(true, true), (false, true), (false, false)] {
         let model = Model::random(backend(), config_with(json!({"tie_word_embeddings": tied})), 7, DType::F32).unwrap();
         let config = LoraConfig { attention: with_attention, ..embedding_lora(3) };
-        let (params, adapter) = random_adapter(&model, config, 1);
+        let (params, adapter) = random_adapter(&model, &config, 1);
         let sequences = vec![sequences().remove(1)];
         let mut gradient = zeros(&model, &config);
         train_into(&model, &[(&adapter, &sequences)], &mut [Some(&mut gradient)]);
@@ -120,7 +120,7 @@ fn the_gradient_of_the_embeddings_adapter_is_that_of_finite_differences() {
                 let tensor = of(&mut moved, module, side);
                 let at: Vec<f32> = values(tensor).iter().zip(&direction).map(|(v, d)| v + step * d).collect();
                 model.backend().upload(HostRef::from_f32(&at, &[at.len()]).unwrap(), tensor.as_mut()).unwrap();
-                let adapter = model.pack_adapter(config, &moved).unwrap();
+                let adapter = model.pack_adapter(config.clone(), &moved).unwrap();
                 let (batch, targets) = batch_of(&[(&adapter, &sequences)]);
                 -model.forward(&batch, &targets).unwrap().into_iter().map(f64::from).sum::<f64>()
             };

@@ -1,5 +1,7 @@
 //! Adapters of the token embedding.
 
+use safetensors::Dtype;
+
 use super::*;
 
 const A: &str = "base_model.model.model.embed_tokens.lora_embedding_A";
