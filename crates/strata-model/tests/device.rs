@@ -102,7 +102,7 @@ fn sample(model: &Model, adapter: &Adapter, cache: &mut KvCache) -> Result<Vec<u
     batch.push_cached(&[7], 70, 71, vec![2, 0]);
     batch.push_cached(&[8], 70, 71, vec![2, 1]);
     replies.extend(model.step(&batch, cache, &[0, 1], &[draw(0.7, Some(5), 1.0), draw(1.3, None, 0.8)])?);
-    cache.release_pages(model.backend(), &[1, 3])?;
+    cache.release(model.backend(), &[1, 3], &[])?;
     let flat = |reply: Option<RowReply>| {
         let RowReply { logprobs, top, drawn } = reply.expect("the logits are finite");
         let pairs = top.into_iter().chain(drawn).flat_map(|(id, logprob)| [id, logprob.to_bits()]);

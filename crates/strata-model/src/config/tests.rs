@@ -142,7 +142,7 @@ fn defaults_are_those_of_transformers() {
         None,
     );
     let DenseConfig { attention: a, .. } = dense(qwen2.as_ref().unwrap_or_else(|e| panic!("{e}")));
-    assert_eq!((a.head_dim, a.qkv_bias, a.o_bias, a.qk_norm), (64, true, false, false));
+    assert_eq!((a.head_dim, a.qkv_bias, a.o_bias, a.qk_norm), (64, true, false, None));
 
     let mistral = ModelConfig::from_json(r#"{"model_type": "mistral"}"#, None).unwrap();
     let DenseConfig { attention: a, mlp } = dense(&mistral);

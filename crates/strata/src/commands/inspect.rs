@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use indicatif::HumanBytes;
 use strata_model::checkpoint::HubOptions;
-use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, Work, parameter_shapes};
+use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, ParameterShape, Work, parameter_shapes};
 use strata_tensor::{DType, WeightStorage};
 
 use crate::base_model::Quantize;
@@ -51,8 +51,7 @@ fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStora
     let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
     line("vocabulary", format!("{}, unembedding {tied}", config.vocab_size));
     line("context", format!("{} tokens", config.max_position_embeddings));
-    let parameters: u64 =
-        parameter_shapes(config).iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum();
+    let parameters: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
     line("parameters", format!("{:.3} billion", parameters as f64 / 1e9));
     let element = dtype.size_bytes() as f64;
     let bytes = match storage {
