@@ -250,6 +250,7 @@ GPT_OSS = [
 ]
 # Gated delta nets in some layers, attention with gated heads of which a part turns in the others, norms that are stored less one; sequences that end before, at and behind a
 # chunk of 64.
+COMPOSITES = ["qwen3_5", "qwen3_5_moe"]
 DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 QWEN3_5 = [
     # One key and value head, widths that are no powers of two, three value heads on a key head, biases, a schedule of its own.
@@ -283,6 +284,26 @@ QWEN3_5 = [
         adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION + DELTA + [f"shared_expert.{name}" for name in MLP],
                                       experts=2)),
     ),
+    # The same as a part of a composite, which has all experts of a layer in one tensor.
+    dict(
+        name="qwen3_5_moe_composite_f32", family="qwen3_5_moe",
+        config=dict(vocab_size=41, hidden_size=22, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                    head_dim=10, linear_conv_kernel_dim=4, linear_key_head_dim=5, linear_value_head_dim=7,
+                    linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=3,
+                    moe_intermediate_size=10, shared_expert_intermediate_size=8,
+                    layer_types=["full_attention", "linear_attention"], tie_word_embeddings=False),
+        theta=10000.0, rope=dict(partial_rotary_factor=0.4), lengths=[70, 2],
+        adapters=dict(experts_r2=dict(rank=2, targets=ATTENTION + DELTA, experts=1)),
+    ),
+    # bf16.
+    dict(
+        name="qwen3_5_bf16", family="qwen3_5_text", dtype=torch.bfloat16,
+        config=dict(vocab_size=47, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=1, head_dim=16, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+                    linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+                    layer_types=["linear_attention", "full_attention"], tie_word_embeddings=True),
+        theta=10000.0, lengths=[65, 130, 2, 64], adapters=dict(r4=dict(rank=4, targets=ATTENTION + DELTA + MLP)),
+    ),
 ]
 # Linear layers but the unembedding in bytes with a scale for each block of 128 x 128, sizes that no block divides.
 BYTES = [
@@ -304,7 +325,7 @@ def random_model(spec, seed):
     settings = dict(max_position_embeddings=512, initializer_range=0.15, bos_token_id=0, eos_token_id=2, pad_token_id=0,
                     rope_parameters=rope) | spec["config"]
     family = spec.get("family", "qwen3")
-    if family == "qwen3_5":
+    if family in COMPOSITES:
         vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=settings["hidden_size"],
                       patch_size=2, num_position_embeddings=4)
         tied = settings["tie_word_embeddings"]
@@ -696,7 +717,7 @@ def make_fixture(spec, seed):
         write_bytes(model_directory, of_layers)
     if "further_layer" in spec:
         add_further_layer(model_directory / "model.safetensors", spec["config"]["num_hidden_layers"])
-    if spec.get("family") == "qwen3_5":
+    if spec.get("family") in COMPOSITES:
         add_predicting_layer(model_directory / "model.safetensors")
     return True
 

@@ -141,6 +141,16 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
+        let of_states = describe("small", &ModelConfig::named_shape("qwen3.5-9b").unwrap(), DType::BF16, WeightStorage::Dense);
+        for part in [
+            "layers 0-2: gated delta net: 32 heads, states of 128 × 128",
+            "layer 3: attention: queries 4096 wide, 2048 cached a token",
+            "24 × in_proj_qkv 4096 → 8192",
+            "8 × q_proj 4096 → 8192",
+            "48.00 MiB of states for each sequence",
+        ] {
+            assert!(of_states.contains(part), "{part:?} is not in\n{of_states}");
+        }
         let small = describe("small", &config, DType::BF16, WeightStorage::Int8);
         assert!(small.contains("kept int8") && !small.contains("56.87"), "{small}");
     }
