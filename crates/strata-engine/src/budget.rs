@@ -7,7 +7,7 @@
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
 //! for results. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
-//! is far less; then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
+//! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
 //! three to one where activations would not suffice for a useful context. Of the activations a fifth is for freed tensors that wait for the
 //! next ones. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
 //! longest sequence (what the cache holds), the longest training example (what activations hold: in little memory less), the tokens of a
@@ -15,8 +15,14 @@
 
 use strata_model::PAGE_TOKENS;
 
+use crate::sampler::Room;
+
 /// Whole contexts that the KV cache holds at most.
 pub(crate) const KV_CONTEXTS_MAX: usize = 64;
+/// States at most: one for each sample that can run, and half as many for prompts and for what is kept of prefixes.
+pub(crate) const STATES_MAX: u64 = 384;
+/// States at least, where there are some: a prompt and a sample of it, twice.
+const STATES_MIN: u64 = 4;
 /// Tokens of a training pass at most, however much memory there is: beyond it a pass gets longer, not faster, and everyone
 /// else waits.
 pub(crate) const PASS_TOKENS_MAX: usize = 2048;
@@ -30,6 +36,8 @@ pub(crate) const CONTEXT_TOKENS_MIN: usize = 256;
 pub(crate) struct Needs {
     pub(crate) weight_bytes: u64,
     pub(crate) kv_page_bytes: u64,
+    /// Of a state; 0 if sequences have none.
+    pub(crate) kv_state_bytes: u64,
     pub(crate) train_bytes_per_token: u64,
     /// What a pass needs whatever its length.
     pub(crate) workspace_bytes: u64,
@@ -44,7 +52,8 @@ pub(crate) struct Budget {
     pub(crate) max_context_tokens: usize,
     /// Tokens of one training example.
     pub(crate) max_example_tokens: usize,
-    pub(crate) kv_pages: usize,
+    /// What the KV cache has.
+    pub(crate) cache: Room,
     /// Tokens of a training pass, unless it is one sequence that is longer: that fits too.
     pub(crate) pass_tokens: usize,
     /// Tokens of all passes that run at the same time, one between the layers of another.
@@ -123,8 +132,13 @@ impl Budget {
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
         let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
-        let kv_pages = (free / 4 / needs.kv_page_bytes.max(1)).min(kv_pages_max);
-        let free = (free - kv_pages * needs.kv_page_bytes).saturating_sub(needs.workspace_bytes);
+        let states = match needs.kv_state_bytes {
+            0 => 0,
+            bytes => (free / 8 / bytes).clamp(STATES_MIN, STATES_MAX),
+        };
+        let state_bytes = states * needs.kv_state_bytes;
+        let kv_pages = ((free / 4).saturating_sub(state_bytes) / needs.kv_page_bytes.max(1)).min(kv_pages_max);
+        let free = free.saturating_sub(kv_pages * needs.kv_page_bytes + state_bytes + needs.workspace_bytes);
         let per_token = needs.train_bytes_per_token.max(1);
         let least = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings) as u64 * 8 / 7 + 4;
         let share = (free / 5 * 3).max((free / 4 * 3).min(least * per_token / 4 * 5));
@@ -143,7 +157,7 @@ impl Budget {
         Budget {
             max_context_tokens,
             max_example_tokens: max_context_tokens.min(longest),
-            kv_pages: kv_pages as usize,
+            cache: Room { pages: kv_pages as usize, states: states as usize },
             pass_tokens: longest.min(PASS_TOKENS_MAX),
             activation_tokens,
             pool_bytes,
@@ -163,6 +177,7 @@ mod tests {
     const SMALL: Needs = Needs {
         weight_bytes: GIB,
         kv_page_bytes: 7 << 20,
+        kv_state_bytes: 0,
         train_bytes_per_token: 200 << 10,
         workspace_bytes: 240 << 20,
         max_position_embeddings: 40_960,
@@ -170,14 +185,17 @@ mod tests {
 
     #[test]
     fn the_parts_never_exceed_the_whole() {
-        for memory in [2 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB] {
-            let b = Budget::divide(memory, SMALL).unwrap();
-            let activations = b.activation_tokens as u64 * SMALL.train_bytes_per_token + b.pool_bytes + SMALL.workspace_bytes;
+        let with_states = Needs { kv_state_bytes: 90 << 20, kv_page_bytes: 2 << 20, ..SMALL };
+        let memories = [3 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB];
+        for (memory, needs) in memories.into_iter().flat_map(|memory| [(memory, SMALL), (memory, with_states)]) {
+            let b = Budget::divide(memory, needs).unwrap();
+            let activations = b.activation_tokens as u64 * needs.train_bytes_per_token + b.pool_bytes + needs.workspace_bytes;
             let requests = b.ledger_bytes + b.transit_bytes;
-            let pages = b.kv_pages as u64 * SMALL.kv_page_bytes;
-            assert!(SMALL.weight_bytes + pages + activations + b.adapter_bytes + b.captured_bytes + requests <= memory);
+            let cache = b.cache.pages as u64 * needs.kv_page_bytes + b.cache.states as u64 * needs.kv_state_bytes;
+            assert_eq!(b.cache.states > 0, needs.kv_state_bytes > 0);
+            assert!(needs.weight_bytes + cache + activations + b.adapter_bytes + b.captured_bytes + requests <= memory);
             assert!(b.max_example_tokens.max(b.pass_tokens) < b.activation_tokens);
-            assert!(b.max_context_tokens < b.kv_pages * PAGE_TOKENS);
+            assert!(b.max_context_tokens < b.cache.pages * PAGE_TOKENS);
         }
         let roomy = Budget::divide(64 * GIB, SMALL).unwrap();
         assert_eq!((roomy.max_context_tokens, roomy.max_example_tokens), (40_960, 40_960));
@@ -188,12 +206,13 @@ mod tests {
         let tiny = Needs {
             weight_bytes: 4 << 20,
             kv_page_bytes: 80 << 10,
+            kv_state_bytes: 0,
             train_bytes_per_token: 10 << 10,
             workspace_bytes: 1 << 20,
             max_position_embeddings: 2048,
         };
         let b = Budget::divide(16 * GIB, tiny).unwrap();
-        assert_eq!(b.kv_pages, 32 * KV_CONTEXTS_MAX + 1);
+        assert_eq!(b.cache, Room { pages: 32 * KV_CONTEXTS_MAX + 1, states: 0 });
         assert_eq!((b.max_context_tokens, b.max_example_tokens, b.pass_tokens), (2048, 2048, PASS_TOKENS_MAX));
     }
 

@@ -4,9 +4,11 @@
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+use strata_model::Held;
+
 use crate::api::{AdamParams, Failure, LoraSpec, TopK};
 use crate::datum::PreparedDatum;
-use crate::sampler::{DrawSettings, Drawn};
+use crate::sampler::{DrawSettings, Drawn, Room};
 use crate::snapshot::WeightsId;
 
 /// Called between the layers of a long pass; `Break` ends it.
@@ -41,8 +43,8 @@ pub(crate) struct StepSpan<'a, F> {
     pub(crate) past: usize,
     /// Tokens that the sequence may come to have.
     pub(crate) length_max: usize,
-    /// Pages of the sequence, enough for `past + tokens.len()` tokens.
-    pub(crate) pages: Vec<u32>,
+    /// What the sequence holds of the cache: pages enough for `past + tokens.len()` tokens, and a state where there are some.
+    pub(crate) held: Held,
     /// What is wanted of the predictions after some of the tokens, in their order.
     pub(crate) rows: Vec<(usize, RowTask)>,
 }
@@ -84,7 +86,7 @@ pub(crate) trait Compute {
     type Frozen: Clone;
     /// What a checkpoint holds of an adapter; shares memory with the learner until it changes.
     type State;
-    /// Pages that hold what sequences left behind.
+    /// Pages and states that hold what sequences left behind.
     type Cache;
 
     /// Time since some moment, by which shares are measured.
@@ -152,11 +154,11 @@ pub(crate) trait Compute {
     where
         Self: Sized;
 
-    /// A cache of `pages` pages. What lies in a page beyond the tokens of its sequence is never read.
+    /// A cache of this size. What lies in a page beyond the tokens of its sequence is never read, nor the state of a sequence without tokens.
     ///
     /// # Errors
     /// If the device has no memory.
-    fn new_cache(&self, pages: usize) -> Result<Self::Cache, String>;
+    fn new_cache(&self, size: Room) -> Result<Self::Cache, String>;
 
     /// Copies a page.
     ///
@@ -164,8 +166,14 @@ pub(crate) trait Compute {
     /// If the device fails.
     fn copy_page(&self, cache: &mut Self::Cache, from: u32, to: u32) -> Result<(), String>;
 
-    /// Gives the memory of pages that nobody needs, and all else that is only kept for speed, back to the system.
-    fn release_memory(&self, cache: &mut Self::Cache, free_pages: &[u32]);
+    /// Copies a state.
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn copy_state(&self, cache: &mut Self::Cache, from: u32, to: u32) -> Result<(), String>;
+
+    /// Gives the memory of pages and states that nobody needs, and all else that is only kept for speed, back to the system.
+    fn release_memory(&self, cache: &mut Self::Cache, free_pages: &[u32], free_states: &[u32]);
 
     /// Adds tokens to sequences of the cache. Spans with the same weights lie together. Answers the rows of all spans, in order.
     ///

@@ -20,7 +20,7 @@ use crate::fair::{Fair, Standing, Work};
 use crate::files::{Done, Files, Load, LoadFor, Save, SaveFor, Storage};
 use crate::intake::{Control, Intake, Op, QueuedOp};
 use crate::reply::PendingReply;
-use crate::sampler::{Asked, Batcher, Plan};
+use crate::sampler::{Asked, Batcher, Plan, Room};
 use crate::snapshot::WeightsId;
 use crate::tenant::{RunningForward, Tenant};
 
@@ -70,7 +70,7 @@ struct State<C: Compute, S> {
 }
 
 impl<C: Compute, S: Storage<C::State>> Core<C, S> {
-    /// An engine over a cache of `budget.kv_pages` pages.
+    /// An engine over a cache of the budget's size.
     pub(crate) fn new(
         compute: C,
         cache: C::Cache,
@@ -83,7 +83,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             intake,
             tenants: BTreeMap::new(),
             samplers: BTreeMap::new(),
-            batcher: Batcher::new(cache, budget.kv_pages, page_tokens),
+            batcher: Batcher::new(cache, budget.cache, page_tokens),
             fair: Fair::default(),
             storage,
             files: Files::new(budget.captured_bytes),
@@ -151,10 +151,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
         let page_tokens = self.batcher.page_tokens();
         // The old sampler answers everything it holds as it is dropped, and gives back its memory before the new one asks for as much.
-        for pages in [0, self.budget.kv_pages] {
+        for size in [Room::default(), self.budget.cache] {
             // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
-            let cache = c.new_cache(pages).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
-            self.batcher = Batcher::new(cache, pages, page_tokens);
+            let cache = c.new_cache(size).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
+            self.batcher = Batcher::new(cache, size, page_tokens);
         }
         let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));
         let lost: Vec<ModelId> = self.tenants.iter().filter(lost).map(|(id, _)| id.clone()).collect();

@@ -12,7 +12,7 @@ use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowRes
 use crate::datum::PreparedDatum;
 use crate::learner::{self, Learner, LearnerState};
 use crate::losses::DatumLoss;
-use crate::sampler::draw;
+use crate::sampler::{Room, draw};
 use crate::snapshot::WeightsId;
 
 /// A model, its device and a clock.
@@ -121,17 +121,21 @@ impl Compute for Device {
         done.map_err(pass_error)
     }
 
-    fn new_cache(&self, pages: usize) -> Result<KvCache, String> {
-        self.model.new_kv_cache(pages, 0).map_err(|error| format!("the cache of keys and values: {error}"))
+    fn new_cache(&self, size: Room) -> Result<KvCache, String> {
+        self.model.new_kv_cache(size.pages, size.states).map_err(|error| format!("the cache of keys and values: {error}"))
     }
 
     fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
         cache.copy_page(self.model.backend(), from, to).map_err(|error| error.to_string())
     }
 
-    fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32]) {
-        if let Err(error) = cache.release(self.model.backend(), free_pages, &[]) {
-            tracing::error!("pages that nobody needs keep their memory: {error}");
+    fn copy_state(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
+        cache.copy_state(self.model.backend(), from, to).map_err(|error| error.to_string())
+    }
+
+    fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32], free_states: &[u32]) {
+        if let Err(error) = cache.release(self.model.backend(), free_pages, free_states) {
+            tracing::error!("pages and states that nobody needs keep their memory: {error}");
         }
         self.model.backend().trim();
         release_freed_memory();
@@ -145,7 +149,7 @@ impl Compute for Device {
                 batch.begin_group(span.weights.1.as_deref());
             }
             let start = batch.len();
-            batch.push_cached(&span.tokens, span.past, span.length_max, span.pages.clone());
+            batch.push_cached(&span.tokens, span.past, span.length_max, span.held.clone());
             for (row, task) in &span.rows {
                 rows.push(start + row);
                 tasks.push(task);

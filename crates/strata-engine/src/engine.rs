@@ -95,6 +95,7 @@ impl EngineHandle {
             Needs {
                 weight_bytes: model.weight_bytes() as u64,
                 kv_page_bytes: model.kv_page_bytes() as u64,
+                kv_state_bytes: model.kv_state_bytes() as u64,
                 train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
                 workspace_bytes: model.workspace_bytes() as u64,
                 max_position_embeddings: model.config().max_position_embeddings,
@@ -104,7 +105,7 @@ impl EngineHandle {
             max_context_tokens: budget.max_context_tokens,
             max_example_tokens: budget.max_example_tokens,
             vocab_size: model.config().vocab_size,
-            cache_tokens: budget.kv_pages * PAGE_TOKENS,
+            cache_tokens: budget.cache.pages * PAGE_TOKENS,
             backend: model.backend().description(),
             transit_bytes: budget.transit_bytes,
         };
@@ -122,7 +123,7 @@ impl EngineHandle {
                 short_sequence_max: model.short_sequence_max(),
                 eos_token_ids: model.config().eos_token_ids.clone(),
                 page_tokens: PAGE_TOKENS,
-                pages: budget.kv_pages,
+                cache: budget.cache,
                 tokenizer,
             },
             adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),
@@ -132,7 +133,7 @@ impl EngineHandle {
         let storage = DiskStorage::start(base, intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
         let device = Device::new(model);
-        let cache = device.new_cache(budget.kv_pages).map_err(StartError::Device)?;
+        let cache = device.new_cache(budget.cache).map_err(StartError::Device)?;
         spawn(alive.clone(), intake.clone(), move || {
             let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS);
             run(core, &intake);

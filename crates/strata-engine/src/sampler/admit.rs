@@ -3,7 +3,11 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use super::job::{Sequence, Want};
+use strata_model::Held;
+
+use super::job::{Plan, Sequence, Want};
+use super::pool::CachePool;
+use super::room::Room;
 use super::{Batcher, SEQUENCES_MAX, Session, TOKENS_BEFORE_EVICTION};
 use crate::api::Client;
 use crate::compute::Compute;
@@ -13,7 +17,7 @@ impl<C: Compute> Batcher<C> {
     pub(super) fn admit(&mut self, compute: &C) {
         while std::mem::take(&mut self.may_admit) {
             let Some((client, job, want)) = self.next_want() else { return };
-            let need = self.jobs[&job].pages_for(want);
+            let need = self.jobs[&job].room_for(want);
             if self.lanes >= SEQUENCES_MAX && !self.make_room_for_lane(&client) {
                 return;
             }
@@ -27,27 +31,27 @@ impl<C: Compute> Batcher<C> {
 
     /// Who is next, of those that want something: the owner that holds least, its session that holds least.
     fn next_want(&self) -> Option<(Client, u64, Want)> {
-        let mut owners: HashMap<&str, usize> = HashMap::new();
+        let mut owners: HashMap<&str, Room> = HashMap::new();
         for (client, session) in &self.sessions {
-            *owners.entry(&*client.owner).or_default() += session.pages;
+            *owners.entry(&*client.owner).or_default() += session.room;
         }
         let wants = self.sessions.iter().filter_map(|(client, session)| {
             let found = session.jobs.iter().find_map(|job| self.jobs[job].want().map(|want| (*job, want)));
             found.map(|(job, want)| (client, session, job, want))
         });
         let first = wants.min_by_key(|(client, session, job, _)| {
-            let owner = (owners[&*client.owner], self.waiting_since.get(&client.owner));
-            (owner, session.pages, session.lanes, session.waiting_since, *job)
+            let owner = (self.weight(owners[&*client.owner]), self.waiting_since.get(&client.owner));
+            (owner, self.weight(session.room), session.lanes, session.waiting_since, *job)
         });
         first.map(|(client, _, job, want)| (client.clone(), job, want))
     }
 
-    /// Records a promise of `need` pages, and begins what it is for.
-    pub(super) fn grant(&mut self, compute: &C, client: &Client, job_id: u64, want: Want, need: usize) {
+    /// Records a promise of `need`, and begins what it is for.
+    pub(super) fn grant(&mut self, compute: &C, client: &Client, job_id: u64, want: Want, need: Room) {
         self.clock += 1;
         self.lanes += 1;
         let session = self.sessions.entry(client.clone()).or_default();
-        session.pages += need;
+        session.room += need;
         session.lanes += 1;
         // Its session's other jobs are next.
         session.jobs.retain(|&other| other != job_id);
@@ -57,7 +61,7 @@ impl<C: Compute> Batcher<C> {
             Want::Admission => {
                 job.admitted = true;
                 job.started = self.clock;
-                job.reserved = job.plan.prompt_pages();
+                job.reserved = job.plan.prompt_room();
                 job.idle_lanes = 1;
                 self.prefilling.push(job_id);
             }
@@ -77,46 +81,69 @@ impl<C: Compute> Batcher<C> {
                 sequence.prefix = job.plan.root(job.weights.0);
                 // What others left of its text need not be computed again.
                 let whole_pages = sequence.known(&job.plan) / self.page_tokens;
-                for page in 0..whole_pages {
-                    let tokens: Vec<u32> = (page * self.page_tokens..(page + 1) * self.page_tokens)
-                        .map(|position| sequence.token(&job.plan, position))
-                        .collect();
-                    let Some((found, prefix)) = self.pool.find_and_hold(sequence.prefix, &tokens) else { break };
-                    sequence.pages.push(found);
-                    sequence.prefix = prefix;
+                let found =
+                    self.pool.find_promised(sequence.prefix, (0..whole_pages).map(|page| sequence.page(&job.plan, page)));
+                sequence.prefix = found.prefix;
+                sequence.registered = found.pages.len();
+                sequence.cached = found.pages.len() * self.page_tokens;
+                sequence.reserved.pages -= found.pages.len();
+                sequence.held.pages = found.pages;
+                if let Err(error) = self.take_state(compute, &mut sequence.reserved, &mut sequence.held, found.snapshot) {
+                    self.broken.push((job_id, error));
                 }
-                sequence.registered = sequence.pages.len();
-                sequence.cached = sequence.pages.len() * self.page_tokens;
-                sequence.reserved -= sequence.pages.len();
-                self.pool.unreserve(sequence.pages.len());
                 self.running.push(sequence);
             }
         }
     }
 
-    /// What each session may hold while others want pages too.
-    fn share(&self, client: &Client, of: usize) -> usize {
+    /// Takes the state that was promised to a sequence, where there are states, and begins it with a copy of `from`.
+    pub(super) fn take_state(
+        &mut self,
+        compute: &C,
+        reserved: &mut Room,
+        held: &mut Held,
+        from: Option<u32>,
+    ) -> Result<(), String> {
+        if !self.pool.has_states() {
+            return Ok(());
+        }
+        reserved.states -= 1;
+        let state = self.pool.take_state();
+        held.state = Some(state);
+        match from.filter(|&from| from != state) {
+            Some(from) => compute.copy_state(&mut self.cache, from, state),
+            None => Ok(()),
+        }
+    }
+
+    /// How much this is of the cache.
+    fn weight(&self, room: Room) -> u64 {
+        room.weight(self.pool.size())
+    }
+
+    /// What each session may hold while others want some too.
+    fn share(&self, client: &Client, of: u64) -> u64 {
         let owners = self.sessions.keys().map(|c| &c.owner).fold((0, None), |(n, last), owner| {
             // Sessions are in the order of their owners.
             if last == Some(owner) { (n, last) } else { (n + 1, Some(owner)) }
         });
         let sessions = self.sessions.keys().filter(|c| c.owner == client.owner).count();
-        of / owners.0.max(1) / sessions.max(1)
+        of / owners.0.max(1) as u64 / sessions.max(1) as u64
     }
 
-    /// Takes pages from sessions above their share until `need` can be promised to a session that stays within its own. Promises them.
-    fn make_room(&mut self, client: &Client, need: usize) -> bool {
-        let held = self.sessions.get(client).map_or(0, |s| s.pages);
-        if held > 0 && held + need > self.share(client, self.num_pages) {
+    /// Takes room from sessions above their share until `need` can be promised to a session that stays within its own. Promises it.
+    fn make_room(&mut self, client: &Client, need: Room) -> bool {
+        let (held, all) = (self.sessions.get(client).map_or(0, |s| self.weight(s.room)), self.weight(self.pool.size()));
+        if held > 0 && held + self.weight(need) > self.share(client, all) {
             return false;
         }
         // Evicted one by one, the excess of the others may still not suffice; then nobody passes this session until it does.
         loop {
             let excess = |(other, session): (&Client, &Session)| {
-                let share = self.share(other, self.num_pages);
-                (other != client && session.pages > share).then(|| (session.pages - share, other.clone()))
+                let excess = self.weight(session.room).saturating_sub(self.share(other, all));
+                (other != client && excess > 0).then(|| (excess, other.clone()))
             };
-            let mut victims: Vec<(usize, Client)> = self.sessions.iter().filter_map(excess).collect();
+            let mut victims: Vec<(u64, Client)> = self.sessions.iter().filter_map(excess).collect();
             victims.sort_by_key(|(excess, _)| Reverse(*excess));
             if !victims.iter().any(|(_, victim)| self.evict_from(victim)) {
                 return false;
@@ -130,11 +157,12 @@ impl<C: Compute> Batcher<C> {
     /// Takes a sample's place from the session with most of them, for one with fewer than its share.
     fn make_room_for_lane(&mut self, client: &Client) -> bool {
         let held = self.sessions.get(client).map_or(0, |s| s.lanes);
-        if held >= self.share(client, SEQUENCES_MAX).max(1) {
+        let share = |client: &Client| self.share(client, SEQUENCES_MAX as u64).max(1) as usize;
+        if held >= share(client) {
             return false;
         }
         let above = |(other, session): (&Client, &Session)| {
-            (other != client && session.lanes > self.share(other, SEQUENCES_MAX).max(1)).then(|| (session.lanes, other.clone()))
+            (other != client && session.lanes > share(other)).then(|| (session.lanes, other.clone()))
         };
         let victim = self.sessions.iter().filter_map(above).max();
         victim.is_some_and(|(_, victim)| self.evict_from(&victim))
@@ -149,9 +177,9 @@ impl<C: Compute> Batcher<C> {
             let Some(job) = self.jobs.get_mut(id) else { continue };
             if job.idle_lanes > 0 && job.idle_lanes + job.running > 1 {
                 job.idle_lanes -= 1;
-                let pages = job.plan.own_pages();
-                self.pool.unreserve(pages);
-                self.take_back(client, pages, 1);
+                let own = job.plan.own_room();
+                self.pool.unreserve(own);
+                self.take_back(client, own, 1);
                 return true;
             }
         }
@@ -198,10 +226,10 @@ impl<C: Compute> Batcher<C> {
         self.evictions += 1;
         self.prefilling.retain(|&other| other != id);
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        let (lanes, own) = (std::mem::take(&mut job.idle_lanes), job.plan.own_pages());
-        self.pool.unreserve(lanes * own);
+        let (idle, lanes) = (job.idle_room(), std::mem::take(&mut job.idle_lanes));
+        self.pool.unreserve(idle);
         let client = job.asked.client.clone();
-        self.take_back(&client, lanes * own, lanes);
+        self.take_back(&client, idle, lanes);
         self.give_up_prompt(id);
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.computed = 0;
@@ -219,41 +247,45 @@ impl<C: Compute> Batcher<C> {
         let unstarted = std::mem::take(&mut job.unstarted);
         job.evicted.extend(unstarted);
         self.pool.unreserve(std::mem::take(&mut job.reserved));
-        self.pool.release(&std::mem::take(&mut job.pages));
-        let (client, pages) = (job.asked.client.clone(), job.plan.prompt_pages());
-        self.take_back(&client, pages, 0);
+        self.pool.release(std::mem::take(&mut job.held));
+        let (client, room) = (job.asked.client.clone(), job.plan.prompt_room());
+        self.take_back(&client, room, 0);
         self.may_admit = true;
     }
 
     /// Takes what was promised to a session off its account.
-    pub(super) fn take_back(&mut self, client: &Client, pages: usize, lanes: usize) {
+    pub(super) fn take_back(&mut self, client: &Client, room: Room, lanes: usize) {
         self.lanes -= lanes;
         self.may_admit = true;
         if let Some(session) = self.sessions.get_mut(client) {
-            session.pages -= pages;
+            session.room -= room;
             session.lanes -= lanes;
             session.waiting_since = self.clock;
             self.waiting_since.insert(client.owner.clone(), self.clock);
         }
     }
 
-    /// Takes a sequence's pages away, and keeps in the prefix cache what is full of them.
+    /// Takes away what a sequence holds, and keeps in the prefix cache what is full of its pages.
     pub(super) fn let_go(&mut self, sequence: &mut Sequence) {
         self.pool.unreserve(std::mem::take(&mut sequence.reserved));
-        let pages = std::mem::take(&mut sequence.pages);
         if let Some(job) = self.jobs.get_mut(&sequence.job) {
-            let full = sequence.registered..sequence.cached / self.page_tokens;
-            for (page, &held) in full.clone().zip(pages.get(full).unwrap_or_default()) {
-                let positions = page * self.page_tokens..(page + 1) * self.page_tokens;
-                let tokens: Vec<u32> = positions.map(|p| sequence.token(&job.plan, p)).collect();
-                sequence.prefix = self.pool.register(sequence.prefix, &tokens, held);
-            }
+            register_full_pages(&mut self.pool, &job.plan, sequence);
             job.running -= 1;
             let client = job.asked.client.clone();
             self.take_back(&client, std::mem::take(&mut sequence.granted), 1);
         }
-        self.pool.release(&pages);
+        self.pool.release(std::mem::take(&mut sequence.held));
         sequence.registered = 0;
         sequence.cached = 0;
+    }
+}
+
+/// Registers the pages of a sequence that are full and are not yet.
+pub(super) fn register_full_pages(pool: &mut CachePool, plan: &Plan, sequence: &mut Sequence) {
+    let full = sequence.registered..plan.pages_in(sequence.cached);
+    for page in full {
+        let Some(&held) = sequence.held.pages.get(page) else { return };
+        sequence.prefix = pool.register(sequence.prefix, &sequence.page(plan, page), held);
+        sequence.registered = page + 1;
     }
 }

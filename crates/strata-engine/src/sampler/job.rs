@@ -1,5 +1,7 @@
 //! A sample request and its sequences, from the check of the request to the answer.
 
+use strata_model::Held;
+
 use crate::api::{
     Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK,
 };
@@ -11,6 +13,7 @@ use crate::snapshot::WeightsId;
 use super::SamplerLimits;
 use super::draw::{DrawSettings, Drawn};
 use super::pages::Prefix;
+use super::room::Room;
 use super::stop::{StopProgress, StopRule};
 
 /// What any request holds besides what it brings and what comes of it: its entries in tables and queues.
@@ -32,6 +35,8 @@ pub(crate) struct Plan {
     pub(crate) report_samples_topk: bool,
     /// Whether it may come to be longer than what shares pages with short sequences.
     is_long: bool,
+    /// States of a sequence: 1, or 0 in a cache without.
+    states: usize,
 }
 
 impl Plan {
@@ -94,15 +99,17 @@ impl Plan {
             first_scored: if scores_prompt { length.saturating_sub(last_n).max(1) } else { length },
             report_samples_topk: request.topk_sample_logprobs > 0,
             is_long: length + max_tokens > limits.short_sequence_max,
+            states: limits.cache.states.min(1),
             prompt,
         };
         // The partly filled page of a prompt is there twice: for the prompt and for its first sample.
-        let pages = plan.prompt_pages() + plan.own_pages();
-        if pages > limits.pages {
+        let need = plan.prompt_room() + plan.own_room();
+        if !need.fits(limits.cache) {
+            let pages = need.pages;
             return Err(format!(
                 "a prompt of {length} tokens and {max_tokens} more take {pages} pages of {} tokens, and the cache has {}; \
                  start the server with more memory, or ask for fewer tokens",
-                limits.page_tokens, limits.pages
+                limits.page_tokens, limits.cache.pages
             ));
         }
         Ok(plan)
@@ -118,20 +125,39 @@ impl Plan {
         Prefix::Root { weights, is_long: self.is_long }
     }
 
-    /// Pages of the prompt.
-    pub(crate) fn prompt_pages(&self) -> usize {
-        self.prompt.len().div_ceil(self.page_tokens)
+    /// What the prompt needs.
+    pub(crate) fn prompt_room(&self) -> Room {
+        Room { pages: self.prompt.len().div_ceil(self.page_tokens), states: self.states }
     }
 
-    /// Pages that each sample may need beyond the full pages of the prompt, which all share.
-    pub(crate) fn own_pages(&self) -> usize {
-        if self.max_tokens == 1 { 0 } else { self.sequence_pages() - self.prompt.len() / self.page_tokens }
+    /// What each sample may need beyond the full pages of the prompt, which all share.
+    pub(crate) fn own_room(&self) -> Room {
+        // A sample of one token never runs.
+        if self.max_tokens == 1 {
+            return Room::default();
+        }
+        self.sequence_room() - Room { pages: self.prompt.len() / self.page_tokens, states: 0 }
     }
 
-    /// Pages of a whole sample, prompt included.
-    pub(crate) fn sequence_pages(&self) -> usize {
-        // The last token of a sample is never an input; a sample of one token never runs.
-        (self.prompt.len() + self.max_tokens - 1).div_ceil(self.page_tokens)
+    /// What a whole sample needs, prompt included.
+    pub(crate) fn sequence_room(&self) -> Room {
+        // The last token of a sample is never an input.
+        Room { pages: (self.prompt.len() + self.max_tokens - 1).div_ceil(self.page_tokens), states: self.states }
+    }
+
+    /// Full pages in so many tokens.
+    pub(crate) fn pages_in(&self, tokens: usize) -> usize {
+        tokens / self.page_tokens
+    }
+
+    /// Tokens of full page `page` of the prompt.
+    pub(crate) fn page(&self, page: usize) -> &[u32] {
+        &self.prompt[page * self.page_tokens..(page + 1) * self.page_tokens]
+    }
+
+    /// Where the full pages of the prompt end that another request with the same prompt can begin behind.
+    pub(crate) fn resumable(&self) -> usize {
+        (self.prompt.len() - 1) / self.page_tokens * self.page_tokens
     }
 
     /// Whole pages of the prompt that may come from the cache: the positions whose predictions are wanted must be computed.
@@ -169,10 +195,10 @@ pub(crate) struct Job<F> {
     pub(crate) session: u64,
     /// Whether it holds its prompt, or a promise of the pages for it.
     pub(crate) admitted: bool,
-    /// Pages of the prompt that are held.
-    pub(crate) pages: Vec<u32>,
-    /// Pages of the prompt that are promised and not yet taken.
-    pub(crate) reserved: usize,
+    /// What is held for the prompt.
+    pub(crate) held: Held,
+    /// What is promised for the prompt and not yet taken.
+    pub(crate) reserved: Room,
     /// What the registered full pages of the prompt amount to.
     pub(crate) prefix: Prefix,
     /// Whether the prefix cache has been asked.
@@ -180,6 +206,8 @@ pub(crate) struct Job<F> {
     pub(crate) cache_hit_tokens: usize,
     /// Tokens of the prompt whose keys and values are in the cache.
     pub(crate) computed: usize,
+    /// Lengths of the prompt at which others may want to go on from it, ascending: what is left behind there is worth a snapshot.
+    pub(crate) forks: [usize; 2],
     /// Promises of the pages of one sample that no sample uses yet.
     pub(crate) idle_lanes: usize,
     /// Samples that run on pages of their own.
@@ -215,12 +243,13 @@ impl<F> Job<F> {
         let length = plan.prompt.len();
         Job {
             admitted: false,
-            pages: Vec::new(),
-            reserved: 0,
+            held: Held::default(),
+            reserved: Room::default(),
             prefix: plan.root(weights.0),
             looked_up: false,
             cache_hit_tokens: 0,
             computed: 0,
+            forks: [0, 0],
             idle_lanes: 0,
             running: 0,
             begun: false,
@@ -254,13 +283,18 @@ impl<F> Job<F> {
         }
     }
 
-    /// Pages to be promised for what it wants.
-    pub(crate) fn pages_for(&self, want: Want) -> usize {
+    /// What is to be promised for what it wants.
+    pub(crate) fn room_for(&self, want: Want) -> Room {
         match want {
-            Want::Admission => self.plan.prompt_pages() + self.plan.own_pages(),
-            Want::Lane => self.plan.own_pages(),
-            Want::Restart => self.plan.sequence_pages(),
+            Want::Admission => self.plan.prompt_room() + self.plan.own_room(),
+            Want::Lane => self.plan.own_room(),
+            Want::Restart => self.plan.sequence_room(),
         }
+    }
+
+    /// Promises for samples that no sample uses yet.
+    pub(crate) fn idle_room(&self) -> Room {
+        self.plan.own_room() * self.idle_lanes
     }
 
     /// Records how probable the token at a prompt position was.
@@ -303,17 +337,19 @@ pub(crate) struct Sequence {
     logprobs: Vec<f32>,
     topk: Vec<TopK>,
     stop: StopProgress,
-    /// Pages held, those shared with others first.
-    pub(crate) pages: Vec<u32>,
-    /// Pages promised and not yet taken.
-    pub(crate) reserved: usize,
-    /// Pages that its session was charged for.
-    pub(crate) granted: usize,
+    /// What it holds, pages shared with others first.
+    pub(crate) held: Held,
+    /// What is promised and not yet taken.
+    pub(crate) reserved: Room,
+    /// What its session was charged for.
+    pub(crate) granted: Room,
     /// Tokens whose keys and values are in the cache.
     pub(crate) cached: usize,
     /// What its first `registered` pages amount to.
     pub(crate) prefix: Prefix,
     pub(crate) registered: usize,
+    /// The last prefix of its own whose state it has kept a snapshot of.
+    pub(crate) snapshot: Option<Prefix>,
     /// When it started, in the order of all that start, and with how many tokens.
     pub(crate) started: u64,
     pub(crate) tokens_at_start: usize,
@@ -331,12 +367,13 @@ impl Sequence {
             logprobs: Vec::new(),
             topk: Vec::new(),
             stop: StopProgress::default(),
-            pages: Vec::new(),
-            reserved: 0,
-            granted: 0,
+            held: Held::default(),
+            reserved: Room::default(),
+            granted: Room::default(),
             cached: 0,
             prefix: root,
             registered: 0,
+            snapshot: None,
             started: 0,
             tokens_at_start: 0,
             last_step: 0,
@@ -354,6 +391,11 @@ impl Sequence {
             None => plan.prompt[position],
             Some(sampled) => self.tokens[sampled],
         }
+    }
+
+    /// Tokens of full page `page` of prompt and sample together.
+    pub(crate) fn page(&self, plan: &Plan, page: usize) -> Vec<u32> {
+        (page * plan.page_tokens..(page + 1) * plan.page_tokens).map(|position| self.token(plan, position)).collect()
     }
 
     /// Appends a token, and says whether the sequence ends with it.

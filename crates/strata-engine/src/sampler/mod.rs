@@ -22,6 +22,10 @@ pub(crate) mod draw;
 mod job;
 mod pages;
 mod plan;
+mod pool;
+mod room;
+mod snapshots;
+mod states;
 mod stop;
 
 use std::cmp::Reverse;
@@ -39,8 +43,9 @@ use cost::StepCost;
 pub(crate) use draw::{DrawSettings, Drawn};
 pub(crate) use job::{Asked, Plan, REQUEST_BYTES};
 use job::{Job, Sequence, Want};
-use pages::PagePool;
 use plan::span;
+use pool::CachePool;
+pub(crate) use room::Room;
 
 /// Samples that run at the same time, at most.
 const SEQUENCES_MAX: usize = 256;
@@ -63,8 +68,8 @@ pub(crate) struct SamplerLimits {
     pub(crate) eos_token_ids: Vec<u32>,
     /// Tokens in a page of the cache.
     pub(crate) page_tokens: usize,
-    /// Pages of the cache.
-    pub(crate) pages: usize,
+    /// What the cache has.
+    pub(crate) cache: Room,
     /// Needed for stop strings.
     pub(crate) tokenizer: Option<Arc<Tokenizer>>,
 }
@@ -72,9 +77,8 @@ pub(crate) struct SamplerLimits {
 /// All sampling of an engine.
 pub(crate) struct Batcher<C: Compute> {
     page_tokens: usize,
-    num_pages: usize,
     cache: C::Cache,
-    pool: PagePool,
+    pool: CachePool,
     jobs: BTreeMap<u64, Job<C::Frozen>>,
     by_id: HashMap<RequestId, u64>,
     next_job: u64,
@@ -93,7 +97,7 @@ pub(crate) struct Batcher<C: Compute> {
     cost: StepCost,
     /// Whether something has changed since admission last found nothing to do.
     may_admit: bool,
-    /// Jobs of which a page could not be made, and why. They fail before anything more is computed.
+    /// Jobs of which a page or a state could not be made, and why. They fail before anything more is computed.
     broken: Vec<(u64, String)>,
     /// What the simulation sees.
     pub(crate) evictions: u64,
@@ -105,8 +109,8 @@ struct Session {
     number: u64,
     /// Its jobs, in turn: the front is next to get what it wants.
     jobs: Vec<u64>,
-    /// Pages promised to it.
-    pages: usize,
+    /// What is promised to it.
+    room: Room,
     lanes: usize,
     /// When it came, or last gave something back.
     waiting_since: u64,
@@ -137,13 +141,12 @@ pub(crate) struct StepDone {
 }
 
 impl<C: Compute> Batcher<C> {
-    /// A sampler over a cache of `num_pages` pages.
-    pub(crate) fn new(cache: C::Cache, num_pages: usize, page_tokens: usize) -> Self {
+    /// A sampler over a cache of this size.
+    pub(crate) fn new(cache: C::Cache, size: Room, page_tokens: usize) -> Self {
         Batcher {
             page_tokens,
-            num_pages,
             cache,
-            pool: PagePool::new(num_pages),
+            pool: CachePool::new(size),
             jobs: BTreeMap::new(),
             by_id: HashMap::new(),
             next_job: 0,
@@ -210,14 +213,15 @@ impl<C: Compute> Batcher<C> {
 
     /// Gives the memory of free pages back to the system.
     pub(crate) fn release_memory(&mut self, compute: &C) {
-        compute.release_memory(&mut self.cache, self.pool.free_pages());
+        let (pages, states) = self.pool.free();
+        compute.release_memory(&mut self.cache, pages, states);
     }
 
     /// Admits what has room, and answers the sessions that have something to run.
     pub(crate) fn runnable(&mut self, compute: &C) -> Vec<Client> {
         self.admit(compute);
         for (job, error) in std::mem::take(&mut self.broken) {
-            tracing::error!(error, "a page was not copied");
+            tracing::error!(error, "a page or a state was not copied");
             self.fail_job(job, Failure::Server(format!("sampling step: {error}")));
         }
         let prefilling = self.prefilling.iter().map(|job| self.jobs[job].session);
@@ -228,7 +232,7 @@ impl<C: Compute> Batcher<C> {
     /// Runs one step for these sessions, the first in line first. Answers what each had of it.
     pub(crate) fn step(&mut self, compute: &C, order: &[Client]) -> StepDone {
         self.clock += 1;
-        let (mut parts, tokens) = self.plan_step(order);
+        let (mut parts, tokens) = self.plan_step(compute, order);
         if parts.is_empty() {
             return StepDone { tokens };
         }
@@ -245,6 +249,7 @@ impl<C: Compute> Batcher<C> {
         let error = match done {
             Ok(Ok(results)) if results.len() == targets.len() => {
                 self.advance(&parts);
+                self.keep_snapshots(compute, &parts);
                 self.take_results(compute, targets, results);
                 return StepDone { tokens };
             }
@@ -280,8 +285,7 @@ impl<C: Compute> Batcher<C> {
                     let full_before = job.computed / self.page_tokens;
                     job.computed += tokens;
                     for page in full_before..job.computed / self.page_tokens {
-                        let tokens = &job.plan.prompt[page * self.page_tokens..(page + 1) * self.page_tokens];
-                        job.prefix = self.pool.register(job.prefix, tokens, job.pages[page]);
+                        job.prefix = self.pool.register(job.prefix, job.plan.page(page), job.held.pages[page]);
                     }
                 }
             }
@@ -341,47 +345,46 @@ impl<C: Compute> Batcher<C> {
         job.unstarted.reverse();
         let surplus = job.idle_lanes.saturating_sub(job.unstarted.len());
         job.idle_lanes -= surplus;
-        let (client, pages) = (job.asked.client.clone(), surplus * job.plan.own_pages());
-        self.pool.unreserve(pages);
-        self.take_back(&client, pages, surplus);
+        let (client, room) = (job.asked.client.clone(), job.plan.own_room() * surplus);
+        self.pool.unreserve(room);
+        self.take_back(&client, room, surplus);
         self.start_idle_lanes(compute, id);
     }
 
     /// Starts as many sequences of a job as it has promises for, and lets go of the prompt once none is left to start.
     fn start_idle_lanes(&mut self, compute: &C, id: u64) {
-        let Some(job) = self.jobs.get_mut(&id) else { return };
-        if !job.begun {
-            return;
-        }
-        let full_pages = job.plan.prompt.len() / self.page_tokens;
-        while job.idle_lanes > 0 {
+        while let Some(job) = self.jobs.get_mut(&id).filter(|job| job.begun && job.idle_lanes > 0) {
             let Some(mut sequence) = job.unstarted.pop() else { break };
+            let full_pages = job.plan.pages_in(job.plan.prompt.len());
             self.clock += 1;
             job.idle_lanes -= 1;
             job.running += 1;
             sequence.started = self.clock;
             sequence.tokens_at_start = sequence.tokens.len();
             sequence.cached = job.plan.prompt.len();
-            sequence.granted = job.plan.own_pages();
+            sequence.granted = job.plan.own_room();
             sequence.reserved = sequence.granted;
             sequence.prefix = job.prefix;
             sequence.registered = full_pages;
-            sequence.pages.extend_from_slice(&job.pages[..full_pages]);
-            sequence.pages.iter().for_each(|&page| self.pool.hold(page));
-            if let Some(&partial) = job.pages.get(full_pages) {
-                sequence.reserved -= 1;
-                let own = self.pool.take_reserved();
-                if let Err(error) = compute.copy_page(&mut self.cache, partial, own) {
-                    self.broken.push((id, error));
-                }
-                sequence.pages.push(own);
+            sequence.held.pages.extend_from_slice(&job.held.pages[..full_pages]);
+            sequence.held.pages.iter().for_each(|&page| self.pool.hold_page(page));
+            let (partial, state) = (job.held.pages.get(full_pages).copied(), job.held.state);
+            let mut copied = self.take_state(compute, &mut sequence.reserved, &mut sequence.held, state);
+            if let Some(partial) = partial {
+                sequence.reserved.pages -= 1;
+                let own = self.pool.take_page();
+                copied = copied.and(compute.copy_page(&mut self.cache, partial, own));
+                sequence.held.pages.push(own);
             }
+            self.broken.extend(copied.err().map(|error| (id, error)));
             self.running.push(sequence);
         }
-        if job.unstarted.is_empty() {
+        let Some(job) = self.jobs.get(&id).filter(|job| job.begun) else { return };
+        let (all_started, all_ended) = (job.unstarted.is_empty(), job.unfinished == 0);
+        if all_started {
             self.give_up_prompt(id);
         }
-        if self.jobs.get(&id).is_some_and(|job| job.unfinished == 0) {
+        if all_ended {
             self.answer(id);
         }
     }
@@ -398,7 +401,7 @@ impl<C: Compute> Batcher<C> {
         }
         // The promise passes to the next sample: what was admitted finishes on what it holds.
         if job.admitted && !job.unstarted.is_empty() && job.running + job.idle_lanes == 0 {
-            let (client, own) = (job.asked.client.clone(), job.plan.own_pages());
+            let (client, own) = (job.asked.client.clone(), job.plan.own_room());
             if self.pool.try_reserve(own) {
                 self.grant(compute, &client, id, Want::Lane, own);
             } else {
@@ -442,10 +445,10 @@ impl<C: Compute> Batcher<C> {
             }
         }
         if let Some(job) = self.jobs.get_mut(&id) {
-            let (lanes, own) = (std::mem::take(&mut job.idle_lanes), job.plan.own_pages());
+            let (idle, lanes) = (job.idle_room(), std::mem::take(&mut job.idle_lanes));
             let client = job.asked.client.clone();
-            self.pool.unreserve(lanes * own);
-            self.take_back(&client, lanes * own, lanes);
+            self.pool.unreserve(idle);
+            self.take_back(&client, idle, lanes);
         }
         self.prefilling.retain(|&other| other != id);
         self.give_up_prompt(id);
@@ -476,24 +479,22 @@ impl<C: Compute> Batcher<C> {
     /// What is wrong with the books, if anything: every page is free, idle or held, promises are covered, and sessions are charged for what
     /// their jobs hold. The simulation asks after every step.
     pub(crate) fn audit(&self) -> Result<(), String> {
-        let mut holders: HashMap<u32, u32> = HashMap::new();
-        let held = self.running.iter().flat_map(|s| &s.pages).chain(self.jobs.values().flat_map(|j| &j.pages));
-        held.for_each(|&page| *holders.entry(page).or_default() += 1);
-        let promised = self.running.iter().map(|s| s.reserved).sum::<usize>()
-            + self.jobs.values().map(|j| j.reserved + j.idle_lanes * j.plan.own_pages()).sum::<usize>();
-        self.pool.audit(&holders, promised)?;
+        let held = self.running.iter().map(|s| &s.held).chain(self.jobs.values().map(|j| &j.held));
+        let promised = self.running.iter().map(|s| s.reserved).sum::<Room>()
+            + self.jobs.values().map(|j| j.reserved + j.idle_room()).sum::<Room>();
+        self.pool.audit(held, promised)?;
         let lanes = self.running.len() + self.jobs.values().map(|j| j.idle_lanes).sum::<usize>();
         if lanes != self.lanes || lanes > SEQUENCES_MAX {
             return Err(format!("{lanes} samples hold promises, {} are counted", self.lanes));
         }
         for (client, session) in &self.sessions {
             let jobs = self.jobs.values().filter(|j| j.session == session.number);
-            let of_jobs: usize =
-                jobs.map(|j| if j.admitted { j.plan.prompt_pages() } else { 0 } + j.idle_lanes * j.plan.own_pages()).sum();
+            let of_prompt = |j: &Job<C::Frozen>| if j.admitted { j.plan.prompt_room() } else { Room::default() };
+            let of_jobs: Room = jobs.map(|j| of_prompt(j) + j.idle_room()).sum();
             let own = self.running.iter().filter(|s| s.session == session.number);
-            let of_sequences: usize = own.map(|s| s.granted).sum();
-            if of_jobs + of_sequences != session.pages {
-                return Err(format!("{client:?} holds {} pages, its account says {}", of_jobs + of_sequences, session.pages));
+            let held = of_jobs + own.map(|s| s.granted).sum::<Room>();
+            if held != session.room {
+                return Err(format!("{client:?} holds {held}, its account says {}", session.room));
             }
         }
         for job in self.jobs.values().filter(|j| j.admitted) {

@@ -60,13 +60,15 @@ impl PagePool {
         }
     }
 
-    /// Promises `count` pages, if that many are neither held nor promised.
-    pub(crate) fn try_reserve(&mut self, count: usize) -> bool {
-        let fits = self.reserved + count <= self.free.len() + self.idle.len();
-        if fits {
-            self.reserved += count;
-        }
-        fits
+    /// Pages that are neither held nor promised.
+    pub(crate) fn available(&self) -> usize {
+        self.free.len() + self.idle.len() - self.reserved
+    }
+
+    /// Promises `count` pages that are available.
+    pub(crate) fn reserve(&mut self, count: usize) {
+        assert!(count <= self.available(), "{count} of {} available pages", self.available());
+        self.reserved += count;
     }
 
     /// Gives back a promise of `count` pages.
@@ -75,37 +77,42 @@ impl PagePool {
         self.reserved -= count;
     }
 
-    /// Takes a page that was promised. The caller clears it.
-    pub(crate) fn take_reserved(&mut self) -> u32 {
+    /// Takes a page that was promised. The caller clears it. If a registered page gave way, the id of the prefix that it made comes with it.
+    pub(crate) fn take_reserved(&mut self) -> (u32, Option<u64>) {
         self.unreserve(1);
-        let page = self.free.pop().unwrap_or_else(|| self.evict());
+        let (page, forgotten) = self.free.pop().map_or_else(|| self.evict(), |page| (page, None));
         let state = &mut self.pages[page as usize];
         assert!(state.holders == 0 && state.key.is_none(), "page {page} is in use");
         state.holders = 1;
-        page
+        (page, forgotten)
     }
 
-    fn evict(&mut self) -> u32 {
+    fn evict(&mut self) -> (u32, Option<u64>) {
         let (_, page) = self.idle.pop_first().expect("a reserved page is free or idle");
         let state = &mut self.pages[page as usize];
         state.idle_since = None;
-        if let Some(key) = state.key.take() {
-            self.registered.remove(&key);
-        }
-        page
+        let registration = state.key.take().and_then(|key| self.registered.remove(&key));
+        (page, registration.map(|r| r.id))
     }
 
-    /// Frees every registered page that nobody holds.
-    pub(crate) fn forget_idle(&mut self) {
+    /// Frees every registered page that nobody holds. The ids of the prefixes that they made.
+    pub(crate) fn forget_idle(&mut self) -> Vec<u64> {
+        let mut forgotten = Vec::new();
         while !self.idle.is_empty() {
-            let page = self.evict();
+            let (page, prefix) = self.evict();
             self.free.push(page);
+            forgotten.extend(prefix);
         }
+        forgotten
     }
 
-    /// Adds a holder to a page that is already held.
+    /// Adds a holder to a page that is held or registered. Of one that nobody held, there must be one that is not promised.
     pub(crate) fn hold(&mut self, page: u32) {
-        self.pages[page as usize].holders += 1;
+        let state = &mut self.pages[page as usize];
+        state.holders += 1;
+        if let Some(since) = state.idle_since.take() {
+            self.idle.remove(&since);
+        }
     }
 
     /// Lets go of a sequence's pages, in the order of the sequence. Those that nobody holds any more become free, or idle if
@@ -128,15 +135,9 @@ impl PagePool {
         }
     }
 
-    /// Looks a full page of tokens up, and holds it if it is there. The prefix it makes comes with it.
-    pub(crate) fn find_and_hold(&mut self, prefix: Prefix, tokens: &[u32]) -> Option<(u32, Prefix)> {
-        let &Registration { page, id } = self.registered.get(&(prefix, tokens.into()))?;
-        let state = &mut self.pages[page as usize];
-        state.holders += 1;
-        if let Some(since) = state.idle_since.take() {
-            self.idle.remove(&since);
-        }
-        Some((page, Prefix::Page(id)))
+    /// Looks a full page of tokens up. The id of the prefix it makes comes with it.
+    pub(crate) fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<(u32, u64)> {
+        self.registered.get(&(prefix, tokens.into())).map(|&Registration { page, id }| (page, id))
     }
 
     /// Registers a full, held page of tokens. If another page with the same tokens after the same prefix is registered already, that
@@ -194,14 +195,6 @@ impl PagePool {
 }
 
 #[cfg(test)]
-impl PagePool {
-    /// Pages that a new sequence could get.
-    pub(crate) fn available(&self) -> usize {
-        self.free.len() + self.idle.len() - self.reserved
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -213,16 +206,16 @@ mod tests {
     }
 
     fn take(pool: &mut PagePool) -> u32 {
-        assert!(pool.try_reserve(1));
-        pool.take_reserved()
+        pool.reserve(1);
+        pool.take_reserved().0
     }
 
     #[test]
     fn a_promise_is_kept_and_no_more_is_promised_than_there_is() {
         let mut pool = PagePool::new(3);
-        assert!(pool.try_reserve(2));
-        assert!(!pool.try_reserve(2));
-        let pages = [pool.take_reserved(), pool.take_reserved()];
+        pool.reserve(2);
+        assert_eq!(pool.available(), 1);
+        let pages = [pool.take_reserved().0, pool.take_reserved().0];
         assert_eq!(pool.available(), 1);
         pool.release(&pages);
         assert_eq!(pool.available(), 3);
@@ -234,9 +227,9 @@ mod tests {
         let page = take(&mut pool);
         pool.hold(page);
         pool.release(&[page]);
-        assert!(!pool.try_reserve(1));
+        assert_eq!(pool.available(), 0);
         pool.release(&[page]);
-        assert!(pool.try_reserve(1));
+        assert_eq!(pool.available(), 1);
     }
 
     #[test]
@@ -247,15 +240,16 @@ mod tests {
         pool.register(after_a, &tokens(2), b);
         pool.release(&[a, b]);
         assert_eq!(pool.available(), 4);
-        let (page, prefix) = pool.find_and_hold(ROOT, &tokens(1)).unwrap();
-        assert_eq!((page, prefix), (a, after_a));
-        assert_eq!(pool.find_and_hold(prefix, &tokens(2)).unwrap().0, b);
-        assert_eq!(pool.available(), 2, "a page that was found cannot be promised to others");
+        let (page, id) = pool.find(ROOT, &tokens(1)).unwrap();
+        assert_eq!((page, Prefix::Page(id)), (a, after_a));
+        assert_eq!(pool.find(after_a, &tokens(2)).unwrap().0, b);
+        [a, b].into_iter().for_each(|page| pool.hold(page));
+        assert_eq!(pool.available(), 2, "a page that is held again cannot be promised to others");
         for (weights, is_long) in [(2, false), (1, true)] {
             let root = Prefix::Root { weights: WeightsId(weights), is_long };
-            assert!(pool.find_and_hold(root, &tokens(1)).is_none());
+            assert!(pool.find(root, &tokens(1)).is_none());
         }
-        assert!(pool.find_and_hold(ROOT, &tokens(2)).is_none());
+        assert!(pool.find(ROOT, &tokens(2)).is_none());
     }
 
     #[test]
@@ -268,19 +262,21 @@ mod tests {
         pool.release(&[a, b]);
         pool.release(&[c]);
         assert_eq!(take(&mut pool), b);
-        assert_eq!(take(&mut pool), a);
-        assert!(pool.find_and_hold(ROOT, &tokens(1)).is_none());
-        assert_eq!(pool.find_and_hold(ROOT, &tokens(3)).unwrap().0, c);
+        pool.reserve(1);
+        let (page, forgotten) = pool.take_reserved();
+        assert_eq!((page, forgotten.map(Prefix::Page)), (a, Some(after_a)));
+        assert!(pool.find(ROOT, &tokens(1)).is_none());
+        assert_eq!(pool.find(ROOT, &tokens(3)).unwrap().0, c);
     }
 
     #[test]
     fn a_cache_that_is_emptied_is_free_and_finds_nothing() {
         let mut pool = PagePool::new(2);
         let a = take(&mut pool);
-        pool.register(ROOT, &tokens(1), a);
+        let after_a = pool.register(ROOT, &tokens(1), a);
         pool.release(&[a]);
-        pool.forget_idle();
-        assert!(pool.find_and_hold(ROOT, &tokens(1)).is_none());
+        assert_eq!(pool.forget_idle().into_iter().map(Prefix::Page).collect::<Vec<_>>(), [after_a]);
+        assert!(pool.find(ROOT, &tokens(1)).is_none());
         assert_eq!((pool.free_pages().len(), pool.available()), (2, 2));
     }
 

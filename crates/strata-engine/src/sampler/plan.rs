@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use strata_model::Held;
+
 use super::job::{Job, Sequence};
-use super::pages::PagePool;
 use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS};
 use crate::api::Client;
 use crate::compute::{Compute, RowTask, StepSpan};
@@ -11,7 +12,7 @@ use crate::fair::company_limit;
 
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
-    pub(super) fn plan_step(&mut self, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
+    pub(super) fn plan_step(&mut self, compute: &C, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
         let base = self.cost.base_tokens();
         let most = |per_base: usize| (per_base * base).clamp(STEP_TOKENS.0, STEP_TOKENS.1);
         let mut by_session = self.work_by_session();
@@ -28,7 +29,7 @@ impl<C: Compute> Batcher<C> {
         let quotas = share_among_owners(order, &tokens_of, limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
-            let taken = self.take_parts(work, quota, &mut parts);
+            let taken = self.take_parts(compute, work, quota, &mut parts);
             tokens.push((client.clone(), taken));
         }
         (parts, tokens)
@@ -53,7 +54,7 @@ impl<C: Compute> Batcher<C> {
     }
 
     /// Takes up to `quota` tokens of a session's work. Answers how many.
-    fn take_parts(&mut self, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
+    fn take_parts(&mut self, compute: &C, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
         let reading = work.reading();
         // Neither drawing nor reading stops while there is the other.
         let for_reading = match (reading, work.decodes.len()) {
@@ -66,9 +67,9 @@ impl<C: Compute> Batcher<C> {
         for &sequence in &work.decodes[..decodes] {
             let s = &mut self.running[sequence];
             s.last_step = self.clock;
-            if s.cached == s.pages.len() * self.page_tokens {
-                s.reserved -= 1;
-                s.pages.push(self.pool.take_reserved());
+            if s.cached == s.held.pages.len() * self.page_tokens {
+                s.reserved.pages -= 1;
+                s.held.pages.push(self.pool.take_page());
             }
             parts.push(Part::Decode { sequence });
         }
@@ -81,9 +82,9 @@ impl<C: Compute> Batcher<C> {
             left -= tokens;
             let s = &mut self.running[sequence];
             s.last_step = self.clock;
-            while s.pages.len() * self.page_tokens < s.cached + tokens {
-                s.reserved -= 1;
-                s.pages.push(self.pool.take_reserved());
+            while s.held.pages.len() * self.page_tokens < s.cached + tokens {
+                s.reserved.pages -= 1;
+                s.held.pages.push(self.pool.take_page());
             }
             parts.push(Part::Again { sequence, tokens });
         }
@@ -91,19 +92,47 @@ impl<C: Compute> Batcher<C> {
             if left == 0 {
                 break;
             }
-            let Some(job) = self.jobs.get_mut(&id) else { continue };
-            if !job.looked_up {
-                look_up_prefix(job, &mut self.pool, self.page_tokens);
+            if let Err(error) = self.look_up_prefix(compute, id) {
+                self.broken.push((id, error));
+                continue;
             }
-            let tokens = left.min(job.plan.prompt.len() - job.computed);
-            while job.pages.len() * self.page_tokens < job.computed + tokens {
-                job.reserved -= 1;
-                job.pages.push(self.pool.take_reserved());
+            let Some(job) = self.jobs.get_mut(&id) else { continue };
+            let mut tokens = left.min(job.plan.prompt.len() - job.computed);
+            if self.pool.has_room_for_snapshot() {
+                // A snapshot can be taken of what is there at the end of a step.
+                let next_fork = job.forks.iter().find(|&&fork| fork > job.computed);
+                tokens = next_fork.map_or(tokens, |fork| tokens.min(fork - job.computed));
+            }
+            while job.held.pages.len() * self.page_tokens < job.computed + tokens {
+                job.reserved.pages -= 1;
+                job.held.pages.push(self.pool.take_page());
             }
             left -= tokens;
             parts.push(Part::Prompt { job: id, tokens });
         }
         decodes + for_reading - left
+    }
+
+    /// Takes over what the cache has of the prompt of a job that is about to begin.
+    fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
+        let Some(job) = self.jobs.get_mut(&id).filter(|job| !job.looked_up) else { return Ok(()) };
+        job.looked_up = true;
+        let pages = (0..job.plan.cacheable_pages()).map(|page| job.plan.page(page).to_vec());
+        let found = self.pool.find_promised(job.prefix, pages);
+        job.reserved.pages -= found.pages.len();
+        job.prefix = found.prefix;
+        job.computed = found.pages.len() * self.page_tokens;
+        job.cache_hit_tokens = job.computed;
+        if self.pool.has_states() {
+            // Where another prompt parted from this one, a third may too.
+            job.forks = [found.known * self.page_tokens, job.plan.resumable()];
+        }
+        let (mut reserved, mut held) = (job.reserved, Held { pages: found.pages, state: None });
+        let taken = self.take_state(compute, &mut reserved, &mut held, found.snapshot);
+        if let Some(job) = self.jobs.get_mut(&id) {
+            (job.reserved, job.held) = (reserved, held);
+        }
+        taken
     }
 }
 
@@ -196,21 +225,14 @@ pub(super) fn span<'s, F>(
                 tokens: vec![s.token(plan, s.cached)],
                 past: s.cached,
                 length_max: plan.length_max(),
-                pages: s.pages.clone(),
+                held: s.held.clone(),
                 rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
             }
         }
         Part::Again { sequence, tokens } => {
             let s = &running[sequence];
             let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
-            StepSpan {
-                weights,
-                tokens,
-                past: s.cached,
-                length_max: plan.length_max(),
-                pages: s.pages.clone(),
-                rows: Vec::new(),
-            }
+            StepSpan { weights, tokens, past: s.cached, length_max: plan.length_max(), held: s.held.clone(), rows: Vec::new() }
         }
         Part::Prompt { tokens, .. } => {
             let first = job.computed;
@@ -226,25 +248,9 @@ pub(super) fn span<'s, F>(
                 targets.push(RowFor::First { job: id });
             }
             let tokens = plan.prompt[first..first + tokens].to_vec();
-            StepSpan { weights, tokens, past: first, length_max: plan.length_max(), pages: job.pages.clone(), rows }
+            StepSpan { weights, tokens, past: first, length_max: plan.length_max(), held: job.held.clone(), rows }
         }
     }
-}
-
-/// Takes over as many full pages of the prompt as the cache has.
-fn look_up_prefix<F>(job: &mut Job<F>, pool: &mut PagePool, page_tokens: usize) {
-    job.looked_up = true;
-    for page in 0..job.plan.cacheable_pages() {
-        let tokens = &job.plan.prompt[page * page_tokens..(page + 1) * page_tokens];
-        let Some((page, prefix)) = pool.find_and_hold(job.prefix, tokens) else { break };
-        job.pages.push(page);
-        job.prefix = prefix;
-    }
-    // The pages were promised; those that were found need not be taken.
-    job.reserved -= job.pages.len();
-    pool.unreserve(job.pages.len());
-    job.computed = job.pages.len() * page_tokens;
-    job.cache_hit_tokens = job.computed;
 }
 
 #[cfg(test)]

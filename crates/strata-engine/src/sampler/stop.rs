@@ -87,6 +87,7 @@ mod tests {
     use strata_model::ModelSource;
 
     use super::*;
+    use crate::sampler::Room;
 
     fn limits() -> SamplerLimits {
         let tokenizer = Tokenizer::load(&ModelSource::Embedded).unwrap();
@@ -96,7 +97,7 @@ mod tests {
             short_sequence_max: usize::MAX,
             eos_token_ids: vec![2],
             page_tokens: 64,
-            pages: 10,
+            cache: Room { pages: 10, states: 0 },
             tokenizer: Some(Arc::new(tokenizer)),
         }
     }

@@ -16,10 +16,12 @@ use crate::core::Core;
 use crate::engine::{EngineHandle, EngineInfo};
 use crate::intake::Intake;
 use crate::ledger::Ledger;
-use crate::sampler::SamplerLimits;
+use crate::sampler::{Room, SamplerLimits};
 
 mod disk;
 pub mod oracle;
+#[cfg(test)]
+mod prefixes;
 #[cfg(test)]
 mod shares;
 mod toy;
@@ -92,6 +94,8 @@ pub struct Limits {
     pub page_tokens: usize,
     /// Pages of the cache.
     pub pages: usize,
+    /// States of the cache; 0 for a model without, otherwise at least 2.
+    pub states: usize,
     /// Tokens of a training pass.
     pub pass_tokens: usize,
     /// Tokens of all passes that run at the same time.
@@ -112,6 +116,7 @@ impl Limits {
             faults: Faults::default(),
             page_tokens: 4,
             pages: 200,
+            states: 0,
             pass_tokens: 128,
             activation_tokens: 1024,
             adapter_bytes: 4000,
@@ -135,11 +140,15 @@ impl Limits {
         self.max_context_tokens().min(self.activation_tokens / 4 * 3)
     }
 
+    pub(crate) fn cache(&self) -> Room {
+        Room { pages: self.pages, states: self.states }
+    }
+
     fn budget(&self) -> Budget {
         Budget {
             max_context_tokens: self.max_context_tokens(),
             max_example_tokens: self.max_example_tokens(),
-            kv_pages: self.pages,
+            cache: self.cache(),
             pass_tokens: self.pass_tokens,
             activation_tokens: self.activation_tokens,
             pool_bytes: 0,
@@ -175,7 +184,7 @@ impl Engine {
                 short_sequence_max: limits.short_sequence_max(),
                 eos_token_ids: oracle::END_OF_SEQUENCE.to_vec(),
                 page_tokens: limits.page_tokens,
-                pages: limits.pages,
+                cache: limits.cache(),
                 tokenizer: None,
             },
             adapter_bytes: Box::new(toy::adapter_bytes),
@@ -189,7 +198,7 @@ impl Engine {
             transit_bytes: limits.ledger_bytes,
         };
         let toy = Toy::new(shared.clone(), limits.page_tokens);
-        let cache = toy.new_cache(limits.pages).expect("a toy always has memory");
+        let cache = toy.new_cache(limits.cache()).expect("a toy always has memory");
         let core =
             Core::new(toy, cache, intake, Disk::new(shared.clone(), contents.clone()), limits.budget(), limits.page_tokens);
         Engine { core, handle: EngineHandle::over(admission, info), limits, shared, contents }

@@ -52,8 +52,8 @@ fn datum(number: u64, length: usize, rng: &mut Rng) -> Datum {
 }
 
 impl Clients {
-    fn new(pages: usize) -> (Engine, Clients) {
-        let engine = Engine::new(Limits { adapter_bytes: 1 << 20, pages, ..Limits::roomy(1) });
+    fn new(pages: usize, states: usize) -> (Engine, Clients) {
+        let engine = Engine::new(Limits { adapter_bytes: 1 << 20, pages, states, ..Limits::roomy(1) });
         let handle = engine.handle();
         (engine, Clients { handle, answers: Arc::default(), answered: Rc::default(), sent: Rc::default() })
     }
@@ -133,8 +133,8 @@ impl Clients {
 }
 
 /// How long `small` takes beside `large` when it comes at some moment, and how long the largest step, layer and optimizer step take meanwhile.
-fn latency(large: &[(Client, Load)], small: (Client, Load), moment: Duration) -> (Duration, Duration) {
-    let (mut engine, clients) = Clients::new(PAGES);
+fn latency(states: usize, large: &[(Client, Load)], small: (Client, Load), moment: Duration) -> (Duration, Duration) {
+    let (mut engine, clients) = Clients::new(PAGES, states);
     for (who, load) in large {
         clients.load(who, *load, &mut Rng::new(5));
     }
@@ -193,8 +193,9 @@ fn a_small_request_waits_for_no_backlog() {
     let smalls = [Load::Samples(1, 1, 8, 16), Load::Training(1, 1, 1, 8), Load::Steps(1, 1), Load::Samples(1, 2, 40, 30)];
     let mut rng = Rng::new(seed());
     let mut slow = Vec::new();
-    for what in smalls {
-        let (alone, _) = latency(&[], (small.clone(), what), Duration::ZERO);
+    // A cache without states, and one that has few.
+    for (what, states) in smalls.into_iter().flat_map(|what| [(what, 0), (what, 24)]) {
+        let (alone, _) = latency(states, &[], (small.clone(), what), Duration::ZERO);
         let mut beside: Vec<Vec<(Client, Load)>> = loads.iter().map(|&load| vec![(other.clone(), load)]).collect();
         // Of the same owner, in another session; and all of them together, which is still one owner.
         beside.extend(loads.iter().map(|&load| vec![(client("small", "t"), load)]));
@@ -202,13 +203,13 @@ fn a_small_request_waits_for_no_backlog() {
         for large in beside {
             let moment = Duration::from_micros(rng.below(100_000));
             // A sample that fills the cache keeps it until it has got somewhere.
-            let one = latency(&[], (other.clone(), Load::Samples(1, 1, 700, 60)), Duration::ZERO).0;
+            let one = latency(states, &[], (other.clone(), Load::Samples(1, 1, 700, 60)), Duration::ZERO).0;
             let one =
                 if large.iter().any(|(_, load)| matches!(load, Load::Samples(_, _, 700, _))) { one } else { Duration::ZERO };
-            let (latency, wait) = latency(&large, (small.clone(), what), moment);
+            let (latency, wait) = latency(states, &large, (small.clone(), what), moment);
             if latency > alone * 3 + wait + one {
                 slow.push(format!(
-                    "{what:?} takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"
+                    "{what:?} with {states} states takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"
                 ));
             }
         }
@@ -234,7 +235,7 @@ fn owners_with_as_much_to_do_have_as_much_of_the_device() {
         (vec![Load::Training(1, 60, 8, 100)], vec![Load::Samples(1000, 8, 8, 24)]),
     ];
     for (one, other) in pairs {
-        let (mut engine, clients) = Clients::new(4000);
+        let (mut engine, clients) = Clients::new(4000, 0);
         for (owner, loads) in [("one", &one), ("other", &other)] {
             for (n, load) in loads.iter().enumerate() {
                 clients.load(&client(owner, &format!("{owner}{n}")), *load, &mut Rng::new(5));

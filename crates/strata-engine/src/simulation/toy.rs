@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, StepSpan};
 use crate::losses::LossInputs;
+use crate::sampler::Room;
 use crate::snapshot::WeightsId;
 
 use super::oracle::{self, EMPTY, Numbers};
@@ -204,6 +205,8 @@ pub(super) struct Cache {
     page_tokens: usize,
     /// Pages of cells.
     pages: Vec<Vec<u64>>,
+    /// What the tokens of a sequence fold to, and how many there are.
+    states: Vec<(u64, usize)>,
 }
 
 /// The toy.
@@ -243,13 +246,23 @@ impl Toy {
         let mut folded = EMPTY;
         let size = cache.page_tokens;
         let last = span.past + span.tokens.len();
-        if span.pages.len() * size < last {
-            return self.shared.violate(format!("{last} tokens on {} pages", span.pages.len()));
+        if span.held.pages.len() * size < last {
+            return self.shared.violate(format!("{last} tokens on {} pages", span.held.pages.len()));
+        }
+        if span.held.state.is_none() != cache.states.is_empty() {
+            return self.shared.violate(format!("state {:?} in a cache with {}", span.held.state, cache.states.len()));
         }
         let mut rows = span.rows.iter();
         let mut next = rows.next();
         for position in 0..last {
-            let (page, offset) = (span.pages[position / size] as usize, position % size);
+            let (page, offset) = (span.held.pages[position / size] as usize, position % size);
+            if position == span.past
+                && position > 0
+                && let Some(state) = span.held.state
+                && cache.states[state as usize] != (folded, position)
+            {
+                self.shared.violate(format!("state {state} is not what {position} tokens left behind"));
+            }
             if let Some(new) = position.checked_sub(span.past) {
                 cache.pages[page][offset] = oracle::cell(folded, weights, span.tokens[new], position);
             } else if cache.pages[page][offset] == STALE {
@@ -261,6 +274,9 @@ impl Toy {
                 out.push(self.run_task(folded, task));
                 next = rows.next();
             }
+        }
+        if let Some(state) = span.held.state {
+            cache.states[state as usize] = (folded, last);
         }
     }
 
@@ -417,8 +433,9 @@ impl Compute for Toy {
         Ok(logprobs)
     }
 
-    fn new_cache(&self, pages: usize) -> Result<Cache, String> {
-        Ok(Cache { page_tokens: self.page_tokens, pages: vec![vec![STALE; self.page_tokens]; pages] })
+    fn new_cache(&self, size: Room) -> Result<Cache, String> {
+        let page = vec![STALE; self.page_tokens];
+        Ok(Cache { page_tokens: self.page_tokens, pages: vec![page; size.pages], states: vec![(STALE, 0); size.states] })
     }
 
     fn copy_page(&self, cache: &mut Cache, from: u32, to: u32) -> Result<(), String> {
@@ -430,8 +447,18 @@ impl Compute for Toy {
         Ok(())
     }
 
-    fn release_memory(&self, cache: &mut Cache, free_pages: &[u32]) {
+    fn copy_state(&self, cache: &mut Cache, from: u32, to: u32) -> Result<(), String> {
+        if self.shared.chance(self.shared.faults.get().page) {
+            self.shared.failed_steps.set(self.shared.failed_steps.get() + 1);
+            return Err(self.shared.fail());
+        }
+        cache.states[to as usize] = cache.states[from as usize];
+        Ok(())
+    }
+
+    fn release_memory(&self, cache: &mut Cache, free_pages: &[u32], free_states: &[u32]) {
         free_pages.iter().for_each(|&page| cache.pages[page as usize].fill(STALE));
+        free_states.iter().for_each(|&state| cache.states[state as usize] = (STALE, 0));
     }
 
     fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen>]) -> Result<Vec<RowResult>, String> {

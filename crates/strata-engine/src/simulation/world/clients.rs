@@ -328,7 +328,7 @@ impl World {
                 short_sequence_max: self.limits.short_sequence_max(),
                 eos_token_ids: oracle::END_OF_SEQUENCE.to_vec(),
                 page_tokens: self.limits.page_tokens,
-                pages: self.limits.pages,
+                cache: self.limits.cache(),
                 tokenizer: None,
             };
             let wrong = Plan::new(&sample, &limits).err();

@@ -40,6 +40,9 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
     let page_tokens = rng.between(2, 6);
     let few = if rng.chance(85) { 24 } else { 300 };
     let pages = rng.between(3, few);
+    // Half of the models have states: as few as one sample needs, or more than all.
+    let few_states = if rng.chance(60) { 6 } else { 60 };
+    let states = if rng.chance(50) { rng.between(2, few_states) } else { 0 };
     let activation_tokens = rng.between(16, 300);
     let longest = activation_tokens / 4 * 3;
     let often = |rng: &mut Rng, per_mille| if rng.chance(25) { 1 + rng.below(per_mille) as u32 } else { 0 };
@@ -58,6 +61,7 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
         faults,
         page_tokens,
         pages,
+        states,
         pass_tokens: rng.between(longest / 4 + 1, longest),
         activation_tokens,
         adapter_bytes: rng.between(40, 1200) as u64,
