@@ -7,7 +7,7 @@ use std::path::Path;
 use common::*;
 use strata_engine::EngineHandle;
 use strata_engine::api::*;
-use strata_model::checkpoint::{Checkpoint, write_adapter};
+use strata_model::checkpoint::{AdapterFormat, Checkpoint, write_adapter};
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_tensor::DType;
 

@@ -24,6 +24,8 @@ pub struct MoeConfig {
     pub router: Router,
     /// Width of an MLP that every token passes beside them (`mlp.shared_experts`).
     pub shared_size: Option<usize>,
+    /// Whether that MLP is one expert with a gate of its own (`mlp.shared_expert`, `mlp.shared_expert_gate`; Qwen3.5-MoE).
+    pub shared_gate: bool,
     /// What lies between the projections of one.
     pub activation: ExpertActivation,
     /// How a checkpoint has them.
@@ -149,9 +151,9 @@ impl Moe {
         };
         match c.layout {
             MoeLayout::PerExpert => {
-                let router = d.router("mlp.gate", layers, hidden, n);
+                let router = d.router("router", "mlp.gate", layers, hidden, n);
                 let correction_bias = match c.router {
-                    Router::Sigmoid(_) => Some(d.norm("mlp.gate.e_score_correction_bias", layers, n)),
+                    Router::Sigmoid(_) => Some(d.own_vector("mlp.gate.e_score_correction_bias", layers, n)),
                     Router::Softmax { .. } => None,
                 };
                 let (gate_up_proj, down_proj) = matrices(d);
@@ -164,14 +166,15 @@ impl Moe {
                 let down_module = d.expert_module(&down, layers, n, hidden);
                 let shared = c.shared_size.map(|intermediate_size| {
                     let mlp = MlpConfig { intermediate_size, bias: false };
-                    GatedMlp::declare(d, &MlpPaths::SHARED_EXPERTS, &mlp, hidden, layers)
+                    let paths = if c.shared_gate { &MlpPaths::SHARED_EXPERT } else { &MlpPaths::SHARED_EXPERTS };
+                    GatedMlp::declare(d, paths, &mlp, hidden, layers)
                 });
                 let (config, biases) = (c.clone(), None);
                 Moe { config, router, correction_bias, gate_up_proj, down_proj, biases, gate_up_modules, down_module, shared }
             }
             MoeLayout::ByTurns => {
-                let router = d.router("mlp.router", layers, hidden, n);
-                let router_bias = d.norm("mlp.router.bias", layers, n);
+                let router = d.router("router", "mlp.router", layers, hidden, n);
+                let router_bias = d.own_vector("mlp.router.bias", layers, n);
                 let (gate_up_proj, down_proj) = matrices(d);
                 let (gate_up_bias, down_bias) = (d.vector(layers.len() * n, 2 * width), d.vector(layers.len() * n, hidden));
                 d.flipped_experts(gate_up_proj, "mlp.experts.gate_up_proj", layers, n, RowOrder::ByTurns);
