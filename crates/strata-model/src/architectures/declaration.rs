@@ -7,7 +7,7 @@ use strata_tensor::{Backend, DType, HostRef, HostTensor, PackedRef, PackedStack,
 
 use super::{MatrixShape, WeightSource};
 use crate::Result;
-use crate::lora::{ExpertModule, FusedRows, LoraModule, Part};
+use crate::lora::{ExpertModule, FusedRows, LoraModule, ModulePart, Part};
 
 /// A stack of matrices, `[layers, out_features, in_features]`, in the layout of products.
 #[derive(Clone, Copy, Debug)]
@@ -433,6 +433,11 @@ impl Declaration {
             self.parameters.push(Parameter { name, shape: shape.to_vec(), form: form(), layer: Some(*number), place });
         }
         id
+    }
+
+    /// Names what adapters may have in the place of a module: paths within a decoder layer, and rows, in order.
+    pub(crate) fn parts(&mut self, module: usize, parts: impl IntoIterator<Item = (&'static str, usize)>) {
+        self.modules[module].parts = parts.into_iter().map(|(path, rows)| ModulePart { path, rows }).collect();
     }
 
     /// A module of adapters that is no part of a decoder layer. Its place among the modules.

@@ -36,6 +36,10 @@ impl DeltaNet {
             let module = d.projection((in_proj, columns.start), path, Part::Attention, layers, columns.len());
             (module, columns.start)
         });
+        // The Tinker tools have them apart.
+        let (keys, values) = (g.key_width(), g.value_width());
+        let parts = [("linear_attn.in_proj_q", keys), ("linear_attn.in_proj_k", keys), ("linear_attn.in_proj_v", values)];
+        d.parts(in_modules[0].0, parts);
         let out_module = d.projection((out_proj, 0), "linear_attn.out_proj", Part::Attention, layers, hidden);
         DeltaNet {
             geometry: *g,

@@ -105,7 +105,9 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
     let path = dir.join(CONFIG_FILE);
     let refused = |message| Error::Checkpoint { path: path.clone(), message };
     let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?).map_err(refused)?;
-    let checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
+    let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
+    let [composite, alone] = names::MODEL_PREFIXES;
+    checkpoint.rename(composite, alone)?;
     let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "" };
     let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
     let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();

@@ -129,8 +129,15 @@ fn names(value: Option<&Value>) -> Option<Vec<String>> {
     list.iter().map(|name| name.as_str().map(String::from)).collect()
 }
 
-/// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it.
+/// The paths by which a module goes in the original model, one for each layer, by itself and as a part of a composite, and as the Tinker tools name it.
 fn paths(module: &LoraModule) -> Vec<String> {
+    let alone = paths_alone(module);
+    let in_composite = alone.iter().filter_map(|path| Some(format!("model.language_model.{}", path.strip_prefix("model.")?)));
+    let in_composite: Vec<String> = in_composite.collect();
+    alone.into_iter().chain(in_composite).collect()
+}
+
+fn paths_alone(module: &LoraModule) -> Vec<String> {
     match module.part {
         Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
         Part::Embedding => vec![module.path.into()],

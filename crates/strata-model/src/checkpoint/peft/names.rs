@@ -3,6 +3,8 @@
 use crate::checkpoint::Checkpoint;
 use crate::lora::{ExpertModule, LoraModule, Part};
 
+/// What paths begin with in adapters of a model that is a part of a composite (one that sees, too), and of the model by itself, which is how all are named here.
+pub(super) const MODEL_PREFIXES: [&str; 2] = ["base_model.model.model.language_model.", "base_model.model.model."];
 /// Paths of the unembedding: that of the Tinker tools, and PEFT's.
 pub(super) const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tokens", "base_model.model.lm_head"];
 

@@ -165,6 +165,34 @@ fn pefts_own_name_of_the_unembedding_is_read() {
 }
 
 #[test]
+fn an_adapter_of_a_model_that_was_part_of_a_composite_is_read() {
+    let config = all_parts();
+    let (dir, params) = written(&config);
+    let renamed = |name: &str| name.strip_prefix("base_model.model.model.layers.").map(in_composite);
+    change_tensors(dir.path(), |name| Some(renamed(name).unwrap_or_else(|| name.into())));
+    change_config(dir.path(), json!({"target_modules": "(.*language_model.*(q|k|v|o|gate|up|down)_proj)|lm_head"}));
+    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
+    assert_eq!((read.config, bits(&read.params)), (config, bits(&params)));
+    let (twice, _) = written(&all_parts());
+    let name = "self_attn.q_proj.lora_A.weight";
+    let taken = |other: &str| {
+        if other.ends_with("layers.1.self_attn.k_proj.lora_A.weight") {
+            in_composite(&format!("0.{name}"))
+        } else {
+            other.into()
+        }
+    };
+    change_tensors(twice.path(), |other| Some(taken(other)));
+    let error = read_error(twice.path());
+    assert!(error.contains("are one parameter") && error.contains(name), "{error}");
+}
+
+/// The name of a tensor of a decoder layer in adapters of a composite.
+fn in_composite(rest: &str) -> String {
+    format!("base_model.model.model.language_model.layers.{rest}")
+}
+
+#[test]
 fn the_name_that_the_tinker_tools_have_for_attention_of_gpt_oss_is_read() {
     let (dir, params) = written(&all_parts());
     change_tensors(dir.path(), |name| Some(name.replace(".self_attn.", ".attn.")));
