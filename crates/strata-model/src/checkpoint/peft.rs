@@ -107,7 +107,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
     let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?).map_err(refused)?;
     let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
     let [composite, alone] = names::MODEL_PREFIXES;
-    checkpoint.rename(composite, alone)?;
+    let of_composite = checkpoint.rename(composite, alone)?;
     let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "" };
     let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
     let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();
@@ -122,7 +122,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
         left_out: ModuleSet::NONE,
         own: BTreeMap::new(),
     };
-    settings.check_modules(modules, &carried).map_err(refused)?;
+    settings.check_modules(modules, &carried, of_composite).map_err(refused)?;
     for (index, module) in modules.iter().enumerate() {
         if !carried[index] && config.trains(module.part) {
             config.left_out.insert(index);

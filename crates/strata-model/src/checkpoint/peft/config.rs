@@ -123,8 +123,8 @@ impl AdapterSettings {
     }
 
     /// As [`Targets::check`]; and refuses a list of layers that are not all that a module is in.
-    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool]) -> Result<(), String> {
-        self.targets.check(modules, carried)?;
+    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
+        self.targets.check(modules, carried, of_composite)?;
         let Some(layers) = &self.layers else { return Ok(()) };
         let of_layers = modules.iter().filter(|module| module.part != Part::Unembed);
         match of_layers.flat_map(|module| &module.layers).find(|&&number| !layers.contains(&(number as u64))) {

@@ -40,11 +40,11 @@ impl Targets {
     }
 
     /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
-    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`.
-    pub(super) fn check(&self, modules: &[LoraModule], carried: &[bool]) -> Result<(), String> {
+    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`; `of_composite`: whether names are those of a composite.
+    pub(super) fn check(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
         self.check_parameters_known(modules)?;
         if let Some(targets) = &self.modules {
-            targets.check_known("target_modules", modules)?;
+            targets.check_known("target_modules", modules, of_composite)?;
         }
         for (module, &carried) in modules.iter().zip(carried) {
             let path = module.path;
@@ -64,7 +64,7 @@ impl Targets {
                 continue;
             }
             let (mut targeted, mut excluded) = (0, 0);
-            for path in paths(module) {
+            for path in paths(module, of_composite) {
                 let is_excluded = self.excluded.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))?;
                 excluded += usize::from(is_excluded);
                 targeted += usize::from(!is_excluded && targets.names("target_modules", &path)?);
@@ -129,12 +129,15 @@ fn names(value: Option<&Value>) -> Option<Vec<String>> {
     list.iter().map(|name| name.as_str().map(String::from)).collect()
 }
 
-/// The paths by which a module goes in the original model, one for each layer, by itself and as a part of a composite, and as the Tinker tools name it.
-fn paths(module: &LoraModule) -> Vec<String> {
-    let alone = paths_alone(module);
-    let in_composite = alone.iter().filter_map(|path| Some(format!("model.language_model.{}", path.strip_prefix("model.")?)));
-    let in_composite: Vec<String> = in_composite.collect();
-    alone.into_iter().chain(in_composite).collect()
+/// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it; where the model is a part of a composite, in that.
+fn paths(module: &LoraModule, of_composite: bool) -> Vec<String> {
+    let mut paths = paths_alone(module);
+    for path in paths.iter_mut().filter(|_| of_composite) {
+        if let Some(rest) = path.strip_prefix("model.") {
+            *path = format!("model.language_model.{rest}");
+        }
+    }
+    paths
 }
 
 fn paths_alone(module: &LoraModule) -> Vec<String> {
@@ -180,8 +183,8 @@ impl Modules {
     }
 
     /// Refuses names that no module of the model answers to.
-    fn check_known(&self, key: &str, modules: &[LoraModule]) -> Result<(), String> {
-        let all: Vec<String> = modules.iter().flat_map(paths).collect();
+    fn check_known(&self, key: &str, modules: &[LoraModule], of_composite: bool) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(|module| paths(module, of_composite)).collect();
         let unknown = match self {
             Modules::AllLinear => None,
             Modules::Names(names) => names.iter().find(|name| !all.iter().any(|path| ends_with(path, name))),
