@@ -32,6 +32,14 @@ FAMILIES = {
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20,
     ),
     "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=2, sliding_window=9),
+    "qwen3_5_text": dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=12, linear_conv_kernel_dim=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=16,
+    ),
+    "qwen3_5_moe_text": dict(
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=8, head_dim=16,
+        full_attention_interval=3, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=24,
+    ),
     "qwen3_moe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1], norm_topk_prob=True),
 }
 

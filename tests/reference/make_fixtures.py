@@ -30,7 +30,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import transformers_weight_conversion
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 ROOT = pathlib.Path(__file__).parent / "fixtures"
@@ -47,6 +47,7 @@ ADAMW_RUNS = {
 }
 
 # PEFT takes `shared_experts.gate_proj` for the experts, and pairs for all of them together. Those have pairs of their own here (`WithExperts`).
+MOE_TARGETS = dict(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING)
 transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.clear()
 
 FIXTURES = [
@@ -145,7 +146,8 @@ DENSE = [
     ),
 ]
 # Mixtures of experts. An adapter with `experts` has pairs for each expert too, in the files' form of the Tinker tools; what it computes is what the model
-# with merged weights does.
+# with merged weights does. Those of `stock` are as PEFT makes and loads them, experts too, of which the logits are kept.
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MOE = [
     # Weights divided by their sum, a dense layer between, experts with tensors of their own.
     dict(
@@ -155,6 +157,10 @@ MOE = [
                     mlp_only_layers=[1], norm_topk_prob=True, tie_word_embeddings=False),
         theta=10000.0, lengths=[1, 70, 33],
         adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2)),
+        stock=dict(stock_modules=dict(target_modules=["q_proj"] + MLP),
+                   stock_parameters=dict(target_modules=["v_proj", "lm_head"], target_parameters=FUSED + ["mlp.down_proj.weight"],
+                                         rank_pattern={"experts.down_proj": 1, "lm_head": 6},
+                                         alpha_pattern={"mlp.down_proj.weight": 5, "v_.*": 3})),
     ),
     # Weights as they are, every second layer, all experts of a layer in one tensor.
     dict(
@@ -191,6 +197,8 @@ DEEPSEEK = [
                                  mscale=1.3, mscale_all_dim=0.7),
         lengths=[1, 70, 64, 33], further_layer=True,
         adapters=dict(experts_r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP + SHARED, experts=2)),
+        stock=dict(stock_parameters=dict(target_modules=LATENT, target_parameters=FUSED + ["shared_experts.up_proj.weight"],
+                                         use_rslora=True, rank_pattern={"gate_up_proj": 2, "kv_b_proj": 1})),
     ),
     # Queries of the residual stream, halves that turn, weights as they are, one shared expert, all experts of a layer in one tensor.
     dict(
@@ -214,6 +222,7 @@ DEEPSEEK = [
         theta=10000.0, rope=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale_all_dim=1.0),
         lengths=[66, 2, 40],
         adapters=dict(experts_r4=dict(rank=4, targets=LATENT_QUERIES + DENSE_MLP + SHARED, experts=2)),
+        stock=dict(stock_modules=dict(target_modules=["q_b_proj"] + MLP)),
     ),
     # No experts, bf16.
     dict(
@@ -236,6 +245,7 @@ GPT_OSS = [
                                original_max_position_embeddings=400),
         lengths=[1, 70, 33, 64],
         adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2), attention_r3=dict(rank=3, targets=ATTENTION)),
+        stock=dict(stock_parameters=dict(target_modules=["q_proj"], target_parameters=FUSED)),
     ),
     # Experts in blocks of four bits, one key head, no biases of attention, tied, full attention first.
     dict(
@@ -248,6 +258,63 @@ GPT_OSS = [
         adapters=dict(experts_r3=dict(rank=3, targets=ATTENTION, experts=1)),
     ),
 ]
+# Gated delta nets in some layers, attention with gated heads of which a part turns in the others, norms that are stored less one; sequences that end before, at and behind a
+# chunk of 64.
+COMPOSITES = ["qwen3_5", "qwen3_5_moe"]
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+QWEN3_5 = [
+    # One key and value head, widths that are no powers of two, three value heads on a key head, biases, a schedule of its own.
+    dict(
+        name="qwen3_5_f32", family="qwen3_5_text",
+        config=dict(vocab_size=67, hidden_size=28, intermediate_size=38, num_hidden_layers=3, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=20, linear_conv_kernel_dim=4, linear_key_head_dim=6,
+                    linear_value_head_dim=10, linear_num_key_heads=1, linear_num_value_heads=3, attention_bias=True,
+                    layer_types=["linear_attention", "full_attention", "linear_attention"], tie_word_embeddings=False),
+        theta=10000.0, rope=dict(partial_rotary_factor=0.3, mrope_interleaved=True, mrope_section=[1, 1, 1]),
+        lengths=[1, 130, 64, 3, 65], adapters=dict(r4=dict(rank=4, targets=ATTENTION + DELTA + MLP)),
+    ),
+    # A part of a composite that also sees, with layers that predict further tokens; another convolution, yarn, tied, the default schedule.
+    dict(
+        name="qwen3_5_composite_f32", family="qwen3_5",
+        config=dict(vocab_size=59, hidden_size=24, intermediate_size=30, num_hidden_layers=5, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=16, linear_conv_kernel_dim=2, linear_key_head_dim=12,
+                    linear_value_head_dim=9, linear_num_key_heads=2, linear_num_value_heads=4, tie_word_embeddings=True),
+        theta=500.0, rope=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.5),
+        lengths=[63, 2, 128], adapters=dict(r3=dict(rank=3, targets=ATTENTION + DELTA + MLP)),
+    ),
+    # Experts, and one beside them that has a gate.
+    dict(
+        name="qwen3_5_moe_f32", family="qwen3_5_moe_text",
+        config=dict(vocab_size=53, hidden_size=26, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+                    head_dim=12, linear_conv_kernel_dim=3, linear_key_head_dim=8, linear_value_head_dim=14,
+                    linear_num_key_heads=2, linear_num_value_heads=2, num_experts=5, num_experts_per_tok=2,
+                    moe_intermediate_size=14, shared_expert_intermediate_size=18, layer_types=["linear_attention"] * 2 +
+                    ["full_attention"], tie_word_embeddings=False),
+        theta=10000.0, rope=dict(partial_rotary_factor=1.0), lengths=[66, 1, 100],
+        adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION + DELTA + [f"shared_expert.{name}" for name in MLP],
+                                      experts=2)),
+    ),
+    # The same as a part of a composite, which has all experts of a layer in one tensor.
+    dict(
+        name="qwen3_5_moe_composite_f32", family="qwen3_5_moe",
+        config=dict(vocab_size=41, hidden_size=22, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                    head_dim=10, linear_conv_kernel_dim=4, linear_key_head_dim=5, linear_value_head_dim=7,
+                    linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=3,
+                    moe_intermediate_size=10, shared_expert_intermediate_size=8,
+                    layer_types=["full_attention", "linear_attention"], tie_word_embeddings=False),
+        theta=10000.0, rope=dict(partial_rotary_factor=0.4), lengths=[70, 2],
+        adapters=dict(experts_r2=dict(rank=2, targets=ATTENTION + DELTA, experts=1)),
+    ),
+    # bf16.
+    dict(
+        name="qwen3_5_bf16", family="qwen3_5_text", dtype=torch.bfloat16,
+        config=dict(vocab_size=47, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=1, head_dim=16, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+                    linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+                    layer_types=["linear_attention", "full_attention"], tie_word_embeddings=True),
+        theta=10000.0, lengths=[65, 130, 2, 64], adapters=dict(r4=dict(rank=4, targets=ATTENTION + DELTA + MLP)),
+    ),
+]
 # Linear layers but the unembedding in bytes with a scale for each block of 128 x 128, sizes that no block divides.
 BYTES = [
     dict(
@@ -257,8 +324,32 @@ BYTES = [
         theta=10000.0, lengths=[20, 3], bytes=True,
     ),
 ]
-for spec in DENSE + MOE + DEEPSEEK + GPT_OSS + BYTES:
+for spec in DENSE + MOE + DEEPSEEK + GPT_OSS + BYTES + QWEN3_5:
     FIXTURES.append(dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec)
+
+# Adapters of the token embedding, beside others. A padding token would have no gradient in torch. With `table` an adapter's file is what PEFT writes if it is told
+# nothing: the base's tables are in it too.
+FIXTURES += [
+    # Tied, and the embedding beside the unembedding: modules of their own.
+    dict(
+        name="embedding_tied_f32",
+        config=dict(vocab_size=87, hidden_size=36, intermediate_size=44, num_hidden_layers=2, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=12, tie_word_embeddings=True, pad_token_id=None),
+        theta=10000.0, dtype=torch.float32, lengths=[1, 65, 2, 40],
+        adapters=dict(
+            embedding_r5=dict(rank=5, targets=ATTENTION + ["embed_tokens"]),
+            both_r2=dict(rank=2, targets=["embed_tokens", "lm_head"], table=True),
+        ),
+    ),
+    # Untied, bf16.
+    dict(
+        name="embedding_untied_bf16",
+        config=dict(vocab_size=61, hidden_size=40, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, pad_token_id=None),
+        theta=10000.0, dtype=torch.bfloat16, lengths=[40, 3, 64], adamw=False,
+        adapters=dict(embedding_r3=dict(rank=3, targets=ATTENTION + MLP + ["embed_tokens"], table=True)),
+    ),
+]
 
 
 def random_model(spec, seed):
@@ -267,11 +358,26 @@ def random_model(spec, seed):
     rope = dict(rope_type="default", rope_theta=spec["theta"]) | spec.get("rope", {})
     settings = dict(max_position_embeddings=512, initializer_range=0.15, bos_token_id=0, eos_token_id=2, pad_token_id=0,
                     rope_parameters=rope) | spec["config"]
-    config = AutoConfig.for_model(spec.get("family", "qwen3"), **settings)
-    model = AutoModelForCausalLM.from_config(config)
+    family = spec.get("family", "qwen3")
+    if family in COMPOSITES:
+        vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=settings["hidden_size"],
+                      patch_size=2, num_position_embeddings=4)
+        tied = settings["tie_word_embeddings"]
+        config = AutoConfig.for_model(family, text_config=settings, vision_config=vision, tie_word_embeddings=tied)
+        model = AutoModelForImageTextToText.from_config(config)
+    else:
+        config = AutoConfig.for_model(family, **settings)
+        model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name and family.startswith("qwen3_5") and "linear_attn" not in name:
+                parameter.copy_(0.5 * (torch.rand_like(parameter) - 0.5))
+            elif name.endswith("A_log"):
+                # Of what a token leaves, 60 to 99 % are there for the next.
+                parameter.copy_(-4.0 + 3.0 * torch.rand_like(parameter))
+            elif name.endswith("conv1d.weight"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            elif "norm" in name:
                 parameter.copy_(0.5 + torch.rand_like(parameter))
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
@@ -342,6 +448,14 @@ def add_further_layer(path, number):
     tensors = load_file(path)
     for name in ("embed_tokens", "eh_proj", "enorm", "mlp.experts.0.gate_proj", "shared_head.head"):
         tensors[f"model.layers.{number}.{name}.weight"] = torch.randn(3, 2)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def add_predicting_layer(path):
+    """As `add_further_layer`, of Qwen3.5's, which are called otherwise."""
+    tensors = load_file(path)
+    for name in ("fc", "pre_fc_norm_embedding", "layers.0.mlp.down_proj"):
+        tensors[f"mtp.{name}.weight"] = torch.randn(3, 2)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -495,20 +609,34 @@ def adamw(model, sequences, run, lr, weight_decay, clip):
 
 def make_adapter(model, spec, seed, directory):
     """Writes a PEFT adapter whose A and B are both random and not zero."""
+    write_random(model, dict(r=spec["rank"], lora_alpha=32, target_modules=spec["targets"]), seed, directory)
+
+
+def make_stock(model_directory, settings, seed, directory):
+    """Writes a PEFT adapter of an unmodified PEFT, and loads it there."""
+    transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.update(MOE_TARGETS)
+    write_random(load_model(model_directory, torch.float32), dict(r=4, lora_alpha=32) | settings, seed, directory)
+    model = PeftModel.from_pretrained(load_model(model_directory, torch.float32), directory).eval()
+    transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.clear()
+    return model
+
+
+def write_random(model, settings, seed, directory):
     torch.manual_seed(seed)
-    config = LoraConfig(r=spec["rank"], lora_alpha=32, target_modules=spec["targets"], lora_dropout=0.0, bias="none",
-                        task_type="CAUSAL_LM", base_model_name_or_path="reference")
-    peft = get_peft_model(model, config)
+    peft = get_peft_model(model, LoraConfig(lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+                                            base_model_name_or_path="reference", **settings))
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * (0.1 if "lora_A" in name else 0.1 * spec["rank"] / 32))
-    peft.save_pretrained(directory, save_embedding_layers=False)
+                parameter.copy_(torch.randn_like(parameter) * (0.1 if "_A.default" in name else 0.1 * settings["r"] / 32))
+    peft.save_pretrained(directory, save_embedding_layers="auto" if settings.get("table") else False)
     (directory / "README.md").unlink(missing_ok=True)
     config_path = directory / "adapter_config.json"
     written = json.loads(config_path.read_text())
     written["base_model_name_or_path"] = "reference"
-    written["target_modules"] = sorted(written["target_modules"])
+    for key in ("target_modules", "target_parameters"):
+        if isinstance(written[key], list):
+            written[key] = sorted(written[key])
     config_path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
@@ -627,7 +755,13 @@ def make_fixture(spec, seed):
             half = load_adapter(model_directory, directory / name, torch.bfloat16)
             values |= outputs(half, sequences, "bf16.", with_greedy=False)
             values |= gradients(half, sequences, "bf16.")
-        values = {key: value for key, value in values.items() if not key.endswith("embeds")}
+        if "embed_tokens" not in adapter["targets"]:
+            values = {key: value for key, value in values.items() if not key.endswith("embeds")}
+        save_file(values, directory / f"{name}.safetensors")
+    for index, (name, settings) in enumerate(spec.get("stock", {}).items()):
+        model = make_stock(model_directory, settings, seed + 50 + index, directory / name)
+        values = outputs(model, sequences, with_greedy=False)
+        values = {key: value for key, value in values.items() if key.split(".")[2] in ("logits", "next_logprobs")}
         save_file(values, directory / f"{name}.safetensors")
     if spec.get("layout") == "mxfp4":
         quantize_experts(model_directory)
@@ -637,6 +771,8 @@ def make_fixture(spec, seed):
         write_bytes(model_directory, of_layers)
     if "further_layer" in spec:
         add_further_layer(model_directory / "model.safetensors", spec["config"]["num_hidden_layers"])
+    if spec.get("family") in COMPOSITES:
+        add_predicting_layer(model_directory / "model.safetensors")
     return True
 
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use strata_model::Error;
 use strata_model::checkpoint::{
-    Existing, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically, write_optimizer,
+    AdapterFormat, Existing, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically, write_optimizer,
 };
 use strata_model::lora::LoraModule;
 use strata_tensor::Backend;
@@ -43,7 +43,8 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
     }
     let existing = if *overwrite { Existing::Replace } else { Existing::Refuse };
     let written = write_atomically(dir, existing, |partial| {
-        write_adapter(&*base.backend, partial, &base.modules, &state.config, &state.weights, &base.name)?;
+        let adapter = (&state.config, &*state.weights);
+        write_adapter(&*base.backend, partial, &base.modules, adapter, &base.name, AdapterFormat::Tinker)?;
         if let Some(Moments { m, v, step }) = &state.moments {
             write_optimizer(&*base.backend, partial, &base.modules, [m, v], *step)?;
         }

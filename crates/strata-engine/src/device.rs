@@ -77,7 +77,7 @@ impl Compute for Device {
     }
 
     fn freeze_state(&self, state: &LearnerState) -> Result<Self::Frozen, Failure> {
-        learner::pack(&self.model, state.config, &state.weights).map(Some)
+        learner::pack(&self.model, state.config.clone(), &state.weights).map(Some)
     }
 
     fn base(&self) -> Self::Frozen {

@@ -257,9 +257,9 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     fn state() -> LearnerState {
-        let left_out = ModuleSet::NONE;
+        let (left_out, own) = (ModuleSet::NONE, BTreeMap::new());
         let config =
-            LoraConfig { rank: 1, alpha: 32.0, attention: true, mlp: false, unembed: false, expert_rank: None, left_out };
+            LoraConfig { rank: 1, alpha: 32.0, attention: true, mlp: false, unembed: false, embedding: false, left_out, own };
         LearnerState { config, weights: Arc::new(LoraParams { stacks: Vec::new() }), moments: None }
     }
 

@@ -1,9 +1,10 @@
 //! An adapter in training on a real model.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use strata_model::Model;
-use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet};
+use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet, Part};
 use strata_tensor::Backend;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
@@ -49,7 +50,7 @@ impl Learner {
 
     /// The adapter as it is now. It shares memory with the learner until the next step.
     pub(crate) fn adapter_state(&self) -> LearnerState {
-        LearnerState { config: self.config, weights: self.weights.clone(), moments: None }
+        LearnerState { config: self.config.clone(), weights: self.weights.clone(), moments: None }
     }
 
     /// Adapter and optimizer as they are now. They share memory with the learner until the next step.
@@ -63,7 +64,7 @@ impl Learner {
         if let Some(packed) = &self.packed {
             return Ok(packed.clone());
         }
-        let packed = (WeightsId::fresh(), pack(model, self.config, &self.weights)?);
+        let packed = (WeightsId::fresh(), pack(model, self.config.clone(), &self.weights)?);
         self.packed = Some(packed.clone());
         Ok(packed)
     }
@@ -129,10 +130,16 @@ pub(crate) fn pack(model: &Model, config: LoraConfig, weights: &LoraParams) -> R
 /// Bytes of an adapter of this shape.
 pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes {
     let (mut parameters, mut frozen) = (0, 0);
-    for (_, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
-        parameters += m.entries() as u64 * config.rank_of(m) as u64 * (m.in_features + m.out_features) as u64;
+    for (index, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
+        let rank = config.rank_of(index, m);
+        parameters += m.entries() as u64 * rank as u64 * (m.in_features + m.out_features) as u64;
         let packed = |n_in, n_out| model.backend().packed_bytes(m.entries(), n_in, n_out, model.dtype().into()) as u64;
-        frozen += packed(m.in_features, config.rank_of(m)) + packed(config.rank_of(m), m.out_features);
+        frozen += packed(rank, m.out_features);
+        frozen += match m.part {
+            // Rows, which nothing is multiplied with.
+            Part::Embedding => (m.in_features * rank * model.dtype().size_bytes()) as u64,
+            Part::Attention | Part::Mlp | Part::Unembed => packed(m.in_features, rank),
+        };
     }
     // In training: weights, gradient and two moments in f32, and the packed copy.
     AdapterBytes { training: parameters * 16 + frozen, frozen, captured: parameters * 12 }
@@ -154,8 +161,9 @@ pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, St
         attention: spec.train_attn,
         mlp: spec.train_mlp,
         unembed: spec.train_unembed,
-        expert_rank: None,
+        embedding: false,
         left_out: ModuleSet::NONE,
+        own: BTreeMap::new(),
     };
     config.validate().map_err(|e| e.to_string())?;
     if !model.lora_modules().iter().any(|m| config.trains(m.part)) {
@@ -177,9 +185,9 @@ mod tests {
         let model = Model::load(Arc::new(backend), &ModelSource::Embedded, None).unwrap();
         for rank in [1, 8, 33, 64, 100] {
             let lora = LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true };
-            let config = config_of(&lora, &model).unwrap();
-            let mut learner = Learner::fresh(&model, config, 1).unwrap();
+            let config = LoraConfig { embedding: rank != 64, ..config_of(&lora, &model).unwrap() };
             let bytes = adapter_bytes(&model, &config);
+            let mut learner = Learner::fresh(&model, config, 1).unwrap();
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");
             let state = learner.full_state(&model).unwrap();
             let moments = state.moments.unwrap();

@@ -35,6 +35,8 @@ pub const EXPERTS_MAX: usize = 1024;
 pub const ALL_EXPERTS_MAX: usize = 1 << 16;
 /// The widest attention head that is accepted.
 pub const HEAD_DIM_MAX: usize = 1024;
+/// The most tokens that a causal convolution may see.
+pub const CONVOLUTION_TOKENS_MAX: usize = 64;
 /// The longest context that is accepted.
 pub const CONTEXT_TOKENS_MAX: usize = 1 << 24;
 /// The most end-of-sequence tokens that are accepted.

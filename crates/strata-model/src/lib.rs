@@ -25,9 +25,9 @@ mod tokenizer;
 pub mod vision;
 
 pub use architectures::{
-    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, LatentConfig, LinearWork,
-    MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, Observed, Qwen3MoeConfig, Router, SigmoidRouter, Work,
-    parameter_shapes,
+    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, Initial, LatentConfig,
+    LinearWork, MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, NormWeights, Observed, ParameterShape, Qwen3_5Config,
+    Qwen3_5Mlp, Qwen3MoeConfig, Router, SigmoidRouter, Work, lora_modules, parameter_shapes,
 };
 pub use batch::{AdapterGroup, Held, PackedBatch, Span};
 pub use chat_template::{ChatInput, ChatTemplate};

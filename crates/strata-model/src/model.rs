@@ -10,7 +10,9 @@ use strata_tensor::{
     random, read_logits, target_logprobs,
 };
 
-use crate::architectures::{self, BatchInputs, Decoder, Form, FusedExpert, Observed, Observer, Parameter, WeightSource};
+use crate::architectures::{
+    self, BatchInputs, Decoder, Form, FusedExpert, Initial, Observed, Observer, Parameter, WeightSource,
+};
 use crate::checkpoint::{
     BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, SourceDType, SourceTensor, dequantize, first_not_finite,
 };
@@ -78,7 +80,7 @@ impl Model {
         storage: WeightStorage,
     ) -> Result<Self> {
         let config = source.config()?;
-        let checkpoint = source.checkpoint()?;
+        let checkpoint = tensors_of(source, &config)?;
         let dtype = dtype.unwrap_or_else(|| Self::compute_dtype(&checkpoint, &config));
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
@@ -104,10 +106,12 @@ impl Model {
     /// # Errors
     /// As [`Model::load`], but for what weights hold.
     pub fn check_files(source: &ModelSource) -> Result<()> {
-        account_for(&source.checkpoint()?, &source.config()?)
+        let config = source.config()?;
+        account_for(&tensors_of(source, &config)?, &config)
     }
 
-    /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms and sinks one, biases zero.
+    /// A model with random weights: matrices uniform with the standard deviation of the config's `initializer_range`, norms and sinks one, biases zero; see
+    /// [`Initial`].
     ///
     /// # Errors
     /// If the configuration cannot be computed, or the backend has no memory.
@@ -166,7 +170,7 @@ impl Model {
         self.dtype
     }
 
-    /// The linear layers that can carry LoRA; adapters index by place in this list.
+    /// The linear layers that can carry LoRA, and the embedding; adapters index by place in this list.
     pub fn lora_modules(&self) -> &[LoraModule] {
         self.decoder.lora_modules()
     }
@@ -393,6 +397,15 @@ impl LoraGradients for GroupGradients<'_, '_> {
     }
 }
 
+/// The tensors of a model, those that lie as a part of a composite under the names that they have by themselves.
+fn tensors_of(source: &ModelSource, config: &ModelConfig) -> Result<Checkpoint> {
+    let mut checkpoint = source.checkpoint()?;
+    if let Some(prefix) = config.family.part_of_composite() {
+        checkpoint.rename(prefix, "model.")?;
+    }
+    Ok(checkpoint)
+}
+
 /// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.
 fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     let mut reader = CheckpointReader::new(checkpoint);
@@ -444,7 +457,7 @@ struct CheckpointWeights<'c> {
 fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p FusedExpert> {
     match &parameter.form {
         Form::Expert(fused) if !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name) => Some(fused),
-        Form::Expert(_) | Form::Own | Form::Flipped => None,
+        Form::Expert(_) | Form::Own | Form::ZeroCentred | Form::Flipped => None,
     }
 }
 
@@ -642,13 +655,17 @@ impl WeightSource for CheckpointWeights<'_> {
     }
 }
 
-/// Turns the matrices of a parameter that a checkpoint has the other way round before they are stored.
+/// Turns the matrices of a parameter that a checkpoint has the other way round before they are stored, and adds the one that it has less.
 fn in_form<'s>(
     form: &'s Form,
     store: &'s mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
 ) -> impl FnMut(usize, HostRef<'_>) -> Result<()> + 's {
     move |first, rows| match form {
         Form::Flipped => store(first, turned(rows).as_ref()),
+        Form::ZeroCentred => {
+            let values: Vec<f32> = rows.to_f32_vec().into_iter().map(|value| 1.0 + value).collect();
+            store(first, HostTensor::from_f32(&values, rows.shape().dims(), rows.dtype())?.as_ref())
+        }
         Form::Own | Form::Expert(_) => store(first, rows),
     }
 }
@@ -675,12 +692,12 @@ impl WeightSource for RandomWeights {
         dtype: DType,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
-        let Parameter { name, shape, form, .. } = parameter;
-        let mut store = in_form(form, store);
+        let Parameter { shape, form, .. } = parameter;
+        let (initial, mut store) = (parameter.initial(), in_form(form, store));
         let row_len = shape[1..].iter().product::<usize>();
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];
-            random_parameter(name, shape, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
+            random_parameter(initial, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
             let mut slice_shape = shape.to_vec();
             slice_shape[0] = rows.len();
             store(rows.start, HostTensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
@@ -690,15 +707,21 @@ impl WeightSource for RandomWeights {
     }
 }
 
-/// Random values of elements `first..` of a parameter, keyed by seed and place of the parameter: the rule of [`Model::random`].
-pub fn random_parameter(name: &str, shape: &[usize], range: f32, key: [u64; 2], first: usize, values: &mut [f32]) {
-    match (shape.len(), name.ends_with("bias")) {
-        // Those of experts are one tensor.
-        (_, true) => values.fill(0.0),
-        (1, false) => values.fill(1.0),
+/// Values of elements `first..` of a parameter before anything was learned, keyed by seed and place of the parameter: the rule of [`Model::random`].
+pub fn random_parameter(initial: Initial, range: f32, key: [u64; 2], first: usize, values: &mut [f32]) {
+    match initial {
+        Initial::Zeros => values.fill(0.0),
+        Initial::Ones => values.fill(1.0),
         // A uniform draw of this width has the standard deviation `range`.
-        _ => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
+        Initial::Random => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
+        Initial::Decays => {
+            // The logarithms of 0.01 and 16.
+            let (slowest, fastest) = (-4.6, 2.8);
+            random::fill_uniform(key, first as u64, (fastest - slowest) / 2.0, values);
+            values.iter_mut().for_each(|value| *value += (fastest + slowest) / 2.0);
+        }
     }
 }
+
 #[cfg(test)]
 mod tests;

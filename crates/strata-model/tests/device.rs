@@ -1,8 +1,9 @@
 //! Everything over a device whose memory the host cannot see: the same bits as on the processor, and a refusal of memory that harms nobody.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use strata_model::checkpoint::{read_adapter, read_optimizer, write_adapter, write_optimizer};
+use strata_model::checkpoint::{AdapterFormat, read_adapter, read_optimizer, write_adapter, write_optimizer};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet};
 use strata_model::{Error, KvCache, Model, ModelConfig, PackedBatch, Result, Targets, TokenLoss};
 use strata_tensor::testing::RemoteBackend;
@@ -28,7 +29,8 @@ fn lora() -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
-        expert_rank: None,
+        embedding: true,
+        own: BTreeMap::new(),
         left_out: ModuleSet::NONE,
     }
 }
@@ -152,7 +154,7 @@ fn everything(backend: Arc<dyn Backend>, tied: bool, dtype: DType) -> Vec<Vec<u3
     }
     let dir = tempfile::tempdir().unwrap();
     let [m, v] = &moments;
-    write_adapter(backend, dir.path(), modules, &lora(), &params, "base").unwrap();
+    write_adapter(backend, dir.path(), modules, (&lora(), &params), "base", AdapterFormat::Tinker).unwrap();
     write_optimizer(backend, dir.path(), modules, [m, v], 2).unwrap();
     let read = read_adapter(backend, dir.path(), modules).unwrap().params;
     assert_eq!(bits_of(backend, &read), bits_of(backend, &params));

@@ -9,7 +9,7 @@ mod delta;
 
 use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
-use crate::tape::Linear;
+use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, KvPages, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 
 pub use attention::*;
@@ -41,13 +41,14 @@ pub struct AdamwStep {
 
 /// Accumulators of the gradients of one low-rank pair, f32.
 pub struct LoraGradient<'a> {
-    /// Of A: `[rank, in]`.
+    /// Of A: `[rank, in]`, or `[vocab_size, rank]` of an embedding.
     pub a: TensorMut<'a>,
     /// Of B transposed: `[rank, out]`.
     pub b: TensorMut<'a>,
 }
 
-/// What [`Backend::linear`] keeps for its backward: for each group and projection, in order, `scale · x·Aᵀ` in the compute dtype, `[tokens, rank]`.
+/// What [`Backend::linear`] keeps for its backward: for each group and projection, in order, `scale · x·Aᵀ` in the compute dtype, `[tokens, rank]`; and
+/// [`Backend::embedding_lora`], for each pair, `scale · A[ids]`.
 #[derive(Default)]
 pub struct LowProducts(pub(crate) Vec<Tensor>);
 
@@ -142,6 +143,22 @@ pub trait Backend: Memory + Send + Sync {
 
     /// Rows `ids` of a packed table, as f32.
     fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()>;
+
+    /// Adds low-rank products to f32 `y: [tokens, hidden]`, in their order: `y[tokens] += (scale · A[ids])·Bᵀ`, the product in brackets rounded to the dtype of A
+    /// and B. `ids` are those of all tokens; no two pairs are of one token.
+    fn embedding_lora(&self, ids: &[u32], lora: &[EmbeddingLora<'_>], y: &mut Tensor) -> Result<LowProducts>;
+
+    /// Adds to the gradients of the pairs of [`Backend::embedding_lora`], one for each in order, for `dy: [tokens, hidden]` in their dtype. That of B is a sum over
+    /// tokens as in [`Backend::linear_backward`]. That of row `id` of A is one chain of additions, of `scale · dy·B` in f32, from the first of the tokens that have this id
+    /// to the last, sequence after sequence.
+    fn embedding_lora_backward(
+        &self,
+        dy: &Tensor,
+        ids: &[u32],
+        low: &LowProducts,
+        lora: &[EmbeddingLora<'_>],
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()>;
 
     /// RMSNorm of every row of f32 `x` with f32 `weight`, into the dtype of `y`.
     fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;

@@ -52,6 +52,6 @@ pub use ops::{
     LogprobPass, TargetLoss, attention_pages_bytes, experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
 };
 pub use recurrent::{DELTA_CHUNK, RecurrentStates};
-pub use tape::{Between, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
+pub use tape::{Between, EmbeddingLora, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
 pub use weights::{PackedRef, PackedStack, WeightFormat, WeightStorage};

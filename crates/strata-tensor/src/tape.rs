@@ -49,8 +49,8 @@ pub struct LoraSite {
 
 /// Where gradients of low-rank weights are added.
 pub trait LoraGradients {
-    /// The accumulators of `num_layers` layers from that of each site on, `[num_layers, rank, width]`, in the order of the sites; `None` where a group
-    /// only scores. No two sites are of one group and module.
+    /// The accumulators of `num_layers` layers from that of each site on, `[num_layers, rank, width]` (of A of an embedding `[1, vocab_size, rank]`), in the order of
+    /// the sites; `None` where a group only scores. No two sites are of one group and module.
     fn layers_at(&mut self, sites: &[LoraSite], num_layers: usize) -> Vec<Option<LoraGradient<'_>>>;
 
     /// The accumulators of these sites alone, `[rank, width]`; else as [`LoraGradients::layers_at`].
@@ -86,6 +86,24 @@ pub struct LoraGroup<'a> {
     pub sequences: Rc<[Range<usize>]>,
     /// The pairs.
     pub projections: Vec<LoraProjection<'a>>,
+}
+
+/// The low-rank pair of an embedding, for a run of tokens: `y[tokens] += (scale · A[ids])·Bᵀ`. A has a row for each token of the vocabulary, not for each of its
+/// ranks as that of a linear layer: rows are what is read and what gradients are added to. Rounding is that of [`Linear`].
+#[derive(Clone)]
+pub struct EmbeddingLora<'a> {
+    /// The tokens.
+    pub tokens: Range<usize>,
+    /// The sequences they belong to, as tokens of the batch.
+    pub sequences: Rc<[Range<usize>]>,
+    /// `[vocab_size, rank]` in the table's dtype.
+    pub a: TensorRef<'a>,
+    /// `rank → hidden_size`.
+    pub b: PackedRef<'a>,
+    /// Factor of the product.
+    pub scale: f32,
+    /// Where its gradient goes.
+    pub site: LoraSite,
 }
 
 /// A frozen linear layer with low-rank additions for runs of tokens.

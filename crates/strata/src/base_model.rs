@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use strata_engine::{EngineConfig, EngineHandle};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, parameter_shapes};
+use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, parameter_shapes};
 use strata_server::{DataDir, ModelInfo};
 use strata_tensor::{CpuBackend, WeightStorage};
 
@@ -157,8 +157,7 @@ fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::R
 
 /// Refuses a model whose weights alone take more than all memory, before any of it is loaded.
 fn check_weights_fit(config: &ModelConfig, storage: WeightStorage, memory_bytes: u64) -> anyhow::Result<()> {
-    let elements =
-        parameter_shapes(config).iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum::<u64>();
+    let elements: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
     let element_bytes = match storage {
         WeightStorage::Dense => config.dtype.map_or(2, |dtype| dtype.size_bytes() as u64),
         WeightStorage::Int8 => 1,

@@ -87,8 +87,8 @@ fn training_is_reported_under_the_documented_keys() {
 
 #[test]
 fn sampling_from_several_adapters_is_reported_under_the_documented_keys() {
-    let report = bench_json(&["sample", "--batch", "3", "--prompt", "40", "--new", "3", "--repeats", "1", "--adapters", "2"]);
-    let settings = serde_json::json!({ "batch": 3, "prompt": 40, "new": 3, "ranks": [32, 1] });
+    let report = bench_json(&["sample", "--batch", "3", "--prompt", "40", "--new", "64", "--repeats", "1", "--adapters", "2"]);
+    let settings = serde_json::json!({ "batch": 3, "prompt": 40, "new": 64, "ranks": [32, 1] });
     assert_eq!(report["cases"][0]["settings"], settings);
     // What comes out of differences of times may be anything on a busy machine, but it is there.
     let figures = ["prefill_tokens_per_s", "prefill_first_tokens_per_s", "prefill_mfu"];

@@ -8,7 +8,7 @@ use strata_tensor::{
 };
 
 use super::BatchInputs;
-use super::declaration::{Declaration, MatrixId, VectorId, Weights};
+use super::declaration::{Declaration, MatrixId, NormWeights, VectorId, Weights};
 use crate::config::Rope;
 use crate::lora::Part;
 
@@ -62,8 +62,10 @@ pub struct AttentionConfig {
     pub qkv_bias: bool,
     /// Whether the output projection has one.
     pub o_bias: bool,
-    /// Whether each head of q and k has an RMSNorm (Qwen3).
-    pub qk_norm: bool,
+    /// The RMSNorm that each head of q and k has, if it has one (Qwen3).
+    pub qk_norm: Option<NormWeights>,
+    /// Whether `q_proj` has a gate behind each query, with whose sigmoid what the head finds is multiplied (Qwen3.5). Of such heads a part may turn.
+    pub output_gate: bool,
     /// Whether each query head has a logit that joins its softmax without a value (gpt-oss).
     pub sinks: bool,
     /// How many keys a query of each layer sees, its own the last; `None`: all before it.
@@ -107,10 +109,13 @@ impl Attention {
     /// Of the decoder layers `layers`.
     pub(crate) fn declare(d: &mut Declaration, c: &AttentionConfig, hidden: usize, eps: f32, layers: &[usize]) -> Self {
         let geometries: Vec<_> = layers.iter().map(|&number| c.geometry(eps, c.windows[number])).collect();
-        let layout = QkvLayout::fused(&c.geometry(eps, None));
-        let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
+        let (g, attended, kv) = (c.geometry(eps, None), c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
+        let (layout, q) = match c.output_gate {
+            false => (QkvLayout::fused(&g), attended),
+            true => (QkvLayout::gated(&g, c.rope.rotary_dim), 2 * attended),
+        };
         let qkv_proj = d.matrix("q+k+v", layers.len(), hidden, layout.width);
-        let o_proj = d.matrix("o", layers.len(), q, hidden);
+        let o_proj = d.matrix("o", layers.len(), attended, hidden);
         let qkv_modules = [("self_attn.q_proj", 0, q), ("self_attn.k_proj", q, kv), ("self_attn.v_proj", q + kv, kv)]
             .map(|(path, first, rows)| (d.projection((qkv_proj, first), path, Part::Attention, layers, rows), first));
         let o_module = d.projection((o_proj, 0), "self_attn.o_proj", Part::Attention, layers, hidden);
@@ -121,10 +126,11 @@ impl Attention {
             }
             id
         });
-        let o_bias = c.o_bias.then(|| d.norm("self_attn.o_proj.bias", layers, hidden));
-        let norm = |d: &mut Declaration, name: &str| d.norm(&format!("self_attn.{name}.weight"), layers, c.head_dim);
-        let norms = c.qk_norm.then(|| ["q_norm", "k_norm"].map(|name| norm(d, name)));
-        let sinks = c.sinks.then(|| d.norm("self_attn.sinks", layers, c.num_heads));
+        let o_bias = c.o_bias.then(|| d.own_vector("self_attn.o_proj.bias", layers, hidden));
+        let norms = c
+            .qk_norm
+            .map(|weights| ["self_attn.q_norm", "self_attn.k_norm"].map(|path| d.norm(path, layers, c.head_dim, weights)));
+        let sinks = c.sinks.then(|| d.own_vector("self_attn.sinks", layers, c.num_heads));
         Attention { geometries, layout, qkv_proj, qkv_bias, norms, sinks, o_proj, o_bias, qkv_modules, o_module }
     }
 
@@ -181,6 +187,8 @@ pub(crate) struct MlpPaths {
     gate_proj: &'static str,
     up_proj: &'static str,
     down_proj: &'static str,
+    /// Of a linear layer to one number, with whose sigmoid what the MLP answers is multiplied.
+    output_gate: Option<&'static str>,
     labels: [&'static str; 2],
 }
 
@@ -190,6 +198,7 @@ impl MlpPaths {
         gate_proj: "mlp.gate_proj",
         up_proj: "mlp.up_proj",
         down_proj: "mlp.down_proj",
+        output_gate: None,
         labels: ["gate+up", "down"],
     };
     /// What stands beside the experts of a layer.
@@ -197,7 +206,16 @@ impl MlpPaths {
         gate_proj: "mlp.shared_experts.gate_proj",
         up_proj: "mlp.shared_experts.up_proj",
         down_proj: "mlp.shared_experts.down_proj",
+        output_gate: None,
         labels: ["gate+up of shared experts", "down of shared experts"],
+    };
+    /// The same, where it is one that has a gate.
+    pub(crate) const SHARED_EXPERT: MlpPaths = MlpPaths {
+        gate_proj: "mlp.shared_expert.gate_proj",
+        up_proj: "mlp.shared_expert.up_proj",
+        down_proj: "mlp.shared_expert.down_proj",
+        output_gate: Some("mlp.shared_expert_gate"),
+        labels: ["gate+up of the shared expert", "down of the shared expert"],
     };
 }
 
@@ -210,6 +228,7 @@ pub(crate) struct GatedMlp {
     down_bias: Option<VectorId>,
     gate_up_modules: [(usize, usize); 2],
     down_module: usize,
+    output_gate: Option<MatrixId>,
 }
 
 impl GatedMlp {
@@ -227,9 +246,18 @@ impl GatedMlp {
             d.vectors((id, mlp), &format!("{}.bias", paths.up_proj), layers, mlp);
             id
         });
-        let down_bias = c.bias.then(|| d.norm(&format!("{}.bias", paths.down_proj), layers, hidden));
-        let intermediate_size = mlp;
-        GatedMlp { intermediate_size, gate_up_proj, gate_up_bias, down_proj, down_bias, gate_up_modules, down_module }
+        let down_bias = c.bias.then(|| d.own_vector(&format!("{}.bias", paths.down_proj), layers, hidden));
+        let output_gate = paths.output_gate.map(|path| d.router("gate of the shared expert", path, layers, hidden, 1));
+        GatedMlp {
+            intermediate_size: mlp,
+            gate_up_proj,
+            gate_up_bias,
+            down_proj,
+            down_bias,
+            gate_up_modules,
+            down_module,
+            output_gate,
+        }
     }
 
     /// `residual + mlp(h)`.
@@ -242,16 +270,26 @@ impl GatedMlp {
         h: &Var,
     ) -> strata_tensor::Result<Var> {
         let gate_up = tape.linear(h, pass.linear((self.gate_up_proj, l), self.gate_up_bias, &self.gate_up_modules))?;
-        let m = tape.swiglu(&gate_up, pass.dtype)?;
+        let m = match self.output_gate {
+            None => tape.swiglu(&gate_up, pass.dtype)?,
+            Some(gate) => {
+                // A factor of a row is the same before the last layer, which has no bias and whose pair is linear too.
+                let m = tape.swiglu(&gate_up, DType::F32)?;
+                let gates = tape.linear(h, pass.linear((gate, l), None, &[]))?;
+                tape.sigmoid_gate(&m, &gates, pass.dtype)?
+            }
+        };
         tape.add_linear(residual, &m, pass.linear((self.down_proj, l), self.down_bias, &[(self.down_module, 0)]))
     }
 
     /// Bytes for each token of a training pass, the norm before it included.
     pub(crate) fn token_bytes(&self, hidden: usize, dtype: DType) -> TokenBytes {
         let (mlp, wide, narrow) = (self.intermediate_size, DType::F32.size_bytes(), dtype.size_bytes());
+        // What is gated is not rounded before; the gate is a number, and its gradient one.
+        let (ungated, gate) = if self.output_gate.is_some() { (wide * mlp, 2 * wide) } else { (0, 0) };
         TokenBytes {
-            saved: wide * hidden + 2 * narrow * hidden + (2 * wide + narrow) * mlp,
-            gradients: (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden,
+            saved: wide * hidden + 2 * narrow * hidden + (2 * wide + narrow) * mlp + ungated + gate,
+            gradients: (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden + 2 * ungated + gate,
         }
     }
 }

@@ -7,7 +7,7 @@ use strata_tensor::{Backend, DType, HostRef, HostTensor, PackedRef, PackedStack,
 
 use super::{MatrixShape, WeightSource};
 use crate::Result;
-use crate::lora::{ExpertModule, LoraModule, Part};
+use crate::lora::{ExpertModule, FusedRows, LoraModule, ModulePart, Part};
 
 /// A stack of matrices, `[layers, out_features, in_features]`, in the layout of products.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +16,55 @@ pub(crate) struct MatrixId(usize);
 /// A stack of f32 vectors, `[layers, width]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct VectorId(usize);
+
+/// How a checkpoint has the weights of an RMSNorm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormWeights {
+    /// As they are multiplied with.
+    Plain,
+    /// Less one (Qwen3.5): a norm of zeros is one of ones.
+    ZeroCentred,
+}
+
+impl NormWeights {
+    fn form(self) -> Form {
+        match self {
+            NormWeights::Plain => Form::Own,
+            NormWeights::ZeroCentred => Form::ZeroCentred,
+        }
+    }
+}
+
+/// What a parameter is before anything was learned; see [`crate::Model::random`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Initial {
+    /// Zeros: biases, and norms that are stored less one.
+    Zeros,
+    /// Ones: other norms, and what belongs to no matrix.
+    Ones,
+    /// Random with the standard deviation of the config.
+    Random,
+    /// Logarithms of rates of decay, from one of a hundred tokens to one of a sixteenth.
+    Decays,
+}
+
+/// A parameter of a checkpoint, as files have it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterShape {
+    /// Its Hugging Face name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// What it is before anything was learned.
+    pub initial: Initial,
+}
+
+impl ParameterShape {
+    /// How many numbers it has.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|&extent| extent as u64).product()
+    }
+}
 
 /// A parameter of a checkpoint.
 pub(crate) struct Parameter {
@@ -36,6 +85,8 @@ pub(crate) enum Form {
     Own,
     /// That, or as a part of a tensor that has all experts of its layer.
     Expert(FusedExpert),
+    /// So, less one: what goes to its place is one more.
+    ZeroCentred,
     /// So, all experts of a layer, `[experts, in, out]`: what goes to its place are their matrices the other way round. Or, that way round, as blocks and scales (MXFP4).
     Flipped,
 }
@@ -62,6 +113,8 @@ pub(crate) struct ExpertRows {
     pub projection: &'static str,
     /// `w1`.
     pub tinker_name: &'static str,
+    /// Where transformers has them.
+    pub fused: FusedRows,
 }
 
 /// In which order a checkpoint has the rows of an expert.
@@ -86,6 +139,27 @@ impl RowOrder {
             out.bytes_mut()[place * row_bytes..][..row_bytes].copy_from_slice(row);
         }
         out
+    }
+}
+
+impl Parameter {
+    /// As files have it.
+    pub(crate) fn shape_in_files(&self) -> ParameterShape {
+        ParameterShape { name: self.name.clone(), shape: self.shape.clone(), initial: self.initial() }
+    }
+
+    /// What it is before anything was learned.
+    pub(crate) fn initial(&self) -> Initial {
+        let name = &self.name;
+        match (&self.form, self.shape.len()) {
+            (Form::ZeroCentred, _) => Initial::Zeros,
+            _ if name.ends_with("A_log") => Initial::Decays,
+            _ if name.ends_with("dt_bias") => Initial::Ones,
+            // Those of experts are one tensor.
+            _ if name.ends_with("bias") => Initial::Zeros,
+            (_, 1) => Initial::Ones,
+            _ => Initial::Random,
+        }
     }
 }
 
@@ -195,11 +269,11 @@ impl Declaration {
         id
     }
 
-    /// A vector of one layer, read whole from `name`.
-    pub(crate) fn single_vector(&mut self, name: &str, width: usize) -> VectorId {
+    /// The weights of a norm that is no part of a decoder layer, read whole from `name`.
+    pub(crate) fn single_norm(&mut self, name: &str, width: usize, weights: NormWeights) -> VectorId {
         let id = self.vector(1, width);
-        let place = Place::Vector { id, layer: 0, first: 0 };
-        self.parameters.push(Parameter { name: name.into(), shape: vec![width], form: Form::Own, layer: None, place });
+        let (form, place) = (weights.form(), Place::Vector { id, layer: 0, first: 0 });
+        self.parameters.push(Parameter { name: name.into(), shape: vec![width], form, layer: None, place });
         id
     }
 
@@ -224,20 +298,14 @@ impl Declaration {
                 place,
             });
         }
-        self.modules.push(LoraModule { path, part, layers: layers.to_vec(), experts: None, in_features, out_features: rows });
+        let (layers, parts) = (layers.to_vec(), Vec::new());
+        self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features: rows });
         self.modules.len() - 1
     }
 
-    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer.
-    /// `fused`: name of a tensor that may have all experts, and the rows of an expert in it.
-    pub(crate) fn experts(
-        &mut self,
-        of: &ExpertRows,
-        (fused, fused_rows): (&str, usize),
-        layers: &[usize],
-        num_experts: usize,
-        rows: usize,
-    ) {
+    /// `mlp.experts.{e}.{projection}.weight` of every expert of the decoder layers `layers`, in order, as rows of a stack that has an entry for each expert of each layer; or all
+    /// experts in one tensor, as transformers has them.
+    pub(crate) fn experts(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) {
         let in_features = self.matrices[of.stack.0].in_features;
         for (layer, number) in layers.iter().enumerate() {
             let prefix = format!("model.layers.{number}.mlp.experts");
@@ -247,12 +315,12 @@ impl Declaration {
                     name: format!("{prefix}.{expert}.{}.weight", of.projection),
                     shape: vec![rows, in_features],
                     form: Form::Expert(FusedExpert {
-                        name: format!("{prefix}.{fused}"),
+                        name: format!("{prefix}.{}", of.fused.parameter),
                         num_experts,
-                        rows: fused_rows,
+                        rows: of.fused.rows,
                         columns: in_features,
                         expert,
-                        first: of.first,
+                        first: of.fused.first,
                     }),
                     layer: Some(*number),
                     place,
@@ -264,12 +332,14 @@ impl Declaration {
     /// The module of adapters of some rows of every expert. Its place among the modules.
     pub(crate) fn expert_module(&mut self, of: &ExpertRows, layers: &[usize], num_experts: usize, rows: usize) -> usize {
         let in_features = self.matrices[of.stack.0].in_features;
-        let experts = ExpertModule { count: num_experts, projection: of.projection, tinker_name: of.tinker_name };
+        let &ExpertRows { projection, tinker_name, fused, .. } = of;
+        let experts = ExpertModule { count: num_experts, projection, tinker_name, fused };
         self.modules.push(LoraModule {
             path: "mlp.experts",
             part: Part::Mlp,
             layers: layers.to_vec(),
             experts: Some(experts),
+            parts: Vec::new(),
             in_features,
             out_features: rows,
         });
@@ -303,9 +373,16 @@ impl Declaration {
         }
     }
 
-    /// `{path}.weight` of the decoder layers `layers` as a stack of matrices that carry no LoRA.
-    pub(crate) fn router(&mut self, path: &str, layers: &[usize], in_features: usize, rows: usize) -> MatrixId {
-        let id = self.matrix("router", layers.len(), in_features, rows);
+    /// `{path}.weight` of the decoder layers `layers` as a stack of matrices that choose or gate, and carry no LoRA.
+    pub(crate) fn router(
+        &mut self,
+        label: &'static str,
+        path: &str,
+        layers: &[usize],
+        in_features: usize,
+        rows: usize,
+    ) -> MatrixId {
+        let id = self.matrix(label, layers.len(), in_features, rows);
         // A choice that is off by little is another choice.
         self.matrices[id.0].is_exact = true;
         for (layer, number) in layers.iter().enumerate() {
@@ -332,15 +409,41 @@ impl Declaration {
     }
 
     /// A stack of the vectors `{path}` of the decoder layers `layers`.
-    pub(crate) fn norm(&mut self, path: &str, layers: &[usize], width: usize) -> VectorId {
+    pub(crate) fn own_vector(&mut self, path: &str, layers: &[usize], width: usize) -> VectorId {
         let id = self.vector(layers.len(), width);
         self.vectors((id, 0), path, layers, width);
         id
     }
 
+    /// A stack of the weights `{path}.weight` of norms in the decoder layers `layers`.
+    pub(crate) fn norm(&mut self, path: &str, layers: &[usize], width: usize, weights: NormWeights) -> VectorId {
+        self.shaped_vectors(path, layers, &[width], || weights.form())
+    }
+
+    /// A stack of the weights `{path}.weight`, `[channels, 1, kernel]` each, of convolutions of each channel by itself in the decoder layers `layers`: vectors of `[channels, kernel]`.
+    pub(crate) fn convolution(&mut self, path: &str, layers: &[usize], [channels, kernel]: [usize; 2]) -> VectorId {
+        self.shaped_vectors(path, layers, &[channels, 1, kernel], || Form::Own)
+    }
+
+    fn shaped_vectors(&mut self, path: &str, layers: &[usize], shape: &[usize], form: impl Fn() -> Form) -> VectorId {
+        let id = self.vector(layers.len(), shape.iter().product());
+        for (layer, number) in layers.iter().enumerate() {
+            let place = Place::Vector { id, layer, first: 0 };
+            let name = format!("model.layers.{number}.{path}.weight");
+            self.parameters.push(Parameter { name, shape: shape.to_vec(), form: form(), layer: Some(*number), place });
+        }
+        id
+    }
+
+    /// Names what adapters may have in the place of a module: paths within a decoder layer, and rows, in order.
+    pub(crate) fn parts(&mut self, module: usize, parts: impl IntoIterator<Item = (&'static str, usize)>) {
+        self.modules[module].parts = parts.into_iter().map(|(path, rows)| ModulePart { path, rows }).collect();
+    }
+
     /// A module of adapters that is no part of a decoder layer. Its place among the modules.
     pub(crate) fn module(&mut self, path: &'static str, part: Part, in_features: usize, out_features: usize) -> usize {
-        self.modules.push(LoraModule { path, part, layers: vec![0], experts: None, in_features, out_features });
+        let (layers, parts) = (vec![0], Vec::new());
+        self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features });
         self.modules.len() - 1
     }
 
@@ -436,7 +539,8 @@ impl Weights {
         match place {
             Place::Matrix { id, layer, first: at } => backend.upload_rows(&mut self.matrices[id.0], layer, at + first, rows)?,
             Place::Vector { id, layer, first: at } => {
-                let elements = at + first..at + first + rows.shape().len();
+                let start = at + first * rows.shape().row_len();
+                let elements = start..start + rows.shape().len();
                 backend.upload(rows, self.vectors[id.0].row_mut(layer).into_rows(elements))?;
             }
             Place::Matrices { id, first: at, order } => {

@@ -55,6 +55,8 @@ pub(crate) trait DecoderLayers: Send + Sync {
 
 /// The unembedding's place in adapters.
 const UNEMBEDDING: &str = "lm_head";
+/// The embedding's.
+const EMBEDDING: &str = "model.embed_tokens";
 
 /// A declared model.
 pub(crate) struct Plan {
@@ -63,6 +65,7 @@ pub(crate) struct Plan {
     norm: VectorId,
     lm_head: MatrixId,
     unembed_module: usize,
+    embedding_module: usize,
     rope: Rope,
 }
 
@@ -78,10 +81,12 @@ impl Plan {
             |d: &mut Declaration| d.single_matrix("unembedding", "model.embed_tokens.weight", c.hidden_size, c.vocab_size);
         let tied = c.tie_word_embeddings.then(|| tied_head(&mut d));
         let layers = c.family.declare(&mut d, c);
-        let norm = d.single_vector("model.norm.weight", c.hidden_size);
+        let norm = d.single_norm("model.norm.weight", c.hidden_size, c.family.norm_weights());
         let lm_head = tied.unwrap_or_else(|| d.single_matrix("unembedding", "lm_head.weight", c.hidden_size, c.vocab_size));
         let unembed_module = d.module(UNEMBEDDING, Part::Unembed, c.hidden_size, c.vocab_size);
-        Plan { declaration: d, layers, norm, lm_head, unembed_module, rope: c.family.rope().clone() }
+        // The last, so that fresh adapters, which never have it, are what they were: their numbers depend on places in the list.
+        let embedding_module = d.module(EMBEDDING, Part::Embedding, c.vocab_size, c.hidden_size);
+        Plan { declaration: d, layers, norm, lm_head, unembed_module, embedding_module, rope: c.family.rope().clone() }
     }
 
     /// What layer `l` mixes tokens with.
@@ -133,7 +138,7 @@ impl Decoder {
             Some(observe) => observe(what, value.value()),
             None => Ok(()),
         };
-        let mut x = tape.embedding(table, &inputs.batch.tokens)?;
+        let mut x = tape.embedding(table, inputs.embedding_lora(self.plan.embedding_module), &inputs.batch.tokens)?;
         see(Observed::Embeddings, &x)?;
         for l in 0..self.num_layers {
             x = match &mut cache {
@@ -158,7 +163,7 @@ impl Decoder {
         (self.weights.matrix(self.plan.lm_head, 0), self.plan.unembed_module)
     }
 
-    /// The linear layers that can carry LoRA.
+    /// What can carry LoRA.
     pub(crate) fn lora_modules(&self) -> &[LoraModule] {
         self.plan.declaration.modules()
     }

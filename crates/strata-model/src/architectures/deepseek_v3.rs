@@ -6,7 +6,7 @@ use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::Family;
 use super::blocks::{MlpConfig, Pass};
-use super::declaration::{Declaration, VectorId};
+use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::latent::{LatentConfig, LatentDefaults, MultiHeadLatentAttention};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router, SigmoidRouter};
@@ -114,6 +114,7 @@ pub(super) fn read_with(
             scaling_factor: fields.number("routed_scaling_factor", defaults.scaling_factor)? as f32,
         }),
         shared_size: Some(fields.size("n_shared_experts", 1, EXPERTS_MAX)? * intermediate_size),
+        shared_gate: false,
         activation: ExpertActivation::SwiGlu,
         layout: MoeLayout::PerExpert,
     };
@@ -161,9 +162,9 @@ impl DeepseekV3Layers {
     pub(super) fn declare(d: &mut Declaration, model: &ModelConfig, c: &DeepseekV3Config) -> Self {
         let (hidden, layers) = (model.hidden_size, (0..model.num_layers).collect::<Vec<_>>());
         DeepseekV3Layers {
-            input_layernorm: d.norm("input_layernorm.weight", &layers, hidden),
+            input_layernorm: d.norm("input_layernorm", &layers, hidden, NormWeights::Plain),
             attention: MultiHeadLatentAttention::declare(d, &c.attention, hidden, &layers),
-            post_attention_layernorm: d.norm("post_attention_layernorm.weight", &layers, hidden),
+            post_attention_layernorm: d.norm("post_attention_layernorm", &layers, hidden, NormWeights::Plain),
             mlp: MlpOrMoe::declare(d, &c.mlp, &c.moe, &c.sparse, hidden),
         }
     }

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use strata_tensor::{Backend, DType, Tape, Var};
 
 use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass};
-use super::declaration::{Declaration, VectorId};
+use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
 use crate::config::{CONTEXT_TOKENS_MAX, HEAD_DIM_MAX, HIDDEN_SIZE_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX};
@@ -49,7 +49,7 @@ impl AttentionConfig {
         if !a.head_dim.is_multiple_of(2) {
             return Err(Error::Config(format!("head_dim {} is odd; rotary embeddings turn pairs", a.head_dim)));
         }
-        if a.rope.rotary_dim != a.head_dim {
+        if a.rope.rotary_dim != a.head_dim && !a.output_gate {
             let (dim, head_dim) = (a.rope.rotary_dim, a.head_dim);
             return Err(Error::Config(format!(
                 "rotary embeddings turn {dim} of {head_dim} elements of a head; supported: all"
@@ -167,9 +167,9 @@ impl DenseLayers {
     pub(super) fn declare(d: &mut Declaration, model: &ModelConfig, c: &DenseConfig) -> Self {
         let (hidden, layers) = (model.hidden_size, (0..model.num_layers).collect::<Vec<_>>());
         DenseLayers {
-            input_layernorm: d.norm("input_layernorm.weight", &layers, hidden),
+            input_layernorm: d.norm("input_layernorm", &layers, hidden, NormWeights::Plain),
             attention: Attention::declare(d, &c.attention, hidden, model.rms_norm_eps, &layers),
-            post_attention_layernorm: d.norm("post_attention_layernorm.weight", &layers, hidden),
+            post_attention_layernorm: d.norm("post_attention_layernorm", &layers, hidden, NormWeights::Plain),
             mlp: GatedMlp::declare(d, &MlpPaths::MLP, &c.mlp, hidden, &layers),
         }
     }

@@ -6,7 +6,7 @@ use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::Family;
 use super::blocks::{Attention, AttentionConfig, Pass};
-use super::declaration::{Declaration, VectorId};
+use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
@@ -58,7 +58,8 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         head_dim,
         qkv_bias: bias,
         o_bias: bias,
-        qk_norm: false,
+        qk_norm: None,
+        output_gate: false,
         sinks: true,
         windows: windows(fields, defaults.num_layers)?,
         rope: rope(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
@@ -71,6 +72,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         intermediate_size: fields.size("intermediate_size", 2880, INTERMEDIATE_SIZE_MAX)?,
         router: Router::Softmax { normalize: true },
         shared_size: None,
+        shared_gate: false,
         activation: ExpertActivation::ClampedSwiGlu {
             alpha: number("swiglu_alpha", 1.702)?,
             limit: number("swiglu_limit", 7.0)?,
@@ -136,9 +138,9 @@ impl GptOssLayers {
     pub(super) fn declare(d: &mut Declaration, model: &ModelConfig, c: &GptOssConfig) -> Self {
         let (hidden, layers) = (model.hidden_size, (0..model.num_layers).collect::<Vec<_>>());
         GptOssLayers {
-            input_layernorm: d.norm("input_layernorm.weight", &layers, hidden),
+            input_layernorm: d.norm("input_layernorm", &layers, hidden, NormWeights::Plain),
             attention: Attention::declare(d, &c.attention, hidden, model.rms_norm_eps, &layers),
-            post_attention_layernorm: d.norm("post_attention_layernorm.weight", &layers, hidden),
+            post_attention_layernorm: d.norm("post_attention_layernorm", &layers, hidden, NormWeights::Plain),
             moe: Moe::declare(d, &c.moe, hidden, &layers),
         }
     }

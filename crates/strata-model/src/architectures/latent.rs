@@ -8,7 +8,7 @@ use strata_tensor::{
 };
 
 use super::blocks::{Pass, TokenBytes};
-use super::declaration::{Declaration, MatrixId, VectorId};
+use super::declaration::{Declaration, MatrixId, NormWeights, VectorId};
 use crate::config::fields::{Fields, check_size, unsupported};
 use crate::config::{HEAD_DIM_MAX, HIDDEN_SIZE_MAX, NUM_HEADS_MAX, Rope, RopeScaling, Yarn};
 use crate::lora::Part;
@@ -179,7 +179,7 @@ impl MultiHeadLatentAttention {
     pub(super) fn declare(d: &mut Declaration, c: &LatentConfig, hidden: usize, layers: &[usize]) -> Self {
         let (n, attention) = (layers.len(), Part::Attention);
         let (query, latent) = (c.num_heads * c.query_dim(), c.latent + c.rope_dim);
-        let bias = |d: &mut Declaration, path: &str, width| c.bias.then(|| d.norm(path, layers, width));
+        let bias = |d: &mut Declaration, path: &str, width| c.bias.then(|| d.own_vector(path, layers, width));
         let queries = match c.query_latent {
             None => {
                 let proj = d.matrix("q", n, hidden, query);
@@ -191,7 +191,7 @@ impl MultiHeadLatentAttention {
                     a_proj,
                     a_module: d.projection((a_proj, 0), "self_attn.q_a_proj", attention, layers, rank),
                     a_bias: bias(d, "self_attn.q_a_proj.bias", rank),
-                    norm: d.norm("self_attn.q_a_layernorm.weight", layers, rank),
+                    norm: d.norm("self_attn.q_a_layernorm", layers, rank, NormWeights::Plain),
                     b_proj,
                     b_module: d.projection((b_proj, 0), "self_attn.q_b_proj", attention, layers, query),
                 }
@@ -205,7 +205,7 @@ impl MultiHeadLatentAttention {
             queries,
             kv_a_module: d.projection((kv_a_proj, 0), "self_attn.kv_a_proj_with_mqa", attention, layers, latent),
             kv_a_bias: bias(d, "self_attn.kv_a_proj_with_mqa.bias", latent),
-            kv_a_norm: d.norm("self_attn.kv_a_layernorm.weight", layers, c.latent),
+            kv_a_norm: d.norm("self_attn.kv_a_layernorm", layers, c.latent, NormWeights::Plain),
             kv_b_module: d.projection((kv_b_proj, 0), "self_attn.kv_b_proj", attention, layers, made),
             o_module: d.projection((o_proj, 0), "self_attn.o_proj", attention, layers, hidden),
             o_bias: bias(d, "self_attn.o_proj.bias", hidden),

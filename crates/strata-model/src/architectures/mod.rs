@@ -7,6 +7,7 @@ mod blocks;
 mod declaration;
 mod decoder;
 mod deepseek_v3;
+mod delta_net;
 mod dense;
 mod glm4_moe_lite;
 mod gpt_oss;
@@ -16,22 +17,25 @@ mod mistral;
 mod moe;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
 
 use std::rc::Rc;
 
 use serde_json::{Map, Value};
 use strata_tensor::{
-    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, HostRef, KvValues, LoraGroup, LoraProjection, LoraSite, Rotary,
-    Tensor,
+    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup, LoraProjection,
+    LoraSite, Rotary, Tensor,
 };
 
 use crate::config::fields::{Fields, unsupported};
 use crate::config::quantization;
 use crate::config::{Rope, RopeTable};
+use crate::lora::{LoraModule, Part};
 use crate::{Error, ModelConfig, PackedBatch, Result};
 use declaration::Declaration;
 pub(crate) use declaration::{Form, FusedExpert, Parameter};
+pub use declaration::{Initial, NormWeights, ParameterShape};
 use decoder::{DecoderLayers, Mixer, Plan};
 
 pub use blocks::{AttentionConfig, MlpConfig};
@@ -41,6 +45,7 @@ pub use dense::DenseConfig;
 pub use gpt_oss::GptOssConfig;
 pub use latent::LatentConfig;
 pub use moe::{MoeConfig, MoeLayout, Router, SigmoidRouter};
+pub use qwen3_5::{Qwen3_5Config, Qwen3_5Mlp};
 pub use qwen3_moe::Qwen3MoeConfig;
 
 /// A family, with what its models have beside what all models have.
@@ -62,15 +67,21 @@ pub enum Family {
     Glm4MoeLite(DeepseekV3Config),
     /// gpt-oss.
     GptOss(GptOssConfig),
+    /// Qwen3.5 and Qwen3.5-MoE.
+    Qwen3_5(Qwen3_5Config),
 }
 
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 8] = [
+const REGISTRY: [(&str, Read); 12] = [
     ("qwen3", qwen3::read),
     ("qwen3_moe", qwen3_moe::read),
+    ("qwen3_5_text", qwen3_5::read),
+    ("qwen3_5", qwen3_5::read_composite),
+    ("qwen3_5_moe_text", qwen3_5::read_moe),
+    ("qwen3_5_moe", qwen3_5::read_moe_composite),
     ("gpt_oss", gpt_oss::read),
     ("qwen2", qwen2::read),
     ("llama", llama::read),
@@ -109,6 +120,7 @@ impl Family {
             Family::DeepseekV3(_) => "deepseek_v3",
             Family::Glm4MoeLite(_) => "glm4_moe_lite",
             Family::GptOss(_) => "gpt_oss",
+            Family::Qwen3_5(c) => c.model_type(),
         }
     }
 
@@ -118,6 +130,7 @@ impl Family {
             Family::Qwen3Moe(c) => c.validate(model),
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.validate(model),
             Family::GptOss(c) => c.validate(model),
+            Family::Qwen3_5(c) => c.validate(model),
         }
     }
 
@@ -127,6 +140,7 @@ impl Family {
             Family::Qwen3Moe(c) => &c.dense.attention.rope,
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => &c.attention.rope,
             Family::GptOss(c) => &c.attention.rope,
+            Family::Qwen3_5(c) => &c.attention.rope,
         }
     }
 
@@ -137,6 +151,7 @@ impl Family {
             Family::Qwen3Moe(c) => c.moe.experts_per_token,
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.moe.experts_per_token,
             Family::GptOss(c) => c.moe.experts_per_token,
+            Family::Qwen3_5(c) => c.active_experts(),
         }
     }
 
@@ -144,12 +159,43 @@ impl Family {
     pub(crate) fn left_aside(&self, model: &ModelConfig) -> Vec<String> {
         match self {
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.left_aside(model),
+            Family::Qwen3_5(_) => qwen3_5::LEFT_ASIDE.map(String::from).into(),
             Family::Qwen3(_)
             | Family::Qwen2(_)
             | Family::Llama(_)
             | Family::Mistral(_)
             | Family::Qwen3Moe(_)
             | Family::GptOss(_) => Vec::new(),
+        }
+    }
+
+    /// How checkpoints store the weights of norms: all but those that a layer has for itself.
+    pub(crate) fn norm_weights(&self) -> NormWeights {
+        match self {
+            Family::Qwen3_5(_) => NormWeights::ZeroCentred,
+            Family::Qwen3(_)
+            | Family::Qwen2(_)
+            | Family::Llama(_)
+            | Family::Mistral(_)
+            | Family::Qwen3Moe(_)
+            | Family::DeepseekV3(_)
+            | Family::Glm4MoeLite(_)
+            | Family::GptOss(_) => NormWeights::Plain,
+        }
+    }
+
+    /// What the names of parameters begin with in checkpoints of which the family is a part, in the place of `model.`.
+    pub(crate) fn part_of_composite(&self) -> Option<&'static str> {
+        match self {
+            Family::Qwen3_5(_) => Some(qwen3_5::PART_OF_COMPOSITE),
+            Family::Qwen3(_)
+            | Family::Qwen2(_)
+            | Family::Llama(_)
+            | Family::Mistral(_)
+            | Family::Qwen3Moe(_)
+            | Family::DeepseekV3(_)
+            | Family::Glm4MoeLite(_)
+            | Family::GptOss(_) => None,
         }
     }
 
@@ -164,6 +210,7 @@ impl Family {
             Family::DeepseekV3(c) => deepseek_v3::write(c, map),
             Family::Glm4MoeLite(c) => glm4_moe_lite::write(c, map),
             Family::GptOss(c) => gpt_oss::write(c, map),
+            Family::Qwen3_5(c) => qwen3_5::write(c, map),
         }
     }
 
@@ -176,6 +223,7 @@ impl Family {
             Family::Qwen3Moe(c) => Box::new(qwen3_moe::Qwen3MoeLayers::declare(d, model, c)),
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => Box::new(deepseek_v3::DeepseekV3Layers::declare(d, model, c)),
             Family::GptOss(c) => Box::new(gpt_oss::GptOssLayers::declare(d, model, c)),
+            Family::Qwen3_5(c) => Box::new(qwen3_5::Qwen3_5Layers::declare(d, model, c)),
         }
     }
 }
@@ -224,9 +272,14 @@ pub(crate) fn for_each_parameter(config: &ModelConfig, mut visit: impl FnMut(&Pa
 }
 
 /// Names and shapes of all parameters of a model of this configuration, in the order of a checkpoint.
-pub fn parameter_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
+pub fn parameter_shapes(config: &ModelConfig) -> Vec<ParameterShape> {
     let plan = Plan::of(config);
-    plan.declaration.parameters().into_iter().map(|p| (p.name.clone(), p.shape.clone())).collect()
+    plan.declaration.parameters().into_iter().map(Parameter::shape_in_files).collect()
+}
+
+/// The modules of a model of this configuration that can carry LoRA, as [`crate::Model::lora_modules`] has them.
+pub fn lora_modules(config: &ModelConfig) -> Vec<LoraModule> {
+    Plan::of(config).declaration.modules().to_vec()
 }
 
 /// Refuses a configuration that no kernel of `backend` computes.
@@ -321,8 +374,9 @@ impl Work {
             experts: m.experts.map(|e| ExpertWork { count: e.count, active: config.family.active_experts() }),
             ends_layer: m.path == "mlp.down_proj" || m.experts.is_some_and(|e| e.projection == "down_proj"),
         };
-        let (unembedding, linears): (Vec<_>, Vec<_>) =
-            plan.declaration.modules().iter().partition(|m| m.part == crate::lora::Part::Unembed);
+        // A row of a table is no product.
+        let products = plan.declaration.modules().iter().filter(|m| m.part != Part::Embedding);
+        let (unembedding, linears): (Vec<_>, Vec<_>) = products.partition(|m| m.part == Part::Unembed);
         let mixer = |l: usize| match plan.mixer(l) {
             Mixer::Attention(g) => {
                 // Values that are a part of keys are not held beside them.
@@ -398,17 +452,39 @@ impl<'a> BatchInputs<'a> {
             .enumerate()
             .filter_map(|(group, (g, sequences))| {
                 let adapter = g.adapter?;
-                let scale = adapter.config().scale();
                 let projections: Vec<LoraProjection<'a>> = projections
                     .iter()
                     .filter_map(|&(module, first_column)| {
                         let pair = adapter.pair(module)?;
                         let site = LoraSite { group, module, layer };
-                        Some(LoraProjection { a: pair.a.layer(layer), b: pair.b.layer(layer), scale, first_column, site })
+                        let (a, b, scale) = (pair.a.layer(layer), pair.b.layer(layer), pair.scale);
+                        Some(LoraProjection { a, b, scale, first_column, site })
                     })
                     .collect();
                 let any = !projections.is_empty() && g.start < g.end;
                 any.then(|| LoraGroup { tokens: g.start..g.end, sequences: sequences.clone(), projections })
+            })
+            .collect()
+    }
+
+    /// The low-rank pairs of the embedding, which is this module.
+    pub(crate) fn embedding_lora(&self, module: usize) -> Rc<[EmbeddingLora<'a>]> {
+        self.batch
+            .groups
+            .iter()
+            .zip(&self.group_sequences)
+            .enumerate()
+            .filter_map(|(group, (g, sequences))| {
+                let adapter = g.adapter.filter(|_| g.start < g.end)?;
+                let pair = adapter.embedding()?;
+                Some(EmbeddingLora {
+                    tokens: g.start..g.end,
+                    sequences: sequences.clone(),
+                    a: pair.a.row(0),
+                    b: pair.b.layer(0),
+                    scale: pair.scale,
+                    site: LoraSite { group, module, layer: 0 },
+                })
             })
             .collect()
     }

@@ -8,6 +8,7 @@ use super::blocks::{GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
 use super::declaration::{Declaration, ExpertRows, MatrixId, RowOrder, VectorId};
 use crate::config::fields::check_size;
 use crate::config::{ALL_EXPERTS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX};
+use crate::lora::FusedRows;
 use crate::{Error, ModelConfig, Result};
 
 /// The experts of a layer.
@@ -23,6 +24,8 @@ pub struct MoeConfig {
     pub router: Router,
     /// Width of an MLP that every token passes beside them (`mlp.shared_experts`).
     pub shared_size: Option<usize>,
+    /// Whether that MLP is one expert with a gate of its own (`mlp.shared_expert`, `mlp.shared_expert_gate`; Qwen3.5-MoE).
+    pub shared_gate: bool,
     /// What lies between the projections of one.
     pub activation: ExpertActivation,
     /// How a checkpoint has them.
@@ -131,34 +134,47 @@ impl Moe {
             let gate_up = d.matrix("gate+up of an expert", layers.len() * n, hidden, 2 * width);
             (gate_up, d.matrix("down of an expert", layers.len() * n, width, hidden))
         };
-        let part = |stack, first, projection, tinker_name| ExpertRows { stack, first, projection, tinker_name };
+        // Rows of a stack have all of gate before all of up.
+        let gate_and_up = |stack, order| {
+            let fused = |place| match order {
+                RowOrder::AsTheyAre => FusedRows { parameter: "gate_up_proj", rows: 2 * width, first: place * width, step: 1 },
+                RowOrder::ByTurns => FusedRows { parameter: "gate_up_proj", rows: 2 * width, first: place, step: 2 },
+            };
+            [
+                ExpertRows { stack, first: 0, projection: "gate_proj", tinker_name: "w1", fused: fused(0) },
+                ExpertRows { stack, first: width, projection: "up_proj", tinker_name: "w3", fused: fused(1) },
+            ]
+        };
+        let down_rows = |stack| {
+            let fused = FusedRows { parameter: "down_proj", rows: hidden, first: 0, step: 1 };
+            ExpertRows { stack, first: 0, projection: "down_proj", tinker_name: "w2", fused }
+        };
         match c.layout {
             MoeLayout::PerExpert => {
-                let router = d.router("mlp.gate", layers, hidden, n);
+                let router = d.router("router", "mlp.gate", layers, hidden, n);
                 let correction_bias = match c.router {
-                    Router::Sigmoid(_) => Some(d.norm("mlp.gate.e_score_correction_bias", layers, n)),
+                    Router::Sigmoid(_) => Some(d.own_vector("mlp.gate.e_score_correction_bias", layers, n)),
                     Router::Softmax { .. } => None,
                 };
                 let (gate_up_proj, down_proj) = matrices(d);
-                let fused = ("gate_up_proj", 2 * width);
-                let gate_up_modules = [part(gate_up_proj, 0, "gate_proj", "w1"), part(gate_up_proj, width, "up_proj", "w3")]
-                    .map(|rows| {
-                        d.experts(&rows, fused, layers, n, width);
-                        (d.expert_module(&rows, layers, n, width), rows.first)
-                    });
-                let down = part(down_proj, 0, "down_proj", "w2");
-                d.experts(&down, ("down_proj", hidden), layers, n, hidden);
+                let gate_up_modules = gate_and_up(gate_up_proj, RowOrder::AsTheyAre).map(|rows| {
+                    d.experts(&rows, layers, n, width);
+                    (d.expert_module(&rows, layers, n, width), rows.first)
+                });
+                let down = down_rows(down_proj);
+                d.experts(&down, layers, n, hidden);
                 let down_module = d.expert_module(&down, layers, n, hidden);
                 let shared = c.shared_size.map(|intermediate_size| {
                     let mlp = MlpConfig { intermediate_size, bias: false };
-                    GatedMlp::declare(d, &MlpPaths::SHARED_EXPERTS, &mlp, hidden, layers)
+                    let paths = if c.shared_gate { &MlpPaths::SHARED_EXPERT } else { &MlpPaths::SHARED_EXPERTS };
+                    GatedMlp::declare(d, paths, &mlp, hidden, layers)
                 });
                 let (config, biases) = (c.clone(), None);
                 Moe { config, router, correction_bias, gate_up_proj, down_proj, biases, gate_up_modules, down_module, shared }
             }
             MoeLayout::ByTurns => {
-                let router = d.router("mlp.router", layers, hidden, n);
-                let router_bias = d.norm("mlp.router.bias", layers, n);
+                let router = d.router("router", "mlp.router", layers, hidden, n);
+                let router_bias = d.own_vector("mlp.router.bias", layers, n);
                 let (gate_up_proj, down_proj) = matrices(d);
                 let (gate_up_bias, down_bias) = (d.vector(layers.len() * n, 2 * width), d.vector(layers.len() * n, hidden));
                 d.flipped_experts(gate_up_proj, "mlp.experts.gate_up_proj", layers, n, RowOrder::ByTurns);
@@ -166,9 +182,9 @@ impl Moe {
                 d.flipped_experts(down_proj, "mlp.experts.down_proj", layers, n, RowOrder::AsTheyAre);
                 d.expert_vectors(down_bias, "mlp.experts.down_proj_bias", layers, n, RowOrder::AsTheyAre);
                 // Beside each other in memory, whatever the checkpoint has: a low-rank pair writes neighbouring columns.
-                let gate_up_modules = [part(gate_up_proj, 0, "gate_proj", "w1"), part(gate_up_proj, width, "up_proj", "w3")]
+                let gate_up_modules = gate_and_up(gate_up_proj, RowOrder::ByTurns)
                     .map(|rows| (d.expert_module(&rows, layers, n, width), rows.first));
-                let down_module = d.expert_module(&part(down_proj, 0, "down_proj", "w2"), layers, n, hidden);
+                let down_module = d.expert_module(&down_rows(down_proj), layers, n, hidden);
                 let biases = Some(MoeBiases { router: router_bias, gate_up: gate_up_bias, down: down_bias });
                 let (config, correction_bias, shared) = (c.clone(), None, None);
                 Moe { config, router, correction_bias, gate_up_proj, down_proj, biases, gate_up_modules, down_module, shared }

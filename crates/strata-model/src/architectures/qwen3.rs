@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 
 use super::Family;
 use super::blocks::{AttentionConfig, MlpConfig};
+use super::declaration::NormWeights;
 use super::dense::{self, DenseConfig};
 use crate::config::fields::{Defaults, Fields};
 use crate::config::{HEAD_DIM_MAX, INTERMEDIATE_SIZE_MAX, Rope};
@@ -30,7 +31,8 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         head_dim,
         qkv_bias: bias,
         o_bias: bias,
-        qk_norm: true,
+        qk_norm: Some(NormWeights::Plain),
+        output_gate: false,
         sinks: false,
         windows: dense::windows(fields, 32)?,
         rope: Rope::read(fields, head_dim, fields.context(32_768)?)?,

@@ -5,7 +5,7 @@ use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::Family;
 use super::blocks::{Attention, AttentionConfig, MlpConfig, Pass};
-use super::declaration::{Declaration, VectorId};
+use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::dense::{self, DenseConfig};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router};
@@ -61,7 +61,8 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         head_dim,
         qkv_bias: bias,
         o_bias: bias,
-        qk_norm: true,
+        qk_norm: Some(NormWeights::Plain),
+        output_gate: false,
         sinks: false,
         windows: vec![window; num_layers],
         rope: Rope::read(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
@@ -74,6 +75,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         intermediate_size: fields.size("moe_intermediate_size", 768, INTERMEDIATE_SIZE_MAX)?,
         router: Router::Softmax { normalize: fields.flag("norm_topk_prob", false)? },
         shared_size: None,
+        shared_gate: false,
         activation: ExpertActivation::SwiGlu,
         layout: MoeLayout::PerExpert,
     };
@@ -120,9 +122,9 @@ impl Qwen3MoeLayers {
     pub(super) fn declare(d: &mut Declaration, model: &ModelConfig, c: &Qwen3MoeConfig) -> Self {
         let (hidden, layers) = (model.hidden_size, (0..model.num_layers).collect::<Vec<_>>());
         Qwen3MoeLayers {
-            input_layernorm: d.norm("input_layernorm.weight", &layers, hidden),
+            input_layernorm: d.norm("input_layernorm", &layers, hidden, NormWeights::Plain),
             attention: Attention::declare(d, &c.dense.attention, hidden, model.rms_norm_eps, &layers),
-            post_attention_layernorm: d.norm("post_attention_layernorm.weight", &layers, hidden),
+            post_attention_layernorm: d.norm("post_attention_layernorm", &layers, hidden, NormWeights::Plain),
             mlp: MlpOrMoe::declare(d, &c.dense.mlp, &c.moe, &c.sparse, hidden),
         }
     }

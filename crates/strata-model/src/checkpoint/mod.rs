@@ -18,7 +18,9 @@ mod source_tensor;
 pub use atomic::{Existing, NamesHeld, hold_names, recover_directories, set_aside, write_atomically, write_file_atomically};
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
 pub use limits::read_own_file;
-pub use peft::{OptimizerState, PeftAdapter, adapter_tensors, read_adapter, read_optimizer, write_adapter, write_optimizer};
+pub use peft::{
+    AdapterFormat, OptimizerState, PeftAdapter, adapter_tensors, read_adapter, read_optimizer, write_adapter, write_optimizer,
+};
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};

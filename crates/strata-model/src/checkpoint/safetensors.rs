@@ -127,6 +127,24 @@ impl Checkpoint {
         Ok(Some(SourceTensor { name, shape: &entry.shape, dtype, bytes }))
     }
 
+    /// Lets names that begin with `from` begin with `to` in its place. Whether there are any.
+    ///
+    /// # Errors
+    /// If there is a tensor of such a name already.
+    pub(crate) fn rename(&mut self, from: &str, to: &str) -> Result<bool> {
+        let old: Vec<String> = self.tensors.keys().filter(|name| name.starts_with(from)).cloned().collect();
+        let any = !old.is_empty();
+        for name in old {
+            let new = format!("{to}{}", &name[from.len()..]);
+            if self.tensors.contains_key(&new) {
+                return Err(self.error(format!("tensors {name} and {new} are one parameter")));
+            }
+            let entry = self.tensors.remove(&name).expect("the names are those of tensors");
+            self.tensors.insert(new, entry);
+        }
+        Ok(any)
+    }
+
     /// Lets the system have the memory of bytes `part` of a tensor, which have been read and will not be read soon. They are read from the file
     /// again if they are.
     pub(crate) fn forget(&self, name: &str, part: Range<usize>) {

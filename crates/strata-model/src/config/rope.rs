@@ -4,9 +4,9 @@ use std::f32::consts::PI;
 
 use serde_json::{Map, Value, json};
 
+use super::CONTEXT_TOKENS_MAX;
 use super::HEAD_DIM_MAX;
 use super::fields::{Fields, unsupported, wrong_kind};
-use super::{CONTEXT_TOKENS_MAX, short};
 use crate::{Error, Result};
 
 /// How positions turn the pairs of a head.
@@ -290,7 +290,11 @@ impl Rope {
         map.retain(|_, value| !value.is_null());
         map.insert("rope_theta".into(), self.theta.into());
         if self.rotary_dim != head_dim {
-            map.insert("partial_rotary_factor".into(), short((self.rotary_dim as f64 / head_dim as f64) as f32));
+            // What times the width of a head is rounded down to as many elements.
+            let factor = self.rotary_dim as f64 / head_dim as f64;
+            let is_exact = (head_dim as f64 * factor) as usize == self.rotary_dim;
+            let factor = if is_exact { factor } else { (self.rotary_dim as f64 + 0.5) / head_dim as f64 };
+            map.insert("partial_rotary_factor".into(), factor.into());
         }
         value
     }

@@ -10,7 +10,7 @@ struct NamedShape {
     config: fn() -> Value,
 }
 
-const SHAPES: [NamedShape; 17] = [
+const SHAPES: [NamedShape; 19] = [
     // The Qwen3 technical report (arXiv:2505.09388), tables 1 and 2.
     NamedShape { name: "qwen3-0.6b", config: || qwen3(1024, 3072, 28, 16, true) },
     NamedShape { name: "qwen3-1.7b", config: || qwen3(2048, 6144, 28, 16, true) },
@@ -19,6 +19,9 @@ const SHAPES: [NamedShape; 17] = [
     NamedShape { name: "qwen3-14b", config: || qwen3(5120, 17_408, 40, 40, false) },
     NamedShape { name: "qwen3-32b", config: || qwen3(5120, 25_600, 64, 64, false) },
     NamedShape { name: "qwen3-30b-a3b", config: qwen3_moe },
+    // Qwen3.5, as its configuration classes in transformers have it.
+    NamedShape { name: "qwen3.5-9b", config: || qwen3_5("qwen3_5_text") },
+    NamedShape { name: "qwen3.5-35b-a3b", config: || qwen3_5("qwen3_5_moe_text") },
     // Qwen2.5 (arXiv:2412.15115), table 1.
     NamedShape { name: "qwen2.5-0.5b", config: || qwen2([896, 4864, 24, 14, 2], 151_936, true) },
     NamedShape { name: "qwen2.5-1.5b", config: || qwen2([1536, 8960, 28, 12, 2], 151_936, true) },
@@ -61,6 +64,10 @@ fn qwen3_moe() -> Value {
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true
         }),
     )
+}
+
+fn qwen3_5(model_type: &str) -> Value {
+    json!({ "model_type": model_type, "rope_theta": 1e7, "max_position_embeddings": 262_144, "dtype": "bfloat16" })
 }
 
 fn qwen2([hidden, mlp, layers, heads, kv_heads]: [usize; 5], vocab: usize, tied: bool) -> Value {

@@ -1,7 +1,7 @@
 use serde_json::{Value, json};
-use strata_tensor::{DType, ExpertActivation};
+use strata_tensor::{DType, DeltaGeometry, ExpertActivation};
 
-use crate::architectures::{DeepseekV3Config, DenseConfig, Router, SigmoidRouter};
+use crate::architectures::{DeepseekV3Config, DenseConfig, MlpConfig, Qwen3_5Config, Qwen3_5Mlp, Router, SigmoidRouter};
 
 use super::*;
 
@@ -142,7 +142,7 @@ fn defaults_are_those_of_transformers() {
         None,
     );
     let DenseConfig { attention: a, .. } = dense(qwen2.as_ref().unwrap_or_else(|e| panic!("{e}")));
-    assert_eq!((a.head_dim, a.qkv_bias, a.o_bias, a.qk_norm), (64, true, false, false));
+    assert_eq!((a.head_dim, a.qkv_bias, a.o_bias, a.qk_norm), (64, true, false, None));
 
     let mistral = ModelConfig::from_json(r#"{"model_type": "mistral"}"#, None).unwrap();
     let DenseConfig { attention: a, mlp } = dense(&mistral);
@@ -278,6 +278,97 @@ fn gpt_oss_has_the_windows_rope_and_experts_of_its_defaults() {
     assert!(error_with(mxfp4).contains("mxfp4"), "of another family");
 }
 
+/// What a Qwen3.5 model has of its own.
+fn qwen3_5(config: &ModelConfig) -> &Qwen3_5Config {
+    let Family::Qwen3_5(c) = &config.family else { panic!("{config:?} is not Qwen3.5") };
+    c
+}
+
+#[test]
+fn qwen3_5_has_the_layers_heads_and_experts_of_its_defaults() {
+    let delta = DeltaGeometry { k_heads: 16, v_heads: 32, k_dim: 128, v_dim: 128, kernel: 4 };
+    let dense = ModelConfig::from_json(r#"{"model_type": "qwen3_5_text"}"#, None).unwrap();
+    let c = qwen3_5(&dense);
+    assert_eq!((dense.vocab_size, dense.hidden_size, dense.num_layers, dense.tie_word_embeddings), (248_320, 4096, 32, false));
+    assert_eq!((c.attention.num_heads, c.attention.num_kv_heads, c.attention.head_dim, c.delta), (16, 4, 256, delta));
+    assert_eq!((c.attention.rope.rotary_dim, c.attention.qkv_bias, dense.max_position_embeddings), (64, false, 32_768));
+    assert_eq!((c.attends.iter().filter(|attends| **attends).count(), &c.attends[..4]), (8, &[false, false, false, true][..]));
+    assert!(matches!(c.mlp, Qwen3_5Mlp::Dense(MlpConfig { intermediate_size: 12_288, bias: false })));
+    let moe = ModelConfig::from_json(r#"{"model_type": "qwen3_5_moe_text"}"#, None).unwrap();
+    let c = qwen3_5(&moe);
+    assert_eq!((moe.hidden_size, moe.num_layers, c.attention.num_kv_heads, c.delta), (2048, 40, 2, delta));
+    let Qwen3_5Mlp::Experts(experts) = &c.mlp else { panic!("{c:?} has no experts") };
+    assert_eq!((experts.num_experts, experts.experts_per_token, experts.intermediate_size), (256, 8, 512));
+    assert_eq!(
+        (experts.shared_size, experts.shared_gate, &experts.router),
+        (Some(512), true, &Router::Softmax { normalize: true })
+    );
+
+    let read = |changes: Value| {
+        let mut keys = json!({"model_type": "qwen3_5_text", "head_dim": 24, "full_attention_interval": 2});
+        keys.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        read_with(keys)
+    };
+    assert_eq!(qwen3_5(&read(json!({})).unwrap()).attends, [false, true]);
+    let types = json!({"layer_types": ["full_attention", "linear_attention"], "full_attention_interval": 2});
+    assert_eq!(qwen3_5(&read(types).unwrap()).attends, [true, false]);
+    let turning = |changes| qwen3_5(&read(changes).unwrap()).attention.rope.rotary_dim;
+    assert_eq!((turning(json!({})), turning(json!({"partial_rotary_factor": 0.5}))), (6, 12));
+    let in_rope = json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0, "mrope_section": [4, 4, 4], "mrope_interleaved": true}});
+    assert_eq!(turning(in_rope), 24);
+    for (changes, expected) in [
+        (json!({"layer_types": ["full_attention", "sliding_attention"]}), "layer_types[1] \"sliding_attention\""),
+        (json!({"layer_types": ["full_attention"]}), "1 entries"),
+        (json!({"full_attention_interval": 0}), "full_attention_interval 0"),
+        (json!({"linear_num_value_heads": 24}), "linear_num_value_heads 24"),
+        (json!({"linear_conv_kernel_dim": 0}), "linear_conv_kernel_dim 0"),
+        (json!({"linear_conv_kernel_dim": 65}), "linear_conv_kernel_dim 65"),
+        (json!({"linear_key_head_dim": 1 << 20}), "linear_key_head_dim 1048576"),
+        (json!({"head_dim": 20}), "5 elements of a head"),
+        (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
+        (json!({"rope_parameters": {"rope_type": "mrope"}}), "mrope"),
+    ] {
+        let error = read(changes).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+    }
+}
+
+#[test]
+fn of_a_composite_the_text_is_read() {
+    let text = json!({"model_type": "qwen3_5_text", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "dtype": "bfloat16",
+        "tie_word_embeddings": true, "eos_token_id": 7});
+    let read = |own: Value, generation| {
+        let mut composite = json!({"model_type": "qwen3_5", "text_config": text, "hidden_size": 999, "image_token_id": 248_056,
+            "vision_config": {"hidden_size": 8}});
+        composite.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        ModelConfig::from_json(&composite.to_string(), generation)
+    };
+    let config = read(json!({}), None).unwrap();
+    assert_eq!((config.hidden_size, config.num_layers, config.dtype), (64, 2, Some(DType::BF16)));
+    // What the composite says of its unembedding counts, and it says so by default.
+    assert!(!config.tie_word_embeddings && read(json!({"tie_word_embeddings": true}), None).unwrap().tie_word_embeddings);
+    let eos = |own, generation| read(own, generation).unwrap().eos_token_ids;
+    assert_eq!((eos(json!({}), None), eos(json!({"eos_token_id": [8, 9]}), None)), (vec![7], vec![8, 9]));
+    assert_eq!(eos(json!({"eos_token_id": 8}), Some(r#"{"eos_token_id": 5}"#)), [5]);
+    assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config);
+    let of_defaults = ModelConfig::from_json(r#"{"model_type": "qwen3_5_moe", "dtype": "float32"}"#, None).unwrap();
+    assert_eq!(
+        (of_defaults.model_type(), of_defaults.hidden_size, of_defaults.dtype),
+        ("qwen3_5_moe_text", 2048, Some(DType::F32))
+    );
+    for (own, expected) in [
+        (json!({"text_config": 3}), "text_config is 3"),
+        (json!({"text_config": {"model_type": "qwen3_5_moe_text"}}), "text_config.model_type \"qwen3_5_moe_text\""),
+        (json!({"text_config": {"quantization_config": {"quant_method": "gptq"}}}), "gptq"),
+        (json!({"quantization_config": {"quant_method": "gptq"}}), "gptq"),
+        (json!({"tie_word_embeddings": null}), "tie_word_embeddings is null"),
+        (json!({"eos_token_id": 100}), "eos_token_id 100"),
+    ] {
+        let error = read(own, None).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+    }
+}
+
 #[test]
 fn end_of_sequence_tokens_of_the_generation_config_win() {
     let config = json!({"model_type": "qwen3", "eos_token_id": 5}).to_string();
@@ -364,6 +455,11 @@ fn what_is_written_is_read_back() {
         json!({"model_type": "glm4_moe_lite", "head_dim": "absent", "num_key_value_heads": 4,
                "mlp_layer_types": ["sparse", "dense"], "num_nextn_predict_layers": 0}),
         json!({"rope_scaling": {"rope_type": "longrope", "short_factor": vec![1.5; 8], "long_factor": vec![2.0; 8], "factor": 3.0}}),
+        json!({"model_type": "qwen3_5_text", "head_dim": 98, "partial_rotary_factor": 0.0205, "attention_bias": true}),
+        json!({"model_type": "qwen3_5_text", "head_dim": 12, "partial_rotary_factor": 0.84, "full_attention_interval": 1}),
+        json!({"model_type": "qwen3_5_moe_text", "partial_rotary_factor": 1.0, "num_experts": 6, "num_experts_per_tok": 3,
+               "moe_intermediate_size": 10, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2,
+               "linear_num_value_heads": 6, "linear_key_head_dim": 9, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 2}),
     ] {
         let config = read_with(changes.clone()).unwrap_or_else(|e| panic!("{changes}: {e}"));
         assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config, "{changes}");

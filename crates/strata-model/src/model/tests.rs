@@ -1,9 +1,14 @@
 //! Passes over a small random model.
 
+mod embedding;
+
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
 
 use super::*;
+use crate::Held;
 
 /// A model of a few thousand parameters, with a head width and a vocabulary that no vector register divides.
 pub(super) fn config() -> ModelConfig {
@@ -36,7 +41,8 @@ fn lora(rank: usize) -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
-        expert_rank: None,
+        embedding: false,
+        own: BTreeMap::new(),
         left_out: crate::lora::ModuleSet::NONE,
     }
 }
@@ -177,37 +183,44 @@ fn no_bit_depends_on_the_size_of_a_chunk_of_logits() {
     assert_eq!((chunked, sampled_again), (whole, sampled));
 }
 
-/// Log-probabilities of the targets of two sequences, step by step through the cache: the first token of each alone, then both sequences a token at a time,
-/// side by side as long as both last. In the order of a training pass.
-fn step_by_step(model: &Model, adapter: &Adapter, lengths: [usize; 2]) -> Vec<u32> {
+/// Of a step the sequences and tokens of each.
+type Parts = Vec<(usize, Range<usize>)>;
+
+/// Log-probabilities of the targets of two sequences that go through the cache in these steps. In the order of a training pass.
+fn through_cache(model: &Model, adapter: &Adapter, lengths: [usize; 2], steps: &[Parts]) -> Vec<u32> {
     let (training, targets) = batch(adapter, &lengths);
-    let mut cache = model.new_kv_cache(4, 0).unwrap();
-    // Pages out of order.
-    let pages = [vec![2, 0], vec![3, 1]];
+    let mut cache = model.new_kv_cache(6, 2).unwrap();
+    // Pages and states out of order.
+    let held = [Held { pages: vec![2, 0, 5], state: Some(1) }, Held { pages: vec![3, 1, 4], state: Some(0) }];
     let mut found = vec![0; targets.ids.len()];
-    let mut step = |parts: &[(usize, usize)]| {
+    for parts in steps {
         let mut cached = PackedBatch::new();
         cached.begin_group(Some(adapter));
-        let places: Vec<usize> = parts.iter().map(|&(s, at)| training.spans[s].tokens.start + at).collect();
-        for (&(s, at), &place) in parts.iter().zip(&places) {
-            cached.push_cached(&training.tokens[place..=place], at, usize::MAX, pages[s].clone());
+        let places: Vec<usize> = parts
+            .iter()
+            .flat_map(|(s, tokens)| tokens.clone().map(|at| training.spans[*s].tokens.start + at).collect::<Vec<_>>())
+            .collect();
+        for (s, tokens) in parts {
+            let own = &training.tokens[training.spans[*s].tokens.clone()][tokens.clone()];
+            cached.push_cached(own, tokens.start, usize::MAX, held[*s].clone());
         }
         let requests: Vec<RowRequest> =
             places.iter().map(|&place| RowRequest { ids: vec![targets.ids[place]], ..RowRequest::default() }).collect();
-        let rows: Vec<usize> = (0..parts.len()).collect();
+        let rows: Vec<usize> = (0..places.len()).collect();
         let replies = model.step(&cached, &mut cache, &rows, &requests).unwrap();
         for (place, reply) in places.into_iter().zip(replies) {
             found[place] = reply.unwrap().logprobs[0].to_bits();
         }
-    };
-    for s in 0..lengths.len() {
-        step(&[(s, 0)]);
-    }
-    for at in 1..lengths.into_iter().max().unwrap() {
-        let parts: Vec<(usize, usize)> = (0..lengths.len()).filter(|&s| at < lengths[s]).map(|s| (s, at)).collect();
-        step(&parts);
     }
     found
+}
+
+/// As [`through_cache`], step by step: the first token of each alone, then both sequences a token at a time, side by side as long as both last.
+fn step_by_step(model: &Model, adapter: &Adapter, lengths: [usize; 2]) -> Vec<u32> {
+    let first = (0..lengths.len()).map(|s| vec![(s, 0..1)]);
+    let of_all = |at: usize| (0..lengths.len()).filter(|&s| at < lengths[s]).map(|s| (s, at..at + 1)).collect();
+    let steps: Vec<Parts> = first.chain((1..lengths.into_iter().max().unwrap()).map(of_all)).collect();
+    through_cache(model, adapter, lengths, &steps)
 }
 
 #[test]
@@ -247,12 +260,12 @@ fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of
 fn written(config: &ModelConfig, change: &dyn Fn(&str, &mut Vec<f32>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_json()).unwrap();
-    let tensors = crate::parameter_shapes(config).into_iter().enumerate().map(|(i, (name, shape))| {
-        let mut values = vec![0.0; shape.iter().product()];
-        random_parameter(&name, &shape, config.initializer_range, [1, i as u64], 0, &mut values);
-        change(&name, &mut values);
+    let tensors = crate::parameter_shapes(config).into_iter().enumerate().map(|(i, p)| {
+        let mut values = vec![0.0; p.shape.iter().product()];
+        random_parameter(p.initial, config.initializer_range, [1, i as u64], 0, &mut values);
+        change(&p.name, &mut values);
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        (name, shape, bytes)
+        (p.name, p.shape, bytes)
     });
     let tensors: Vec<_> = tensors.collect();
     let views = tensors.iter().map(|(name, shape, bytes)| {
@@ -279,7 +292,7 @@ fn gpt_oss() -> ModelConfig {
 }
 
 #[test]
-fn a_written_model_of_turned_experts_is_the_random_one() {
+fn a_written_model_that_is_stored_otherwise_than_it_is_computed_is_the_random_one() {
     let logits = |model: &Model| {
         let mut batch = PackedBatch::new();
         batch.push_sequence(&tokens(9, 1));
@@ -293,11 +306,116 @@ fn a_written_model_of_turned_experts_is_the_random_one() {
         model.forward_observed(&batch, &mut observe).unwrap();
         logits
     };
-    for dtype in [DType::F32, DType::BF16] {
-        let random = Model::random(backend(), gpt_oss(), 1, dtype).unwrap();
-        let read = load(&written(&gpt_oss(), &|_, _| ()), Some(dtype)).unwrap();
-        assert_eq!(logits(&read), logits(&random), "{dtype}");
+    let configs = [gpt_oss()].into_iter().chain(qwen3_5());
+    for (config, dtype) in configs.flat_map(|c| [(c.clone(), DType::F32), (c, DType::BF16)]) {
+        let random = Model::random(backend(), config.clone(), 1, dtype).unwrap();
+        let read = load(&written(&config, &|_, _| ()), Some(dtype)).unwrap();
+        assert_eq!(logits(&read), logits(&random), "{dtype} {config:?}");
+        let of_ones = load(
+            &written(&config, &|name, values| {
+                if name.ends_with("input_layernorm.weight") {
+                    values.fill(1.0);
+                }
+            }),
+            Some(dtype),
+        );
+        let is_changed = logits(&of_ones.unwrap()) != logits(&random);
+        assert_eq!(
+            is_changed,
+            matches!(config.family, crate::Family::Qwen3_5(_)),
+            "norms that are stored less one, {config:?}"
+        );
     }
+}
+
+/// Qwen3.5 of a layer that attends between two gated delta nets, and Qwen3.5-MoE that begins with one.
+fn qwen3_5() -> [ModelConfig; 2] {
+    let keys = |own: Value| {
+        let mut all = json!({
+            "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10,
+            "linear_value_head_dim": 14, "linear_conv_kernel_dim": 3
+        });
+        all.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        config_with(all)
+    };
+    [
+        keys(json!({"model_type": "qwen3_5_text", "full_attention_interval": 2})),
+        keys(json!({
+            "model_type": "qwen3_5_moe_text", "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24
+        })),
+    ]
+}
+
+#[test]
+fn layers_of_two_kinds_are_in_stacks_of_their_own_under_their_numbers() {
+    let model = Model::random(backend(), qwen3_5()[0].clone(), 1, DType::F32).unwrap();
+    let layers = |path: &str| &model.lora_modules().iter().find(|m| m.path == path).unwrap().layers[..];
+    assert_eq!(
+        (layers("linear_attn.in_proj_a"), layers("self_attn.q_proj"), layers("mlp.up_proj")),
+        (&[0, 2][..], &[1][..], &[0, 1, 2][..])
+    );
+    let names: Vec<String> = crate::parameter_shapes(model.config()).into_iter().map(|p| p.name).collect();
+    for name in ["0.linear_attn.A_log", "1.self_attn.k_norm.weight", "2.linear_attn.conv1d.weight", "2.linear_attn.norm.weight"]
+    {
+        assert!(names.contains(&format!("model.layers.{name}")), "{name} is not in {names:?}");
+    }
+    assert!(!names.iter().any(|name| name.contains("1.linear_attn") || name.contains("0.self_attn")), "{names:?}");
+}
+
+#[test]
+fn a_sequence_with_a_state_has_the_same_bits_however_it_is_cut_and_whoever_is_beside_it() {
+    let lengths = [150, 33];
+    // Around the ends of chunks, in which states are kept.
+    let steps = [
+        vec![(0, 0..63)],
+        vec![(1, 0..1), (0, 63..64)],
+        vec![(0, 64..65), (1, 1..32)],
+        vec![(1, 32..33), (0, 65..127)],
+        vec![(0, 127..130)],
+        vec![(0, 130..131)],
+        vec![(0, 131..150)],
+    ];
+    let configs = qwen3_5();
+    for (config, compute) in configs.iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
+        let model = Model::random(backend(), config.clone(), 7, compute).unwrap();
+        let (_, adapter) = adapter(&model, 4);
+        let [trained, _] = train(&model, &adapter, 4, &lengths, &mut || ControlFlow::Continue(())).unwrap();
+        assert!(through_cache(&model, &adapter, lengths, &steps) == trained, "in chunks, {compute} {config:?}");
+        assert!(step_by_step(&model, &adapter, lengths) == trained, "token by token, {compute} {config:?}");
+    }
+}
+
+#[test]
+fn a_copied_state_goes_on_with_the_bits_of_the_original() {
+    let model = Model::random(backend(), qwen3_5()[0].clone(), 7, DType::F32).unwrap();
+    let (_, adapter) = adapter(&model, 4);
+    let mut cache = model.new_kv_cache(6, 4).unwrap();
+    let held = |pages: [u32; 2], state| Held { pages: pages.into(), state: Some(state) };
+    let step = |cache: &mut KvCache, tokens: &[u32], past: usize, held: Held| {
+        let mut batch = PackedBatch::new();
+        batch.begin_group(Some(&adapter));
+        batch.push_cached(tokens, past, usize::MAX, held);
+        let rows = [tokens.len() - 1];
+        let replies = model.step(&batch, cache, &rows, &[whole_row()]).unwrap();
+        bits(&replies[0].as_ref().unwrap().logprobs)
+    };
+    let prefix = tokens(70, 1);
+    step(&mut cache, &prefix, 0, held([0, 1], 2));
+    for (page, state) in [(2, 0), (3, 1)] {
+        cache.copy_page(model.backend(), 1, page).unwrap();
+        cache.copy_state(model.backend(), 2, state).unwrap();
+    }
+    let original = step(&mut cache, &[5, 9, 11], 70, held([0, 1], 2));
+    let other = step(&mut cache, &[8, 9, 11], 70, held([0, 2], 0));
+    // After others have gone on from where it was copied.
+    assert_eq!(step(&mut cache, &[5, 9, 11], 70, held([0, 3], 1)), original);
+    assert_ne!(other, original);
+    step(&mut cache, &prefix, 0, held([4, 5], 3));
+    assert_eq!(step(&mut cache, &[8, 9, 11], 70, held([4, 5], 3)), other, "as one that began by itself");
+    // Without the state it is another.
+    cache.copy_page(model.backend(), 1, 2).unwrap();
+    assert_ne!(step(&mut cache, &[5, 9, 11], 70, held([0, 2], 3)), original);
 }
 
 #[test]
@@ -535,7 +653,7 @@ fn families() -> Vec<ModelConfig> {
         own.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
         config_with(own)
     };
-    own.into_iter().map(with_experts).collect()
+    own.into_iter().map(with_experts).chain(qwen3_5()).collect()
 }
 
 #[test]

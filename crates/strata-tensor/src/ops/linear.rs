@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::{check, check_f32, check_vector};
+use super::{check, check_f32, check_run, check_vector};
 use crate::backend::{Backend, LowProducts};
 use crate::tape::{Backward, Linear, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_dtype};
 use crate::{DType, Error, PackedRef, Result, Tensor};
@@ -81,17 +81,7 @@ fn check_layer(op: &'static str, x: &Tensor, layer: &Linear<'_>) -> Result<()> {
 /// Refuses groups that are not runs of `tokens` tokens, and pairs that do not fit the weight.
 pub(super) fn check_groups(op: &'static str, lora: &[LoraGroup<'_>], tokens: usize, w: PackedRef<'_>) -> Result<()> {
     for group in lora {
-        let run = &group.tokens;
-        if run.end > tokens {
-            return Err(Error::Index { op, what: "tokens", index: run.end, size: tokens });
-        }
-        if run.start > run.end || group.sequences.iter().any(|s| s.start < run.start || s.start > s.end || s.end > run.end) {
-            return Err(Error::Shape {
-                op,
-                expected: format!("sequences in {run:?}"),
-                actual: format!("{:?}", group.sequences),
-            });
-        }
+        check_run(op, &group.tokens, &group.sequences, tokens)?;
         for LoraProjection { a, b, first_column, .. } in &group.projections {
             if let Some(pair) = [a, b].into_iter().find(|p| p.dtype() != w.dtype()) {
                 return Err(Error::DType { op, expected: w.dtype(), actual: pair.dtype() });

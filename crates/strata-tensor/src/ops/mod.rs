@@ -19,6 +19,8 @@ pub use latent::{LatentAttention, LatentRotary};
 pub use loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, logits_chunk_rows, read_logits, target_logprobs};
 pub use moe::experts_bytes_per_token;
 
+use std::ops::Range;
+
 use crate::{DType, Error, Result, Tensor, TensorRef};
 
 /// Refuses a tensor that is not f32 `[rows, columns]`.
@@ -44,6 +46,17 @@ fn check_vector(op: &'static str, vector: TensorRef<'_>, len: usize) -> Result<(
     }
     if vector.shape().len() != len {
         return Err(Error::Shape { op, expected: format!("[{len}]"), actual: vector.shape().to_string() });
+    }
+    Ok(())
+}
+
+/// Refuses a group whose tokens are not a run of `tokens`, or whose sequences are not in it.
+fn check_run(op: &'static str, run: &Range<usize>, sequences: &[Range<usize>], tokens: usize) -> Result<()> {
+    if run.end > tokens {
+        return Err(Error::Index { op, what: "tokens", index: run.end, size: tokens });
+    }
+    if run.start > run.end || sequences.iter().any(|s| s.start < run.start || s.start > s.end || s.end > run.end) {
+        return Err(Error::Shape { op, expected: format!("sequences in {run:?}"), actual: format!("{sequences:?}") });
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::backend::*;
 use crate::moe::{Dispatch, Experts, RouterScores, Routing, SigmoidScores};
 use crate::storage::Storage;
-use crate::tape::{Linear, LoraGroup, LoraProjection};
+use crate::tape::{EmbeddingLora, Linear, LoraGroup, LoraProjection};
 use crate::{
     CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, RecurrentStates, Result,
     Tensor, TensorMut, TensorRef, WeightFormat,
@@ -113,6 +113,17 @@ impl Table {
         };
         let lora = layer.lora.iter().map(group).collect::<Result<_>>()?;
         Ok(Linear { weight: self.packed(layer.weight)?, bias: bias.as_ref().map(Tensor::as_ref), lora })
+    }
+}
+
+impl Table {
+    /// Pairs of an embedding whose weights are here, with rows that were fetched.
+    fn pairs<'t>(&'t self, lora: &[EmbeddingLora<'_>], rows: &'t [Tensor]) -> Result<Vec<EmbeddingLora<'t>>> {
+        let pair = |(pair, rows): (&EmbeddingLora<'_>, &'t Tensor)| {
+            let (tokens, sequences, b) = (pair.tokens.clone(), pair.sequences.clone(), self.packed(pair.b)?);
+            Ok(EmbeddingLora { tokens, sequences, a: rows.as_ref(), b, scale: pair.scale, site: pair.site })
+        };
+        lora.iter().zip(rows).map(pair).collect()
     }
 }
 
@@ -251,6 +262,18 @@ impl RemoteBackend {
 
     fn fetch_rotary(&self, rotary: &Rotary) -> Result<Rotary> {
         Ok(Rotary { cos: self.fetch(rotary.cos.as_ref())?, sin: self.fetch(rotary.sin.as_ref())? })
+    }
+
+    fn fetch_rows(&self, lora: &[EmbeddingLora<'_>]) -> Result<Vec<Tensor>> {
+        lora.iter().map(|pair| self.fetch(pair.a)).collect()
+    }
+
+    fn fetch_low(&self, low: &LowProducts) -> Result<LowProducts> {
+        Ok(LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?))
+    }
+
+    fn keep_low(&self, low: &LowProducts) -> Result<LowProducts> {
+        Ok(LowProducts(low.0.iter().map(|product| self.keep_tensor(product)).collect::<Result<_>>()?))
     }
 
     fn fetch_bias(&self, layer: &Linear<'_>) -> Result<Option<Tensor>> {
@@ -434,7 +457,7 @@ impl Backend for RemoteBackend {
             None => run(None)?,
             Some(y) => self.change(y, |y| run(Some(y)))?,
         }
-        Ok(LowProducts(low.0.iter().map(|product| self.keep_tensor(product)).collect::<Result<_>>()?))
+        self.keep_low(&low)
     }
 
     fn linear_backward(
@@ -447,7 +470,7 @@ impl Backend for RemoteBackend {
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
         let (dy, x, bias) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
-        let low = LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?);
+        let low = self.fetch_low(low)?;
         let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
         self.change_pairs(gradients, |table, views| {
             self.cpu.linear_backward(&dy, &x, &low, &table.linear(layer, &bias)?, views, dx_here.as_mut())
@@ -465,6 +488,29 @@ impl Backend for RemoteBackend {
 
     fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
         self.change(out, |out| self.cpu.embedding_packed(self.far.table().packed(table)?, ids, out))
+    }
+
+    fn embedding_lora(&self, ids: &[u32], lora: &[EmbeddingLora<'_>], y: &mut Tensor) -> Result<LowProducts> {
+        let (rows, mut low) = (self.fetch_rows(lora)?, LowProducts::default());
+        self.change(y, |y| {
+            low = self.cpu.embedding_lora(ids, &self.far.table().pairs(lora, &rows)?, y)?;
+            Ok(())
+        })?;
+        self.keep_low(&low)
+    }
+
+    fn embedding_lora_backward(
+        &self,
+        dy: &Tensor,
+        ids: &[u32],
+        low: &LowProducts,
+        lora: &[EmbeddingLora<'_>],
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()> {
+        let (dy, low, rows) = (self.fetch(dy.as_ref())?, self.fetch_low(low)?, self.fetch_rows(lora)?);
+        self.change_pairs(gradients, |table, views| {
+            self.cpu.embedding_lora_backward(&dy, ids, &low, &table.pairs(lora, &rows)?, views)
+        })
     }
 
     fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {

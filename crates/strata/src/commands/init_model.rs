@@ -9,7 +9,7 @@ use clap::builder::PossibleValuesParser;
 use indicatif::HumanBytes;
 use safetensors::tensor::{Dtype, View, serialize_to_file};
 use strata_model::checkpoint::{Existing, write_atomically};
-use strata_model::{Error, ModelConfig, ModelSource, parameter_shapes, random_parameter};
+use strata_model::{Error, ModelConfig, ModelSource, ParameterShape, parameter_shapes, random_parameter};
 use strata_tensor::{DType, HostTensor};
 
 /// Settings of `strata init-model`.
@@ -68,9 +68,9 @@ fn write_checkpoint(dir: &Path, config: &ModelConfig, seed: u64, dtype: DType) -
     }
     let range = config.initializer_range;
     let shapes = parameter_shapes(config).into_iter().enumerate();
-    let tensors = shapes.map(|(index, (name, shape))| {
-        let tensor = RandomTensor { name: name.clone(), shape, dtype, range, key: [seed, index as u64] };
-        (name, tensor)
+    let tensors = shapes.map(|(index, of)| {
+        let name = of.name.clone();
+        (name, RandomTensor { of, dtype, range, key: [seed, index as u64] })
     });
     let path = dir.join("model.safetensors");
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -84,8 +84,7 @@ fn write_text(path: &Path, text: &str) -> strata_model::Result<()> {
 
 /// A parameter that is drawn when its turn to be written comes, so that one at a time is in memory.
 struct RandomTensor {
-    name: String,
-    shape: Vec<usize>,
+    of: ParameterShape,
     dtype: DType,
     range: f32,
     key: [u64; 2],
@@ -100,15 +99,15 @@ impl View for RandomTensor {
     }
 
     fn shape(&self) -> &[usize] {
-        &self.shape
+        &self.of.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let len: usize = self.shape.iter().product();
+        let len: usize = self.of.shape.iter().product();
         let mut bytes = Vec::with_capacity(self.data_len());
         for first in (0..len).step_by(SLICE_ELEMENTS) {
             let mut values = vec![0.0; SLICE_ELEMENTS.min(len - first)];
-            random_parameter(&self.name, &self.shape, self.range, self.key, first, &mut values);
+            random_parameter(self.of.initial, self.range, self.key, first, &mut values);
             let rounded = HostTensor::from_f32(&values, &[values.len()], self.dtype).expect("the shape is that of the values");
             bytes.extend_from_slice(rounded.as_ref().as_bytes());
         }
@@ -116,7 +115,7 @@ impl View for RandomTensor {
     }
 
     fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.size_bytes()
+        self.of.shape.iter().product::<usize>() * self.dtype.size_bytes()
     }
 }
 

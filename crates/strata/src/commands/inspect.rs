@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use indicatif::HumanBytes;
 use strata_model::checkpoint::HubOptions;
-use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, Work, parameter_shapes};
+use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, ParameterShape, Work, parameter_shapes};
 use strata_tensor::{DType, WeightStorage};
 
 use crate::base_model::Quantize;
@@ -51,8 +51,7 @@ fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStora
     let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
     line("vocabulary", format!("{}, unembedding {tied}", config.vocab_size));
     line("context", format!("{} tokens", config.max_position_embeddings));
-    let parameters: u64 =
-        parameter_shapes(config).iter().map(|(_, shape)| shape.iter().map(|&n| n as u64).product::<u64>()).sum();
+    let parameters: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
     line("parameters", format!("{:.3} billion", parameters as f64 / 1e9));
     let element = dtype.size_bytes() as f64;
     let bytes = match storage {
@@ -141,6 +140,16 @@ mod tests {
             "56.87 GiB of weights in bf16",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        let of_states = describe("small", &ModelConfig::named_shape("qwen3.5-9b").unwrap(), DType::BF16, WeightStorage::Dense);
+        for part in [
+            "layers 0-2: gated delta net: 32 heads, states of 128 × 128",
+            "layer 3: attention: queries 4096 wide, 2048 cached a token",
+            "24 × in_proj_qkv 4096 → 8192",
+            "8 × q_proj 4096 → 8192",
+            "48.00 MiB of states for each sequence",
+        ] {
+            assert!(of_states.contains(part), "{part:?} is not in\n{of_states}");
         }
         let small = describe("small", &config, DType::BF16, WeightStorage::Int8);
         assert!(small.contains("kept int8") && !small.contains("56.87"), "{small}");

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod demo;
+pub mod export;
 pub mod init_model;
 pub mod inspect;
 pub mod serve;

@@ -60,7 +60,7 @@ pub fn run(args: Args) -> Result<()> {
     let adapter = match &args.adapter {
         Some(dir) => {
             let adapter = read_adapter(model.backend(), dir, model.lora_modules())?;
-            Some((adapter.config, model.pack_adapter(adapter.config, &adapter.params)?))
+            Some((adapter.config.clone(), model.pack_adapter(adapter.config, &adapter.params)?))
         }
         None => None,
     };
@@ -70,7 +70,7 @@ pub fn run(args: Args) -> Result<()> {
     trace_forward(&model, packed, &sequences, &mut values)?;
     let targets = next_token_targets(&sequences);
     let logprobs = match &adapter {
-        Some((config, packed)) if args.grads => trace_gradients(&model, *config, packed, &sequences, &targets, &mut values)?,
+        Some((config, packed)) if args.grads => trace_gradients(&model, config, packed, &sequences, &targets, &mut values)?,
         _ => model.forward(&batch_of(packed, &sequences), &targets)?,
     };
     let mut rest = logprobs.as_slice();
@@ -174,13 +174,13 @@ impl TokenLoss for CrossEntropySum {
 
 fn trace_gradients(
     model: &Model,
-    config: LoraConfig,
+    config: &LoraConfig,
     adapter: &Adapter,
     sequences: &[Vec<u32>],
     targets: &Targets,
     values: &mut Values,
 ) -> Result<Vec<f32>> {
-    let mut gradient = LoraParams::zeros(model.backend(), model.lora_modules(), &config)?;
+    let mut gradient = LoraParams::zeros(model.backend(), model.lora_modules(), config)?;
     let batch = batch_of(Some(adapter), sequences);
     let logprobs = model.forward_backward(&batch, targets, &CrossEntropySum, &mut [Some(&mut gradient)])?;
     for (name, tensor) in adapter_tensors(model.backend(), model.lora_modules(), &gradient)? {

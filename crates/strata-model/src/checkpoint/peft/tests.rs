@@ -1,12 +1,17 @@
+mod embedding;
+
 use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
-use strata_tensor::{CpuBackend, Memory, Tensor};
+use strata_tensor::{CpuBackend, HostRef, HostTensor, Memory, Tensor};
 
 use super::*;
+use crate::lora::LoraStack;
+
+mod forms;
 
 const RANK: usize = 3;
 
@@ -19,6 +24,7 @@ fn modules() -> Vec<LoraModule> {
         part,
         layers: (0..num_layers).collect(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };
@@ -27,6 +33,7 @@ fn modules() -> Vec<LoraModule> {
         module("self_attn.v_proj", Part::Attention, 2, 4, 2),
         module("mlp.down_proj", Part::Mlp, 2, 8, 4),
         module("lm_head", Part::Unembed, 1, 4, 10),
+        module("model.embed_tokens", Part::Embedding, 1, 10, 4),
     ]
 }
 
@@ -37,8 +44,9 @@ fn all_parts() -> LoraConfig {
         attention: true,
         mlp: true,
         unembed: true,
-        expert_rank: None,
+        embedding: false,
         left_out: ModuleSet::NONE,
+        own: BTreeMap::new(),
     }
 }
 
@@ -77,7 +85,7 @@ fn bits(params: &LoraParams) -> Vec<Option<[Vec<u8>; 2]>> {
 fn written(config: &LoraConfig) -> (tempfile::TempDir, LoraParams) {
     let dir = tempfile::tempdir().unwrap();
     let params = distinct_params(config);
-    write_adapter(&*BACKEND, dir.path(), &modules(), config, &params, "org/base").unwrap();
+    write_adapter(&*BACKEND, dir.path(), &modules(), (config, &params), "org/base", AdapterFormat::Tinker).unwrap();
     (dir, params)
 }
 
@@ -157,6 +165,34 @@ fn pefts_own_name_of_the_unembedding_is_read() {
 }
 
 #[test]
+fn an_adapter_of_a_model_that_was_part_of_a_composite_is_read() {
+    let config = all_parts();
+    let (dir, params) = written(&config);
+    let renamed = |name: &str| name.strip_prefix("base_model.model.model.layers.").map(in_composite);
+    change_tensors(dir.path(), |name| Some(renamed(name).unwrap_or_else(|| name.into())));
+    change_config(dir.path(), json!({"target_modules": "(.*language_model.*(q|v|down)_proj)|lm_head"}));
+    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
+    assert_eq!((read.config, bits(&read.params)), (config, bits(&params)));
+    let (twice, _) = written(&all_parts());
+    let name = "self_attn.q_proj.lora_A.weight";
+    let taken = |other: &str| {
+        if other.ends_with("layers.1.self_attn.v_proj.lora_A.weight") {
+            in_composite(&format!("0.{name}"))
+        } else {
+            other.into()
+        }
+    };
+    change_tensors(twice.path(), |other| Some(taken(other)));
+    let error = read_error(twice.path());
+    assert!(error.contains("are one parameter") && error.contains(name), "{error}");
+}
+
+/// The name of a tensor of a decoder layer in adapters of a composite.
+fn in_composite(rest: &str) -> String {
+    format!("base_model.model.model.language_model.layers.{rest}")
+}
+
+#[test]
 fn the_name_that_the_tinker_tools_have_for_attention_of_gpt_oss_is_read() {
     let (dir, params) = written(&all_parts());
     change_tensors(dir.path(), |name| Some(name.replace(".self_attn.", ".attn.")));
@@ -197,8 +233,16 @@ fn tensors_must_fit_model_and_rank_and_all_be_used() {
 fn features_beyond_plain_lora_are_refused_by_name() {
     for changes in [
         json!({"use_dora": true}),
-        json!({"rank_pattern": {"q_proj": 8}}),
-        json!({"alpha_pattern": {"q_proj": 8}}),
+        json!({"rank_pattern": {"q_proj": 0}}),
+        json!({"rank_pattern": {"q_proj": 2000}}),
+        json!({"rank_pattern": {"q_proj": 2.5}}),
+        json!({"rank_pattern": {"((": 3}}),
+        json!({"rank_pattern": ["q_proj"]}),
+        json!({"alpha_pattern": {"q_proj": "8"}}),
+        json!({"alpha_pattern": {"q_proj": 1e300}}),
+        json!({"alpha_pattern": {"layers.0.self_attn.q_proj": 8}}),
+        json!({"alpha_pattern": {"(.*)*(.*)*(.*)*x(?=y)": 8}}),
+        json!({"alpha_pattern": "q_proj"}),
         json!({"modules_to_save": ["embed_tokens"]}),
         json!({"bias": "all"}),
         json!({"lora_bias": true}),
@@ -206,6 +250,7 @@ fn features_beyond_plain_lora_are_refused_by_name() {
         json!({"use_qalora": true}),
         json!({"layers_to_transform": [0]}),
         json!({"layers_to_transform": 0}),
+        json!({"layers_to_transform": "all"}),
         json!({"layer_replication": [[0, 1]]}),
         json!({"target_parameters": ["experts"]}),
         json!({"trainable_token_indices": {"embed_tokens": [1]}}),
@@ -252,7 +297,7 @@ fn what_target_modules_names_and_what_there_is_must_agree() {
         json!(["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "v_proj", "down_proj", "lm_head"]),
         json!("all-linear"),
         json!(r".*\.(q_proj|v_proj|down_proj)|lm_head"),
-        json!(r"(?!visual).*"),
+        json!(r"(?!visual|model\.embed).*"),
         Value::Null,
     ] {
         assert_eq!(accepted(json!({"target_modules": targets}), &all), Ok(()), "{targets}");
@@ -285,7 +330,7 @@ fn an_adapter_with_values_that_are_not_finite_is_refused() {
         values[13] = bad;
         let bad_values = HostRef::from_f32(&values, &[values.len()]).unwrap();
         BACKEND.upload(bad_values, stack.b.as_mut()).unwrap();
-        write_adapter(&*BACKEND, dir.path(), &modules(), &all_parts(), &params, "org/base").unwrap();
+        write_adapter(&*BACKEND, dir.path(), &modules(), (&all_parts(), &params), "org/base", AdapterFormat::Tinker).unwrap();
         let error = read_error(dir.path());
         assert!(error.contains("layers.1.mlp.down_proj.lora_B.weight is") && error.contains("not a finite"), "{error}");
     }
@@ -333,6 +378,7 @@ fn adapters_that_peft_wrote_are_read() {
         part,
         layers: (0..num_layers).collect(),
         experts: None,
+        parts: Vec::new(),
         in_features,
         out_features,
     };
@@ -345,6 +391,7 @@ fn adapters_that_peft_wrote_are_read() {
         module("mlp.up_proj", Part::Mlp, 3, 32, 44),
         module("mlp.down_proj", Part::Mlp, 3, 44, 32),
         module("lm_head", Part::Unembed, 1, 32, 97),
+        module("model.embed_tokens", Part::Embedding, 1, 97, 32),
     ];
     for (name, rank, parts) in [
         ("r3", 3, (true, true, false)),

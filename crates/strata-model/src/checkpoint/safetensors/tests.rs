@@ -49,6 +49,17 @@ fn a_single_file_is_opened_by_name() {
 }
 
 #[test]
+fn parts_of_a_composite_are_renamed_unless_the_name_is_taken() {
+    let dir = directory(&[(SINGLE_FILE, &file_of(&[("model.a", &[2]), ("model.part.b", &[3]), ("part.c", &[1])]))]);
+    let mut checkpoint = Checkpoint::open(dir.path()).unwrap();
+    checkpoint.rename("model.part.", "model.").unwrap();
+    assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["model.a", "model.b", "part.c"]);
+    assert_eq!(checkpoint.tensor("model.b").unwrap().unwrap().read(DType::F32).unwrap().as_ref().to_f32_vec(), [1.0; 3]);
+    let error = checkpoint.rename("part.c", "model.a").unwrap_err().to_string();
+    assert!(error.contains("tensors part.c and model.a are one parameter"), "{error}");
+}
+
+#[test]
 fn shards_are_one_checkpoint() {
     let dir = directory(&[
         ("m-1.safetensors", &file_of(&[("a", &[2])])),

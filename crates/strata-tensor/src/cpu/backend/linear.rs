@@ -17,12 +17,12 @@ pub(super) fn block(tensor: &Tensor, rows: Range<usize>, columns: Range<usize>) 
 }
 
 /// All of a matrix; further axes count as columns.
-fn whole(tensor: &Tensor) -> Result<Rows<'_>> {
+pub(super) fn whole(tensor: &Tensor) -> Result<Rows<'_>> {
     block(tensor, 0..tensor.rows(), 0..tensor.shape().row_len())
 }
 
 /// All of a matrix of f32.
-fn all_of(out: &mut Tensor, target: &Target, rows: usize, columns: usize) -> Result<Out> {
+pub(super) fn all_of(out: &mut Tensor, target: &Target, rows: usize, columns: usize) -> Result<Out> {
     let width = out.shape().row_len();
     Ok(Out::new(out.slice_mut::<f32>()?, width, target, rows, columns))
 }
@@ -148,7 +148,12 @@ impl CpuBackend {
 
     /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]` for each `low` and its `dw`, adding sequence after sequence; `sequences` are rows
     /// counted from the first of the blocks.
-    fn backward_weights(&self, x: Rows<'_>, sequences: &[Range<usize>], pairs: Vec<(&Tensor, TensorMut<'_>)>) -> Result<()> {
+    pub(super) fn backward_weights(
+        &self,
+        x: Rows<'_>,
+        sequences: &[Range<usize>],
+        pairs: Vec<(&Tensor, TensorMut<'_>)>,
+    ) -> Result<()> {
         let target = Target { accumulate: true, ..Target::overwrite() };
         let (width, dtype) = (x.width(), x.dtype());
         let mut operands = Vec::with_capacity(pairs.len());

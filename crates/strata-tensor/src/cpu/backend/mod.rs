@@ -1,9 +1,10 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
+//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
 //! of experts, [`logits`] what is asked of logits.
 
 mod delta;
+mod embedding;
 mod experts;
 mod heads;
 mod linear;
@@ -22,9 +23,9 @@ use super::threads::{Pool, SharedMut};
 use crate::backend::*;
 use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
-use crate::tape::Linear;
+use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorRef};
-use memory::{pages, pages_mut, weights};
+use memory::{pages, pages_mut};
 
 /// What the fused projection of a model has.
 const OWN_VALUES: &str = "a fused projection has values of its own";
@@ -172,33 +173,26 @@ impl Backend for CpuBackend {
     }
 
     fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
-        let n = table.shape().row_len();
-        let out = SharedMut::new(out.slice_mut::<f32>()?);
-        with_element!(table.dtype(), T => {
-            let table = table.slice::<T>()?;
-            self.over_rows(ids.len(), n, |rows| {
-                for row in rows {
-                    // SAFETY: tasks have rows of their own.
-                    let out = unsafe { rows_mut(&out, &(row..row + 1), n) };
-                    convert::to_f32(self.isa, &table[ids[row] as usize * n..][..n], out);
-                }
-            });
-        });
-        Ok(())
+        self.rows_of_table(table, ids, out)
     }
 
     fn embedding_packed(&self, table: PackedRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {
-        let table = weights(table)?;
-        let n = table.in_features;
-        let out = SharedMut::new(out.slice_mut::<f32>()?);
-        self.over_rows(ids.len(), n, |rows| {
-            for row in rows {
-                // SAFETY: tasks have rows of their own.
-                let out = unsafe { rows_mut(&out, &(row..row + 1), n) };
-                with_element!(table.dtype, T => matmul::unpack_row::<T>(table, ids[row] as usize, out));
-            }
-        });
-        Ok(())
+        self.rows_of_packed_table(table, ids, out)
+    }
+
+    fn embedding_lora(&self, ids: &[u32], lora: &[EmbeddingLora<'_>], y: &mut Tensor) -> Result<LowProducts> {
+        self.forward_embedding_lora(ids, lora, y)
+    }
+
+    fn embedding_lora_backward(
+        &self,
+        dy: &Tensor,
+        ids: &[u32],
+        low: &LowProducts,
+        lora: &[EmbeddingLora<'_>],
+        gradients: &mut [Option<LoraGradient<'_>>],
+    ) -> Result<()> {
+        self.backward_embedding_lora(dy, ids, low, lora, gradients)
     }
 
     fn rms_norm(&self, x: &Tensor, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {

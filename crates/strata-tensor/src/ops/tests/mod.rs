@@ -5,6 +5,7 @@
 
 mod composite;
 mod delta;
+mod embedding;
 mod latent;
 mod moe;
 mod toy;
@@ -438,22 +439,6 @@ fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
         let cached = attention_input(&b, g, &norms, &spans);
         let cached = tape.attention(&x, &cached, KvAccess::Cache(&mut pages), dtype).unwrap();
         assert_eq!(bits(&out), bits(cached.value()));
-    }
-}
-
-#[test]
-fn embeddings_are_rows_of_the_table_whether_it_is_tied_or_not() {
-    let b = backend();
-    for dtype in [DType::F32, DType::BF16] {
-        let table = tensor(&[37, 9], dtype, 1);
-        let tied = packed(&table.to_f32_vec(), 9, 37, dtype);
-        let ids = [36, 0, 5, 5, 17];
-        let expected: Vec<f32> = ids.iter().flat_map(|&id| table.row(id as usize).to_f32_vec()).collect();
-        let tables = [EmbeddingTable::Rows(table.as_ref()), EmbeddingTable::Tied(tied.layer(0))];
-        for table in tables {
-            assert_eq!(Tape::inference(&b).embedding(table, &ids).unwrap().value().to_f32_vec(), expected);
-            assert!(Tape::inference(&b).embedding(table, &[3, 37]).is_err());
-        }
     }
 }
 

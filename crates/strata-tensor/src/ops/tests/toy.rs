@@ -7,7 +7,7 @@ use super::frequencies;
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
-use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
+use crate::tape::{EmbeddingLora, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
 use crate::testing::{normal, packed};
 use crate::{CpuBackend, DType, HostRef, KvPages, KvValues, Memory, PackedStack};
 
@@ -18,8 +18,8 @@ const MLP: usize = 7;
 const GEOMETRY: AttentionGeometry =
     AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, values: KvValues::Own(6), scale: 0.4, eps: 1e-6, window: None };
 
-/// `(layer of the model, in, out, first column)` of each module: q, k, v; o; gate, up; down; unembedding.
-const MODULES: [(usize, usize, usize, usize); 8] = [
+/// `(layer of the model, in, out, first column)` of each module: q, k, v; o; gate, up; down; unembedding; embedding.
+const MODULES: [(usize, usize, usize, usize); 9] = [
     (0, HIDDEN, 12, 0),
     (0, HIDDEN, 6, 12),
     (0, HIDDEN, 6, 18),
@@ -28,10 +28,13 @@ const MODULES: [(usize, usize, usize, usize); 8] = [
     (2, HIDDEN, MLP, MLP),
     (3, MLP, HIDDEN, 0),
     (4, HIDDEN, VOCAB, 0),
+    (5, VOCAB, HIDDEN, 0),
 ];
 /// `(in, out)` of each fused linear layer.
 const LINEARS: [(usize, usize); 5] = [(HIDDEN, 24), (12, HIDDEN), (HIDDEN, 2 * MLP), (MLP, HIDDEN), (HIDDEN, VOCAB)];
 const UNEMBED: usize = 4;
+/// The module of the embedding, whose A is a table.
+const EMBED: usize = 8;
 
 /// Accumulators by site: of the layer that it names, and of those that follow.
 #[derive(Default)]
@@ -47,6 +50,12 @@ impl Gradients {
     pub(super) fn open_layers(&mut self, site: LoraSite, num_layers: usize, rank: usize, inputs: usize, outputs: usize) {
         let zeros = |width| Tensor::zeros(&[num_layers, rank, width], DType::F32);
         self.0.push((site, zeros(inputs), zeros(outputs)));
+    }
+
+    /// As [`Gradients::open`], of an embedding.
+    pub(super) fn open_embedding(&mut self, site: LoraSite, rank: usize, vocab: usize, hidden: usize) {
+        let zeros = |rows, width| Tensor::zeros(&[1, rows, width], DType::F32);
+        self.0.push((site, zeros(vocab, rank), zeros(rank, hidden)));
     }
 
     /// Gradients of A and of B transposed.
@@ -103,7 +112,7 @@ pub(super) struct Adapter {
 
 /// Every `(layer, module)` that carries an adapter.
 pub(super) fn sites() -> impl Iterator<Item = (usize, usize)> {
-    (0..LAYERS).flat_map(|layer| (0..7).map(move |module| (layer, module))).chain([(0, 7)])
+    (0..LAYERS).flat_map(|layer| (0..7).map(move |module| (layer, module))).chain([(0, 7), (0, EMBED)])
 }
 
 impl Adapter {
@@ -133,6 +142,8 @@ pub(super) struct Toy {
     norms: Vec<Tensor>,
     embedding: Tensor,
     adapters: Vec<Vec<[PackedStack; 2]>>,
+    /// A of the embedding of each adapter, `[VOCAB, rank]`.
+    tables: Vec<Tensor>,
     ranks: Vec<usize>,
 }
 
@@ -177,6 +188,10 @@ impl Toy {
             norms: [HIDDEN, 6, 6, HIDDEN, HIDDEN].into_iter().zip(210..).map(|(n, key)| vector(n, key)).collect(),
             embedding: Tensor::from_f32(&round(normal(VOCAB * HIDDEN, 220), 1.0), &[VOCAB, HIDDEN], dtype).unwrap(),
             adapters: adapters.iter().map(pack).collect(),
+            tables: adapters
+                .iter()
+                .map(|a| Tensor::from_f32(&a.pairs[a.pairs.len() - 1][0], &[VOCAB, a.rank], dtype).unwrap())
+                .collect(),
             ranks: adapters.iter().map(|a| a.rank).collect(),
         }
     }
@@ -186,7 +201,11 @@ impl Toy {
         let mut gradients = Gradients::default();
         for (group, &rank) in self.ranks.iter().enumerate() {
             for (layer, module) in sites() {
-                gradients.open(LoraSite { group, module, layer }, rank, MODULES[module].1, MODULES[module].2);
+                let (site, (_, inputs, outputs, _)) = (LoraSite { group, module, layer }, MODULES[module]);
+                match module {
+                    EMBED => gradients.open_embedding(site, rank, inputs, outputs),
+                    _ => gradients.open(site, rank, inputs, outputs),
+                }
             }
         }
         gradients
@@ -212,6 +231,22 @@ impl Toy {
             }
         };
         batch.chunk_by(|a, b| a.0.adapter == b.0.adapter).map(group).collect()
+    }
+
+    /// The pairs of the embedding, for runs of sequences with one adapter.
+    fn embedding_pairs(&self, batch: &[(Sequence, Range<usize>)]) -> Rc<[EmbeddingLora<'_>]> {
+        let pair = |run: &[(Sequence, Range<usize>)]| {
+            let group = run[0].0.adapter?;
+            Some(EmbeddingLora {
+                tokens: run[0].1.start..run[run.len() - 1].1.end,
+                sequences: run.iter().map(|(_, tokens)| tokens.clone()).collect(),
+                a: self.tables[group].as_ref(),
+                b: self.adapters[group][sites().count() - 1][1].layer(0),
+                scale: 0.5 / self.ranks[group] as f32,
+                site: LoraSite { group, module: EMBED, layer: 0 },
+            })
+        };
+        batch.chunk_by(|a, b| a.0.adapter == b.0.adapter).filter_map(pair).collect()
     }
 
     fn layer<'a>(
@@ -276,7 +311,7 @@ impl Toy {
         let attention = self.attention_input(b, spans);
         let batch = Rc::new(batch);
         let mut tape = Tape::recording(b);
-        let mut x = tape.embedding(EmbeddingTable::Rows(self.embedding.as_ref()), &ids).unwrap();
+        let mut x = tape.embedding(EmbeddingTable::Rows(self.embedding.as_ref()), self.embedding_pairs(&batch), &ids).unwrap();
         for layer in 0..LAYERS {
             let run = self.training_layer(layer, batch.clone(), attention.clone());
             x = match keep {
@@ -312,7 +347,8 @@ impl Toy {
             let attention =
                 self.attention_input(b, vec![AttentionSpan { tokens: 0..chunk.len(), past: chunk.start, pages: &[2, 0] }]);
             let mut tape = Tape::inference(b);
-            let mut x = tape.embedding(EmbeddingTable::Rows(self.embedding.as_ref()), &ids).unwrap();
+            let mut x =
+                tape.embedding(EmbeddingTable::Rows(self.embedding.as_ref()), self.embedding_pairs(&batch), &ids).unwrap();
             for (layer, kv) in kv.iter_mut().enumerate() {
                 x = self.layer(&mut tape, &x, layer, &batch, &attention, KvAccess::Cache(kv)).unwrap();
             }

@@ -1,0 +1,223 @@
+//! Which modules and parameters of a model an adapter's configuration names.
+
+use fancy_regex::{Regex, RegexBuilder};
+use serde_json::Value;
+
+use super::config::show;
+use crate::lora::{LoraModule, Part};
+
+/// Modules of a model as PEFT's `target_modules` and `exclude_modules` name them.
+#[derive(Debug)]
+pub(super) enum Modules {
+    /// `"all-linear"`: those that there are tensors for.
+    AllLinear,
+    /// Paths, or ends of paths from a dot on.
+    Names(Vec<String>),
+    /// A regular expression that matches whole paths.
+    Pattern { text: String, regex: Box<Regex> },
+}
+
+/// What an adapter says of where it has pairs.
+#[derive(Debug)]
+pub(super) struct Targets {
+    /// Modules that carry LoRA; `None` if it does not say.
+    modules: Option<Modules>,
+    /// Those of them that do not.
+    excluded: Option<Modules>,
+    /// Parameters, or ends of their paths from a dot on, that carry LoRA, beside the modules: those of experts, or the weight of a module.
+    parameters: Vec<String>,
+}
+
+impl Targets {
+    /// Of the keys of a configuration.
+    pub(super) fn from_json<'v>(get: impl Fn(&str) -> Option<&'v Value>) -> Result<Self, String> {
+        let [modules, excluded] = ["target_modules", "exclude_modules"].map(|key| Modules::from_json(key, get(key)));
+        let parameters = match get("target_parameters") {
+            None | Some(Value::Null) => Vec::new(),
+            value => names(value).ok_or_else(|| format!("target_parameters is {}, not a list of names", show(value)))?,
+        };
+        Ok(Targets { modules: modules?, excluded: excluded?, parameters })
+    }
+
+    /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
+    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`; `of_composite`: whether names are those of a composite.
+    pub(super) fn check(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
+        self.check_parameters_known(modules)?;
+        if let Some(targets) = &self.modules {
+            targets.check_known("target_modules", modules, of_composite)?;
+        }
+        for (module, &carried) in modules.iter().zip(carried) {
+            let path = module.path;
+            if let Some(name) = self.parameter_of(module) {
+                if !carried {
+                    return Err(format!("target_parameters names {name}, but the adapter holds nothing for {path} there"));
+                }
+                continue;
+            }
+            let Some(targets) = &self.modules else {
+                if carried && !self.parameters.is_empty() {
+                    return Err(format!("the adapter holds tensors for {path}, which target_parameters does not name"));
+                }
+                continue;
+            };
+            if matches!(targets, Modules::AllLinear) && self.excluded.is_none() {
+                continue;
+            }
+            let (mut targeted, mut excluded) = (0, 0);
+            for path in paths(module, of_composite) {
+                let is_excluded = self.excluded.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))?;
+                excluded += usize::from(is_excluded);
+                targeted += usize::from(!is_excluded && targets.names("target_modules", &path)?);
+            }
+            // The paths of the unembedding are all its own.
+            let targeted = targeted > 0 && !(module.part == Part::Unembed && excluded > 0);
+            match (targets, targeted, carried) {
+                (Modules::Names(_) | Modules::Pattern { .. }, true, false) => {
+                    return Err(format!("target_modules names {path}, but the adapter holds nothing for it"));
+                }
+                (_, false, true) => {
+                    return Err(format!("the adapter holds tensors for {path}, which target_modules does not name"));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a module is named by its parameter.
+    pub(super) fn name_parameter_of(&self, module: &LoraModule) -> bool {
+        self.parameter_of(module).is_some()
+    }
+
+    fn parameter_of(&self, module: &LoraModule) -> Option<&String> {
+        let paths = parameter_paths(module);
+        self.parameters.iter().find(|name| paths.iter().any(|path| ends_with(path, name)))
+    }
+
+    fn check_parameters_known(&self, modules: &[LoraModule]) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(parameter_paths).collect();
+        let Some(name) = self.parameters.iter().find(|name| !all.iter().any(|path| ends_with(path, name))) else {
+            return Ok(());
+        };
+        let mut known: Vec<String> = modules.iter().map(parameter_name).collect();
+        known.dedup();
+        let name = show(Some(&name.as_str().into()));
+        Err(format!("target_parameters names {name}, which the model does not have; it has {}", known.join(", ")))
+    }
+}
+
+/// A module's parameter in transformers, within a decoder layer, or within the model for the unembedding.
+pub(super) fn parameter_name(module: &LoraModule) -> String {
+    match module.experts {
+        Some(experts) => format!("{}.{}", module.path, experts.fused.parameter),
+        None => format!("{}.weight", module.path),
+    }
+}
+
+/// As [`parameter_name`], within the model, one for each layer.
+pub(super) fn parameter_paths(module: &LoraModule) -> Vec<String> {
+    let name = parameter_name(module);
+    match module.part {
+        Part::Unembed | Part::Embedding => vec![name],
+        Part::Attention | Part::Mlp => module.layers.iter().map(|number| format!("model.layers.{number}.{name}")).collect(),
+    }
+}
+
+/// The names of a list.
+fn names(value: Option<&Value>) -> Option<Vec<String>> {
+    let list = value?.as_array().filter(|list| list.len() <= Modules::ENTRIES_MAX)?;
+    list.iter().map(|name| name.as_str().map(String::from)).collect()
+}
+
+/// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it; where the model is a part of a composite, in that.
+fn paths(module: &LoraModule, of_composite: bool) -> Vec<String> {
+    let mut paths = paths_alone(module);
+    for path in paths.iter_mut().filter(|_| of_composite) {
+        if let Some(rest) = path.strip_prefix("model.") {
+            *path = format!("model.language_model.{rest}");
+        }
+    }
+    paths
+}
+
+fn paths_alone(module: &LoraModule) -> Vec<String> {
+    match module.part {
+        Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
+        Part::Embedding => vec![module.path.into()],
+        Part::Attention | Part::Mlp => {
+            let of_layer = |number: &usize| match module.experts {
+                None => {
+                    let of_tools =
+                        module.path.strip_prefix("self_attn.").map(|rest| format!("model.layers.{number}.attn.{rest}"));
+                    let of_parts = module.parts.iter().map(|part| format!("model.layers.{number}.{}", part.path));
+                    let own = [format!("model.layers.{number}.{}", module.path)];
+                    own.into_iter().chain(of_tools).chain(of_parts).collect::<Vec<_>>()
+                }
+                Some(experts) => {
+                    let one = |expert| format!("model.layers.{number}.{}.{expert}.{}", module.path, experts.projection);
+                    let all = format!("model.layers.{number}.{}.{}", module.path, experts.tinker_name);
+                    (0..experts.count).map(one).chain([all]).collect()
+                }
+            };
+            module.layers.iter().flat_map(of_layer).collect()
+        }
+    }
+}
+
+impl Modules {
+    /// The most names of a list, and bytes of a pattern.
+    const ENTRIES_MAX: usize = 4096;
+
+    fn from_json(key: &str, value: Option<&Value>) -> Result<Option<Self>, String> {
+        let refused = || format!("{key} is {}, not a list of names, a pattern or \"all-linear\"", show(value));
+        match value {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) if text == "all-linear" && key == "target_modules" => Ok(Some(Modules::AllLinear)),
+            Some(Value::String(text)) if text.len() <= Self::ENTRIES_MAX => {
+                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(10_000).build();
+                let regex = regex.map_err(|e| format!("{key} is {}, which is no regular expression: {e}", show(value)))?;
+                Ok(Some(Modules::Pattern { text: text.clone(), regex: Box::new(regex) }))
+            }
+            Some(_) => Ok(Some(Modules::Names(names(value).ok_or_else(refused)?))),
+        }
+    }
+
+    /// Refuses names that no module of the model answers to.
+    fn check_known(&self, key: &str, modules: &[LoraModule], of_composite: bool) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(|module| paths(module, of_composite)).collect();
+        let unknown = match self {
+            Modules::AllLinear => None,
+            Modules::Names(names) => names.iter().find(|name| !all.iter().any(|path| ends_with(path, name))),
+            Modules::Pattern { text, .. } => {
+                let mut any = false;
+                for path in &all {
+                    any |= self.names(key, path)?;
+                }
+                (!any).then_some(text)
+            }
+        };
+        let Some(name) = unknown else { return Ok(()) };
+        let known: Vec<&str> = modules.iter().map(|m| m.path).collect();
+        Err(format!(
+            "{key} names {}, which the model does not have; it has {}",
+            show(Some(&name.as_str().into())),
+            known.join(", ")
+        ))
+    }
+
+    /// Whether the module at this path is among them.
+    fn names(&self, key: &str, path: &str) -> Result<bool, String> {
+        match self {
+            Modules::AllLinear => Ok(true),
+            Modules::Names(names) => Ok(names.iter().any(|name| ends_with(path, name))),
+            Modules::Pattern { text, regex } => {
+                regex.is_match(path).map_err(|e| format!("{key} is {}: {e}", show(Some(&text.as_str().into()))))
+            }
+        }
+    }
+}
+
+/// Whether a name is the end of a path, from a dot on.
+fn ends_with(path: &str, name: &str) -> bool {
+    path.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}

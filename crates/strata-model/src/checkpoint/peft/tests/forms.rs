@@ -1,0 +1,357 @@
+//! Ranks and scales of modules, and adapters as stock PEFT has them.
+
+use super::*;
+use crate::lora::{ExpertModule, FusedRows, ModulePart, PairShape};
+
+const EXPERTS: usize = 3;
+const HIDDEN: usize = 4;
+const WIDTH: usize = 5;
+
+/// Modules of a model whose layer 1 is dense and whose layers 0 and 2 have experts; `step` 2: gate and up come by turns.
+fn modules_with_experts(step: usize) -> Vec<LoraModule> {
+    let module = |path, part, layers: &[usize], in_features, out_features| LoraModule {
+        path,
+        part,
+        layers: layers.to_vec(),
+        experts: None,
+        parts: Vec::new(),
+        in_features,
+        out_features,
+    };
+    let of_experts = |projection, tinker_name, fused, in_features, out_features| LoraModule {
+        experts: Some(ExpertModule { count: EXPERTS, projection, tinker_name, fused }),
+        ..module("mlp.experts", Part::Mlp, &[0, 2], in_features, out_features)
+    };
+    let gate_up = |first| FusedRows { parameter: "gate_up_proj", rows: 2 * WIDTH, first, step };
+    let down = FusedRows { parameter: "down_proj", rows: HIDDEN, first: 0, step: 1 };
+    vec![
+        module("self_attn.q_proj", Part::Attention, &[0, 1, 2], HIDDEN, 6),
+        of_experts("gate_proj", "w1", gate_up(0), HIDDEN, WIDTH),
+        of_experts("up_proj", "w3", gate_up(if step == 1 { WIDTH } else { 1 }), HIDDEN, WIDTH),
+        of_experts("down_proj", "w2", down, WIDTH, HIDDEN),
+        module("mlp.gate_proj", Part::Mlp, &[1], HIDDEN, 7),
+        module("mlp.shared_experts.gate_proj", Part::Mlp, &[0, 2], HIDDEN, 3),
+        module("lm_head", Part::Unembed, &[0], HIDDEN, 10),
+    ]
+}
+
+fn random(modules: &[LoraModule], config: &LoraConfig) -> LoraParams {
+    let mut params = LoraParams::init(&*BACKEND, modules, config, 5).unwrap();
+    let other = LoraParams::init(&*BACKEND, modules, config, 6).unwrap();
+    for (tensor, values) in params.tensors_mut().zip(other.tensors()) {
+        // A stays; B, which a fresh adapter has as zeros, takes numbers too.
+        if bytes_of(tensor).iter().all(|byte| *byte == 0) {
+            let numbers: Vec<u8> = (0..values.size_bytes() / 4).flat_map(|i| (0.25 + i as f32 / 64.0).to_le_bytes()).collect();
+            fill(tensor, &numbers);
+        }
+    }
+    params
+}
+
+fn written_as(format: AdapterFormat, modules: &[LoraModule], config: &LoraConfig, params: &LoraParams) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_adapter(&*BACKEND, dir.path(), modules, (config, params), "org/base", format).unwrap();
+    dir
+}
+
+fn json_of(dir: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(dir.join(CONFIG_FILE)).unwrap()).unwrap()
+}
+
+/// `scale * B * A` of every entry of a module, `[entries, out, in]`.
+fn product(modules: &[LoraModule], config: &LoraConfig, params: &LoraParams, index: usize) -> Vec<f32> {
+    let (module, PairShape { rank, scale }) = (&modules[index], config.shape_of(index, &modules[index]));
+    let stack = params.stacks[index].as_ref().unwrap();
+    let (a, b) = (BACKEND.to_f32_vec(stack.a.as_ref()).unwrap(), BACKEND.to_f32_vec(stack.b.as_ref()).unwrap());
+    let (n_in, n_out) = (module.in_features, module.out_features);
+    let mut all = Vec::new();
+    for entry in 0..module.entries() {
+        for (o, i) in (0..n_out).flat_map(|o| (0..n_in).map(move |i| (o, i))) {
+            let terms = (0..rank).map(|k| b[(entry * rank + k) * n_out + o] * a[(entry * rank + k) * n_in + i]);
+            all.push(scale * terms.sum::<f32>());
+        }
+    }
+    all
+}
+
+/// The product that PEFT's `ParamWrapper` computes of a pair, `[experts, out, in]`: `einsum("o r e, e r i -> e o i")` of
+/// `B.reshape(out, r, experts)` and `A.reshape(experts, r, in)`.
+fn product_of_peft(file: &SafeTensors<'_>, path: &str, scale: f32) -> Vec<f32> {
+    let read = |name: String| {
+        let view = file.tensor(&name).unwrap_or_else(|_| panic!("{name} in {:?}", file.names()));
+        let values: Vec<f32> = view.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        (values, [view.shape()[0], view.shape()[1]])
+    };
+    let (a, [all, n_in]) = read(format!("{path}.lora_A.weight"));
+    let (b, [n_out, _]) = read(format!("{path}.lora_B.weight"));
+    let rank = all / EXPERTS;
+    let mut product = Vec::new();
+    for e in 0..EXPERTS {
+        for (o, i) in (0..n_out).flat_map(|o| (0..n_in).map(move |i| (o, i))) {
+            let terms = (0..rank).map(|r| b[(o * rank + r) * EXPERTS + e] * a[(e * rank + r) * n_in + i]);
+            product.push(scale * terms.sum::<f32>());
+        }
+    }
+    product
+}
+
+#[test]
+fn ranks_and_scales_of_modules_are_written_and_read_back() {
+    let own = BTreeMap::from([
+        (0, PairShape { rank: 5, scale: 0.1 }),
+        // Of another rank and the same alpha, which needs no saying.
+        (1, PairShape { rank: 2, scale: 16.0 }),
+        (2, PairShape { rank: RANK, scale: 1e-3 }),
+        (3, PairShape { rank: 7, scale: 32.0 / 3.0 }),
+    ]);
+    let config = LoraConfig { own, ..all_parts() };
+    let (dir, params) = written(&config);
+    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
+    assert_eq!(read.config, config);
+    assert_eq!(bits(&read.params), bits(&params));
+    let json = json_of(dir.path());
+    assert_eq!(json["rank_pattern"], json!({r"self_attn\.q_proj": 5, r"self_attn\.v_proj": 2, "lm_head": 7}));
+    assert!(json["alpha_pattern"][r"self_attn\.v_proj"].is_null() && json["alpha_pattern"]["lm_head"].is_number(), "{json}");
+    let (dir, params) = written(&all_parts());
+    assert_eq!(json_of(dir.path())["rank_pattern"], json!({}));
+    assert_eq!(bits(&read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().params), bits(&params));
+}
+
+#[test]
+fn the_first_key_that_matches_the_end_of_a_path_gives_rank_and_alpha() {
+    let config = LoraConfig { own: BTreeMap::from([(0, PairShape { rank: 5, scale: 6.4 })]), ..all_parts() };
+    let read = |changes: Value| {
+        let (dir, _) = written(&config);
+        change_config(dir.path(), changes);
+        read_adapter(&*BACKEND, dir.path(), &modules()).map(|read| read.config).map_err(|e| e.to_string())
+    };
+    for key in ["q_proj", "self_attn.q_proj", "q_.*", ".*q_proj", r"model\.layers\.\d\.self_attn\.q_proj", "q_proj|k_proj"] {
+        let alphas = json!({key: 10, "self_attn.*": 64, "nothing_here": 3});
+        let ours = read(json!({"rank_pattern": {key: 5, ".*": 3}, "alpha_pattern": alphas})).unwrap();
+        assert_eq!(ours.own[&0], PairShape { rank: 5, scale: 2.0 }, "{key}");
+        assert_eq!(ours.own[&1], PairShape { rank: 3, scale: 64.0 / 3.0 }, "{key}");
+        assert_eq!(ours.own.len(), 2, "{key}");
+    }
+    for key in ["_proj", "q_pro", "self_attn", "attn.q_proj", "q_proj.x"] {
+        let error = read(json!({"rank_pattern": {key: 5}})).unwrap_err();
+        assert!(error.contains("has shape [5, 4], expected [3, 4]"), "{key}: {error}");
+    }
+    let error = read(json!({"rank_pattern": {"layers.0.self_attn.q_proj": 5}})).unwrap_err();
+    assert!(
+        error.contains("rank_pattern has 5 for one of the layers or parts of self_attn.q_proj and 3 for another"),
+        "{error}"
+    );
+    // Of each module its own root.
+    let ours = read(json!({"rank_pattern": {"q_proj": 5}, "alpha_pattern": {}, "use_rslora": true})).unwrap();
+    let (q, others) = (ours.own[&0].scale, ours.scale());
+    assert!((q - 32.0 / 5f32.sqrt()).abs() < 1e-6 && (others - 32.0 / 3f32.sqrt()).abs() < 1e-5, "{q} {others}");
+}
+
+#[test]
+fn a_list_of_all_layers_says_nothing() {
+    let (dir, params) = written(&all_parts());
+    for layers in [json!([]), json!([0, 1]), json!([0, 1, 2]), Value::Null] {
+        change_config(dir.path(), json!({"layers_to_transform": layers}));
+        assert_eq!(bits(&read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().params), bits(&params), "{layers}");
+    }
+}
+
+#[test]
+fn a_name_that_two_modules_end_with_is_written_as_a_path_where_one_carries_nothing() {
+    let modules = modules_with_experts(1);
+    let mut config = LoraConfig { attention: false, unembed: false, ..all_parts() };
+    config.left_out.insert(5);
+    let dir = written_as(AdapterFormat::Tinker, &modules, &config, &random(&modules, &config));
+    assert_eq!(read_adapter(&*BACKEND, dir.path(), &modules).unwrap().config, config);
+}
+
+#[test]
+fn pefts_form_computes_the_same_and_reads_back() {
+    for step in [1, 2] {
+        let modules = modules_with_experts(step);
+        // Experts of rank 2, all of one scale.
+        let config = LoraConfig { rank: 6, ..all_parts() };
+        let params = random(&modules, &config);
+        let dir = written_as(AdapterFormat::Peft, &modules, &config, &params);
+        let json = json_of(dir.path());
+        assert_eq!(json["target_modules"], json!(["lm_head", "q_proj"]));
+        let parameters = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate_proj.weight"];
+        assert_eq!(json["target_parameters"], json!(([&parameters[..], &["mlp.shared_experts.gate_proj.weight"]].concat())));
+        for (key, rank) in [(r"mlp\.experts\.gate_up_proj", 4), (r"mlp\.experts\.down_proj", 2)] {
+            assert_eq!(json["rank_pattern"][key], rank);
+            assert_eq!((json["alpha_pattern"][key].as_f64().unwrap() / f64::from(rank)) as f32, config.scale());
+        }
+        assert_eq!([&json["rank_pattern"], &json["alpha_pattern"]].map(|p| p.as_object().unwrap().len()), [2, 2]);
+        let bytes = fs::read(dir.path().join(WEIGHTS_FILE)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        assert!(file.names().iter().all(|name| !name.contains(".w1.") && !name.contains("unembed")), "{:?}", file.names());
+        file.tensor("base_model.model.lm_head.lora_B.weight").unwrap();
+        file.tensor("base_model.model.model.layers.2.mlp.shared_experts.gate_proj.lora_B.weight").unwrap();
+        let read = read_adapter(&*BACKEND, dir.path(), &modules).unwrap();
+        assert_eq!(read.config.own.get(&1), Some(&PairShape { rank: 4, scale: config.scale() }));
+        assert_eq!(read.config.own.keys().copied().collect::<Vec<_>>(), [1, 2]);
+        for index in 0..modules.len() {
+            let ours = product(&modules, &config, &params, index);
+            assert!(ours.iter().all(|v| *v != 0.0));
+            assert_eq!(product(&modules, &read.config, &read.params, index), ours, "{}", modules[index].path);
+        }
+        for (place, layer) in [0, 2].into_iter().enumerate() {
+            let experts = format!("base_model.model.model.layers.{layer}.mlp.experts");
+            let of_layer = |index: usize, rows: usize, width: usize| {
+                let all = product(&modules, &config, &params, index);
+                all[place * EXPERTS * rows * width..][..EXPERTS * rows * width].to_vec()
+            };
+            assert_eq!(product_of_peft(&file, &experts, config.scale()), of_layer(3, HIDDEN, WIDTH));
+            let fused = product_of_peft(&file, &format!("{experts}.base_layer"), config.scale());
+            for (index, up) in [(1, 0), (2, 1)] {
+                let row = |o: usize| if step == 1 { up * WIDTH + o } else { 2 * o + up };
+                let rows = (0..EXPERTS).flat_map(|e| (0..WIDTH).map(move |o| e * 2 * WIDTH + row(o)));
+                let theirs: Vec<f32> = rows.flat_map(|row| fused[row * HIDDEN..][..HIDDEN].to_vec()).collect();
+                assert_eq!(theirs, of_layer(index, WIDTH, HIDDEN), "module {index}, step {step}");
+            }
+        }
+        // And once more, which changes nothing but whose rank is whose.
+        let again = written_as(AdapterFormat::Tinker, &modules, &read.config, &read.params);
+        let reread = read_adapter(&*BACKEND, again.path(), &modules).unwrap();
+        assert_eq!((&reread.config, bits(&reread.params)), (&read.config, bits(&read.params)));
+        assert_eq!(json_of(again.path())["rank_pattern"], json!({}));
+    }
+}
+
+#[test]
+fn one_projection_of_experts_goes_out_and_comes_back_alone() {
+    let modules = modules_with_experts(1);
+    for (kept, comes_back) in [(vec![1], vec![1, 2]), (vec![3], vec![3]), (vec![2, 3], vec![1, 2, 3])] {
+        let mut config = LoraConfig { rank: 6, attention: false, unembed: false, ..all_parts() };
+        (1..6).filter(|index| !kept.contains(index)).for_each(|index| config.left_out.insert(index));
+        let params = random(&modules, &config);
+        let dir = written_as(AdapterFormat::Peft, &modules, &config, &params);
+        let read = read_adapter(&*BACKEND, dir.path(), &modules).unwrap();
+        let carried: Vec<usize> = (0..modules.len()).filter(|&i| read.config.carries(i, &modules[i])).collect();
+        assert_eq!(carried, comes_back);
+        for index in kept {
+            let ours = product(&modules, &config, &params, index);
+            assert_eq!(product(&modules, &read.config, &read.params, index), ours, "{index}");
+        }
+        assert_eq!(json_of(dir.path())["target_modules"], json!([]));
+    }
+}
+
+#[test]
+fn a_scale_of_its_own_is_written_in_either_form_and_gate_and_up_have_one_in_pefts() {
+    let modules = modules_with_experts(1);
+    let scaled = |gate: f32| {
+        let pair = |scale| PairShape { rank: 2, scale };
+        let own = BTreeMap::from([(1, pair(gate)), (2, pair(0.3)), (3, pair(0.7)), (5, PairShape { rank: 4, scale: 0.9 })]);
+        LoraConfig { rank: 6, own, ..all_parts() }
+    };
+    let config = scaled(0.3);
+    let params = random(&modules, &config);
+    for format in [AdapterFormat::Tinker, AdapterFormat::Peft] {
+        let dir = written_as(format, &modules, &config, &params);
+        let read = read_adapter(&*BACKEND, dir.path(), &modules).unwrap();
+        for index in 0..modules.len() {
+            let ours = product(&modules, &config, &params, index);
+            assert_eq!(product(&modules, &read.config, &read.params, index), ours, "{format:?} {}", modules[index].path);
+        }
+    }
+    let config = scaled(0.4);
+    let dir = tempfile::tempdir().unwrap();
+    let write = |format| write_adapter(&*BACKEND, dir.path(), &modules, (&config, &params), "org/base", format);
+    let error = write(AdapterFormat::Peft).unwrap_err().to_string();
+    assert!(error.contains("mlp.experts.gate_up_proj, and this adapter has 0.4 and 0.3"), "{error}");
+    write(AdapterFormat::Tinker).unwrap();
+    assert_eq!(read_adapter(&*BACKEND, dir.path(), &modules).unwrap().config, config);
+}
+
+#[test]
+fn what_target_parameters_names_and_what_there_is_must_agree() {
+    let modules = modules_with_experts(1);
+    let config = LoraConfig { rank: 6, ..all_parts() };
+    let params = random(&modules, &config);
+    let read = |changes: Value, change: &dyn Fn(&str) -> Option<String>| {
+        let dir = written_as(AdapterFormat::Peft, &modules, &config, &params);
+        change_config(dir.path(), changes);
+        change_tensors(dir.path(), change);
+        read_adapter(&*BACKEND, dir.path(), &modules).map(|_| ()).map_err(|e| e.to_string())
+    };
+    let all = |name: &str| Some(name.to_string());
+    let rest = ["mlp.gate_proj.weight", "shared_experts.gate_proj.weight"];
+    let targets = |names: &[&str]| json!({"target_parameters": ([names, &rest[..]].concat())});
+    assert_eq!(read(targets(&["gate_up_proj", "down_proj"]), &all), Ok(()));
+    let by_layer = ["model.layers.0.mlp.experts.gate_up_proj", "layers.2.mlp.experts.gate_up_proj", "experts.down_proj"];
+    assert_eq!(read(targets(&by_layer), &all), Ok(()));
+    for (changes, complaint) in [
+        (targets(&["gate_up_proj"]), "holds tensors for mlp.experts, which target_modules does not name"),
+        (
+            targets(&["gate_up_proj", "down_proj", "banana"]),
+            "target_parameters names \"banana\", which the model does not have",
+        ),
+        (targets(&["gate_up_proj", "down_proj", "roj"]), "target_parameters names \"roj\""),
+        (json!({"target_parameters": "gate_up_proj"}), "target_parameters is \"gate_up_proj\", not a list of names"),
+        (json!({"target_parameters": [3]}), "target_parameters is [3], not a list of names"),
+        (json!({"target_parameters": ["gate_up_proj"], "target_modules": null}), "which target_parameters does not name"),
+        (json!({"rank_pattern": {}}), "has shape [12, 4], expected [18, 4]"),
+    ] {
+        let error = read(changes.clone(), &all).unwrap_err();
+        assert!(error.contains(complaint), "{changes}: {error}");
+    }
+    let without_down = |name: &str| (!name.contains("experts.lora_")).then(|| name.to_string());
+    let error = read(json!({}), &without_down).unwrap_err();
+    assert!(error.contains("target_parameters names mlp.experts.down_proj, but the adapter holds nothing"), "{error}");
+    let of_one_layer = |name: &str| (!name.contains("layers.2.mlp.experts.base_layer.lora_A")).then(|| name.to_string());
+    assert!(read(json!({}), &of_one_layer).unwrap_err().contains("missing tensors"));
+    // The other way round in the nest: shapes say which is which.
+    let turned = |name: &str| {
+        let (inner, outer) = ("experts.base_layer.lora_", "experts.lora_");
+        Some(if name.contains(inner) { name.replace(inner, outer) } else { name.replace(outer, inner) })
+    };
+    assert_eq!(read(json!({}), &turned), Ok(()));
+}
+
+#[test]
+fn parts_of_a_module_with_an_a_each_are_read_as_one_pair() {
+    let of_parts = |parts: Vec<ModulePart>, path, out_features| LoraModule {
+        path,
+        part: Part::Attention,
+        layers: vec![0, 2],
+        experts: None,
+        parts,
+        in_features: HIDDEN,
+        out_features,
+    };
+    let rows = [("linear_attn.in_proj_q", 2), ("linear_attn.in_proj_k", 2), ("linear_attn.in_proj_v", 5)];
+    let parts = rows.map(|(path, rows)| ModulePart { path, rows });
+    let whole = [of_parts(parts.to_vec(), "linear_attn.in_proj_qkv", 9)];
+    // What the tools write is what we write of a model that has the parts as modules.
+    let apart = rows.map(|(path, rows)| of_parts(Vec::new(), path, rows));
+    let config = LoraConfig { mlp: false, unembed: false, ..all_parts() };
+    let params = random(&apart, &config);
+    let dir = written_as(AdapterFormat::Tinker, &apart, &config, &params);
+    let read = read_adapter(&*BACKEND, dir.path(), &whole).unwrap();
+    assert_eq!(read.config.own, BTreeMap::from([(0, PairShape { rank: 3 * RANK, scale: config.scale() })]));
+    let ours = product(&whole, &read.config, &read.params, 0);
+    for layer in 0..2 {
+        let expected: Vec<f32> = (0..3)
+            .flat_map(|part| {
+                product(&apart, &config, &params, part)[layer * rows[part].1 * HIDDEN..][..rows[part].1 * HIDDEN].to_vec()
+            })
+            .collect();
+        assert_eq!(ours[layer * 9 * HIDDEN..][..9 * HIDDEN], expected);
+    }
+    // Written again it is one module, and reads back as such.
+    let again = written_as(AdapterFormat::Tinker, &whole, &read.config, &read.params);
+    let reread = read_adapter(&*BACKEND, again.path(), &whole).unwrap();
+    assert_eq!((&reread.config, bits(&reread.params)), (&read.config, bits(&read.params)));
+    // All parts or none.
+    let error = |keep: &dyn Fn(&str) -> bool| {
+        let dir = written_as(AdapterFormat::Tinker, &apart, &config, &params);
+        change_tensors(dir.path(), |name| keep(name).then(|| name.into()));
+        read_adapter(&*BACKEND, dir.path(), &whole).unwrap_err().to_string()
+    };
+    let missing = error(&|name| !name.contains("in_proj_k"));
+    assert!(missing.contains("missing tensors") && missing.contains("layers.2.linear_attn.in_proj_k.lora_B"), "{missing}");
+    change_config(dir.path(), json!({"rank_pattern": {"in_proj_q": 2}}));
+    let uneven = read_adapter(&*BACKEND, dir.path(), &whole).unwrap_err().to_string();
+    assert!(uneven.contains("rank_pattern has 2 for one") && uneven.contains("3 for another"), "{uneven}");
+}
