@@ -108,9 +108,8 @@ impl ImageProcessor {
             None => tower.pixels,
             Some(Value::Object(size)) => {
                 let size = Fields { map: size };
-                let edge = |key, default: u64| {
-                    Ok::<_, Error>(size.size(key, default as usize, IMAGE_PIXELS_MAX as usize)? as u64)
-                };
+                let edge =
+                    |key, default: u64| Ok::<_, Error>(size.size(key, default as usize, IMAGE_PIXELS_MAX as usize)? as u64);
                 [edge("shortest_edge", tower.pixels[0])?, edge("longest_edge", tower.pixels[1])?]
             }
             Some(other) => return Err(wrong_kind("size", other, "an object of shortest_edge and longest_edge")),
@@ -134,7 +133,9 @@ impl ImageProcessor {
     pub fn resized(&self, height: u32, width: u32) -> std::result::Result<[usize; 2], String> {
         let (long, short) = (f64::from(height.max(width)), f64::from(height.min(width)));
         if short == 0.0 || long / short > ASPECT_MAX {
-            return Err(format!("a picture of {width} × {height} pixels: the longer side may be {ASPECT_MAX} times the shorter one"));
+            return Err(format!(
+                "a picture of {width} × {height} pixels: the longer side may be {ASPECT_MAX} times the shorter one"
+            ));
         }
         let factor = (self.patch_size * self.merge_size) as f64;
         let [least, most] = self.pixels.map(|pixels| pixels as f64);
