@@ -112,7 +112,7 @@ impl ModelConfig {
         if let Some(&id) = self.eos_token_ids.iter().chain(&self.bos_token_id).find(|&&id| id as usize >= self.vocab_size) {
             return Err(Error::Config(format!("token id {id} is not below vocab_size {}", self.vocab_size)));
         }
-        self.family.validate(self)
+        self.family.config().validate(self)
     }
 
     /// A `config.json` that transformers 5, and [`ModelConfig::from_json`], read back as this configuration.

@@ -400,7 +400,7 @@ impl LoraGradients for GroupGradients<'_, '_> {
 /// The tensors of a model, those that lie as a part of a composite under the names that they have by themselves.
 fn tensors_of(source: &ModelSource, config: &ModelConfig) -> Result<Checkpoint> {
     let mut checkpoint = source.checkpoint()?;
-    if let Some(prefix) = config.family.part_of_composite() {
+    if let Some(prefix) = config.family.config().part_of_composite() {
         checkpoint.rename(prefix, "model.")?;
     }
     Ok(checkpoint)
@@ -412,7 +412,7 @@ fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     if config.tie_word_embeddings {
         reader.ignore("lm_head.weight");
     }
-    config.family.left_aside(config).iter().for_each(|prefix| reader.ignore_under(prefix));
+    config.family.config().left_aside(config).iter().for_each(|prefix| reader.ignore_under(prefix));
     architectures::for_each_parameter(config, |p| match fused_in(checkpoint, p) {
         // The experts of a layer have it together; it is asked for once.
         Some(fused) if fused.expert > 0 || fused.first > 0 => {}

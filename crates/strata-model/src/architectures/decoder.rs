@@ -80,13 +80,14 @@ impl Plan {
         let tied_head =
             |d: &mut Declaration| d.single_matrix("unembedding", "model.embed_tokens.weight", c.hidden_size, c.vocab_size);
         let tied = c.tie_word_embeddings.then(|| tied_head(&mut d));
-        let layers = c.family.declare(&mut d, c);
-        let norm = d.single_norm("model.norm.weight", c.hidden_size, c.family.norm_weights());
+        let family = c.family.config();
+        let layers = family.declare(&mut d, c);
+        let norm = d.single_norm("model.norm.weight", c.hidden_size, family.norm_weights());
         let lm_head = tied.unwrap_or_else(|| d.single_matrix("unembedding", "lm_head.weight", c.hidden_size, c.vocab_size));
         let unembed_module = d.module(UNEMBEDDING, Part::Unembed, c.hidden_size, c.vocab_size);
         // The last, so that fresh adapters, which never have it, are what they were: their numbers depend on places in the list.
         let embedding_module = d.module(EMBEDDING, Part::Embedding, c.vocab_size, c.hidden_size);
-        Plan { declaration: d, layers, norm, lm_head, unembed_module, embedding_module, rope: c.family.rope().clone() }
+        Plan { declaration: d, layers, norm, lm_head, unembed_module, embedding_module, rope: family.rope().clone() }
     }
 
     /// What layer `l` mixes tokens with.

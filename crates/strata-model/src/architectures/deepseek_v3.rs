@@ -4,14 +4,14 @@
 use serde_json::{Map, Value};
 use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
-use super::Family;
 use super::blocks::{MlpConfig, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::latent::{LatentConfig, LatentDefaults, MultiHeadLatentAttention};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router, SigmoidRouter};
+use super::{Family, FamilyConfig};
 use crate::config::fields::{Defaults, Fields, check_size, unsupported};
-use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, short};
+use crate::config::{EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope, short};
 use crate::kv_cache::LayerAccess;
 use crate::{ModelConfig, Result};
 
@@ -40,18 +40,29 @@ pub(super) struct ExpertDefaults {
     pub scaling_factor: f64,
 }
 
-impl DeepseekV3Config {
-    pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
+impl FamilyConfig for DeepseekV3Config {
+    fn validate(&self, model: &ModelConfig) -> Result<()> {
         check_size("intermediate_size", self.mlp.intermediate_size as u64, INTERMEDIATE_SIZE_MAX)?;
         self.attention.validate()?;
         MlpOrMoe::validate(&self.sparse, model)?;
         self.moe.validate(model.num_layers)
     }
 
-    /// What the names of parameters that are not computed begin with.
-    pub(super) fn left_aside(&self, model: &ModelConfig) -> Vec<String> {
+    fn left_aside(&self, model: &ModelConfig) -> Vec<String> {
         let further = model.num_layers..model.num_layers + self.further_layers;
         further.map(|number| format!("model.layers.{number}.")).collect()
+    }
+
+    fn rope(&self) -> &Rope {
+        &self.attention.rope
+    }
+
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
+        Box::new(DeepseekV3Layers::declare(d, model, self))
+    }
+
+    fn active_experts(&self) -> usize {
+        self.moe.experts_per_token
     }
 }
 

@@ -3,11 +3,14 @@
 use serde_json::{Map, Value};
 use strata_tensor::{Backend, DType, Tape, Var};
 
+use super::FamilyConfig;
 use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
-use crate::config::{CONTEXT_TOKENS_MAX, HEAD_DIM_MAX, HIDDEN_SIZE_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX};
+use crate::config::{
+    CONTEXT_TOKENS_MAX, HEAD_DIM_MAX, HIDDEN_SIZE_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX, Rope,
+};
 use crate::kv_cache::LayerAccess;
 use crate::{Error, ModelConfig, Result};
 
@@ -20,11 +23,18 @@ pub struct DenseConfig {
     pub mlp: MlpConfig,
 }
 
-impl DenseConfig {
-    /// Refuses sizes and combinations that no model can have.
-    pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
+impl FamilyConfig for DenseConfig {
+    fn validate(&self, model: &ModelConfig) -> Result<()> {
         check_size("intermediate_size", self.mlp.intermediate_size as u64, INTERMEDIATE_SIZE_MAX)?;
         self.attention.validate(model)
+    }
+
+    fn rope(&self) -> &Rope {
+        &self.attention.rope
+    }
+
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
+        Box::new(DenseLayers::declare(d, model, self))
     }
 }
 

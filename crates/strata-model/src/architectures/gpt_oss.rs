@@ -4,12 +4,12 @@
 use serde_json::{Map, Value, json};
 use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
-use super::Family;
 use super::blocks::{Attention, AttentionConfig, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
+use super::{Family, FamilyConfig};
 use crate::config::fields::{Defaults, Fields, unsupported};
 use crate::config::{CONTEXT_TOKENS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope, short};
 use crate::kv_cache::LayerAccess;
@@ -24,10 +24,22 @@ pub struct GptOssConfig {
     pub moe: MoeConfig,
 }
 
-impl GptOssConfig {
-    pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
+impl FamilyConfig for GptOssConfig {
+    fn validate(&self, model: &ModelConfig) -> Result<()> {
         self.attention.validate(model)?;
         self.moe.validate(model.num_layers)
+    }
+
+    fn rope(&self) -> &Rope {
+        &self.attention.rope
+    }
+
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
+        Box::new(GptOssLayers::declare(d, model, self))
+    }
+
+    fn active_experts(&self) -> usize {
+        self.moe.experts_per_token
     }
 }
 

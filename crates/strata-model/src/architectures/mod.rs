@@ -71,6 +71,38 @@ pub enum Family {
     Qwen3_5(Qwen3_5Config),
 }
 
+/// What is asked of a family's own configuration.
+pub(crate) trait FamilyConfig {
+    /// Refuses sizes and combinations that no model can have.
+    fn validate(&self, model: &ModelConfig) -> Result<()>;
+
+    /// Rotary positions.
+    fn rope(&self) -> &Rope;
+
+    /// Declares the decoder layers.
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers>;
+
+    /// Experts that a token passes in a layer that has some.
+    fn active_experts(&self) -> usize {
+        0
+    }
+
+    /// What the names of parameters begin with that checkpoints of the family hold, and a model has no use for.
+    fn left_aside(&self, _model: &ModelConfig) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// How checkpoints store the weights of norms: all but those that a layer has for itself.
+    fn norm_weights(&self) -> NormWeights {
+        NormWeights::Plain
+    }
+
+    /// What the names of parameters begin with in checkpoints of which the family is a part, in the place of `model.`.
+    fn part_of_composite(&self) -> Option<&'static str> {
+        None
+    }
+}
+
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
@@ -124,78 +156,14 @@ impl Family {
         }
     }
 
-    pub(crate) fn validate(&self, model: &ModelConfig) -> Result<()> {
+    /// What the family has beside what all have.
+    pub(crate) fn config(&self) -> &dyn FamilyConfig {
         match self {
-            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c.validate(model),
-            Family::Qwen3Moe(c) => c.validate(model),
-            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.validate(model),
-            Family::GptOss(c) => c.validate(model),
-            Family::Qwen3_5(c) => c.validate(model),
-        }
-    }
-
-    pub(crate) fn rope(&self) -> &Rope {
-        match self {
-            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => &c.attention.rope,
-            Family::Qwen3Moe(c) => &c.dense.attention.rope,
-            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => &c.attention.rope,
-            Family::GptOss(c) => &c.attention.rope,
-            Family::Qwen3_5(c) => &c.attention.rope,
-        }
-    }
-
-    /// Experts that a token passes in a layer that has some.
-    fn active_experts(&self) -> usize {
-        match self {
-            Family::Qwen3(_) | Family::Qwen2(_) | Family::Llama(_) | Family::Mistral(_) => 0,
-            Family::Qwen3Moe(c) => c.moe.experts_per_token,
-            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.moe.experts_per_token,
-            Family::GptOss(c) => c.moe.experts_per_token,
-            Family::Qwen3_5(c) => c.active_experts(),
-        }
-    }
-
-    /// What the names of parameters begin with that checkpoints of the family hold, and a model has no use for.
-    pub(crate) fn left_aside(&self, model: &ModelConfig) -> Vec<String> {
-        match self {
-            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c.left_aside(model),
-            Family::Qwen3_5(_) => qwen3_5::LEFT_ASIDE.map(String::from).into(),
-            Family::Qwen3(_)
-            | Family::Qwen2(_)
-            | Family::Llama(_)
-            | Family::Mistral(_)
-            | Family::Qwen3Moe(_)
-            | Family::GptOss(_) => Vec::new(),
-        }
-    }
-
-    /// How checkpoints store the weights of norms: all but those that a layer has for itself.
-    pub(crate) fn norm_weights(&self) -> NormWeights {
-        match self {
-            Family::Qwen3_5(_) => NormWeights::ZeroCentred,
-            Family::Qwen3(_)
-            | Family::Qwen2(_)
-            | Family::Llama(_)
-            | Family::Mistral(_)
-            | Family::Qwen3Moe(_)
-            | Family::DeepseekV3(_)
-            | Family::Glm4MoeLite(_)
-            | Family::GptOss(_) => NormWeights::Plain,
-        }
-    }
-
-    /// What the names of parameters begin with in checkpoints of which the family is a part, in the place of `model.`.
-    pub(crate) fn part_of_composite(&self) -> Option<&'static str> {
-        match self {
-            Family::Qwen3_5(_) => Some(qwen3_5::PART_OF_COMPOSITE),
-            Family::Qwen3(_)
-            | Family::Qwen2(_)
-            | Family::Llama(_)
-            | Family::Mistral(_)
-            | Family::Qwen3Moe(_)
-            | Family::DeepseekV3(_)
-            | Family::Glm4MoeLite(_)
-            | Family::GptOss(_) => None,
+            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => c,
+            Family::Qwen3Moe(c) => c,
+            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c,
+            Family::GptOss(c) => c,
+            Family::Qwen3_5(c) => c,
         }
     }
 
@@ -211,19 +179,6 @@ impl Family {
             Family::Glm4MoeLite(c) => glm4_moe_lite::write(c, map),
             Family::GptOss(c) => gpt_oss::write(c, map),
             Family::Qwen3_5(c) => qwen3_5::write(c, map),
-        }
-    }
-
-    /// Declares the decoder layers.
-    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
-        match self {
-            Family::Qwen3(c) | Family::Qwen2(c) | Family::Llama(c) | Family::Mistral(c) => {
-                Box::new(dense::DenseLayers::declare(d, model, c))
-            }
-            Family::Qwen3Moe(c) => Box::new(qwen3_moe::Qwen3MoeLayers::declare(d, model, c)),
-            Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => Box::new(deepseek_v3::DeepseekV3Layers::declare(d, model, c)),
-            Family::GptOss(c) => Box::new(gpt_oss::GptOssLayers::declare(d, model, c)),
-            Family::Qwen3_5(c) => Box::new(qwen3_5::Qwen3_5Layers::declare(d, model, c)),
         }
     }
 }
@@ -371,7 +326,7 @@ impl Work {
             in_features: m.in_features,
             out_features: m.out_features,
             layers: m.layers.len(),
-            experts: m.experts.map(|e| ExpertWork { count: e.count, active: config.family.active_experts() }),
+            experts: m.experts.map(|e| ExpertWork { count: e.count, active: config.family.config().active_experts() }),
             ends_layer: m.path == "mlp.down_proj" || m.experts.is_some_and(|e| e.projection == "down_proj"),
         };
         // A row of a table is no product.
@@ -438,7 +393,7 @@ impl<'a> BatchInputs<'a> {
                 within.map(|s| s.tokens.clone()).collect()
             })
             .collect();
-        let rotary = Rc::new(angles(backend, config.family.rope(), batch)?);
+        let rotary = Rc::new(angles(backend, config.family.config().rope(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
         Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, group_sequences }))
     }

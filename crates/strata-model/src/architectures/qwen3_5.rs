@@ -7,13 +7,13 @@
 use serde_json::{Map, Value, json};
 use strata_tensor::{Backend, DType, DeltaGeometry, ExpertActivation, Tape, Var};
 
-use super::Family;
 use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
 use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::delta_net::DeltaNet;
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
+use super::{Family, FamilyConfig};
 use crate::config::fields::{Defaults, Fields, check_size, unsupported, wrong_kind};
 use crate::config::{
     CONVOLUTION_TOKENS_MAX, EXPERTS_MAX, HEAD_DIM_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX, Rope, quantization,
@@ -22,9 +22,9 @@ use crate::kv_cache::LayerAccess;
 use crate::{Error, ModelConfig, Result};
 
 /// What names begin with of the part that sees, and of layers that predict further tokens.
-pub(super) const LEFT_ASIDE: [&str; 2] = ["model.visual.", "mtp."];
+const LEFT_ASIDE: [&str; 2] = ["model.visual.", "mtp."];
 /// What the names of the text's parameters begin with in a composite.
-pub(super) const PART_OF_COMPOSITE: &str = "model.language_model.";
+const PART_OF_COMPOSITE: &str = "model.language_model.";
 
 /// What a Qwen3.5 model has beside what all models have.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,15 +55,10 @@ impl Qwen3_5Config {
             Qwen3_5Mlp::Experts(_) => MOE_TEXT,
         }
     }
+}
 
-    pub(super) fn active_experts(&self) -> usize {
-        match &self.mlp {
-            Qwen3_5Mlp::Dense(_) => 0,
-            Qwen3_5Mlp::Experts(moe) => moe.experts_per_token,
-        }
-    }
-
-    pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
+impl FamilyConfig for Qwen3_5Config {
+    fn validate(&self, model: &ModelConfig) -> Result<()> {
         self.attention.validate(model)?;
         let g = &self.delta;
         let sizes = [
@@ -92,6 +87,33 @@ impl Qwen3_5Config {
             }
             Qwen3_5Mlp::Experts(moe) => moe.validate(model.num_layers),
         }
+    }
+
+    fn rope(&self) -> &Rope {
+        &self.attention.rope
+    }
+
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
+        Box::new(Qwen3_5Layers::declare(d, model, self))
+    }
+
+    fn active_experts(&self) -> usize {
+        match &self.mlp {
+            Qwen3_5Mlp::Dense(_) => 0,
+            Qwen3_5Mlp::Experts(moe) => moe.experts_per_token,
+        }
+    }
+
+    fn left_aside(&self, _: &ModelConfig) -> Vec<String> {
+        LEFT_ASIDE.map(String::from).into()
+    }
+
+    fn norm_weights(&self) -> NormWeights {
+        NormWeights::ZeroCentred
+    }
+
+    fn part_of_composite(&self) -> Option<&'static str> {
+        Some(PART_OF_COMPOSITE)
     }
 }
 

@@ -3,12 +3,12 @@
 use serde_json::{Map, Value};
 use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
-use super::Family;
 use super::blocks::{Attention, AttentionConfig, MlpConfig, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::dense::{self, DenseConfig};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router};
+use super::{Family, FamilyConfig};
 use crate::config::fields::{Defaults, Fields, wrong_kind};
 use crate::config::{CONTEXT_TOKENS_MAX, EXPERTS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope};
 use crate::kv_cache::LayerAccess;
@@ -25,11 +25,23 @@ pub struct Qwen3MoeConfig {
     pub sparse: Vec<bool>,
 }
 
-impl Qwen3MoeConfig {
-    pub(super) fn validate(&self, model: &ModelConfig) -> Result<()> {
+impl FamilyConfig for Qwen3MoeConfig {
+    fn validate(&self, model: &ModelConfig) -> Result<()> {
         self.dense.validate(model)?;
         MlpOrMoe::validate(&self.sparse, model)?;
         self.moe.validate(model.num_layers)
+    }
+
+    fn rope(&self) -> &Rope {
+        &self.dense.attention.rope
+    }
+
+    fn declare(&self, d: &mut Declaration, model: &ModelConfig) -> Box<dyn DecoderLayers> {
+        Box::new(Qwen3MoeLayers::declare(d, model, self))
+    }
+
+    fn active_experts(&self) -> usize {
+        self.moe.experts_per_token
     }
 }
 
