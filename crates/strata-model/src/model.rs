@@ -18,6 +18,7 @@ use crate::checkpoint::{
 };
 use crate::config::{FP8_BLOCK, RopeScaling};
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
+use crate::vision::{ImageProcessor, Patches};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
@@ -54,6 +55,7 @@ pub struct Model {
     config: ModelConfig,
     dtype: DType,
     decoder: Decoder,
+    image_processor: Option<ImageProcessor>,
     logits_chunk_bytes: usize,
 }
 
@@ -86,7 +88,8 @@ impl Model {
         account_for(&checkpoint, &config)?;
         let format = WeightFormat { compute: dtype, storage };
         let decoder = Decoder::load(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
-        let model = Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
+        let image_processor = source.image_processor(&config)?;
+        let model = Model { backend, config, dtype, decoder, image_processor, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
         model.probe().map_err(|message| checkpoint.error(message))?;
         Ok(model)
     }
@@ -121,7 +124,8 @@ impl Model {
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
         architectures::check(&*backend, &config)?;
         let decoder = Decoder::load(&*backend, &config, format, &mut weights)?;
-        Ok(Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+        let image_processor = config.family.config().vision().map(|vision| vision.processor());
+        Ok(Model { backend, config, dtype, decoder, image_processor, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
     }
 
     /// Computes two tokens, and says where the numbers stop being finite if they do.
@@ -219,6 +223,19 @@ impl Model {
     /// If the backend has no memory.
     pub fn new_kv_cache(&self, num_pages: usize, num_states: usize) -> Result<KvCache> {
         KvCache::new(self.backend(), self.decoder.cache_layouts(), self.dtype, (num_pages, num_states))
+    }
+
+    /// How pictures are cut up for this model; `None` if it reads text alone.
+    pub fn image_processor(&self) -> Option<&ImageProcessor> {
+        self.image_processor.as_ref()
+    }
+
+    /// What a picture is to this model. No bit of it depends on what else there is.
+    ///
+    /// # Errors
+    /// If the model reads text alone, the patches are not those of a picture, or there is no memory.
+    pub fn image_features(&self, image: &Patches) -> Result<ImageFeatures> {
+        self.decoder.image_features(self.backend(), image)
     }
 
     /// The longest sequence whose keys lie in the cache as those of short ones do: a sequence that may come to be longer shares no pages with shorter ones.
