@@ -115,6 +115,11 @@ impl ModelConfig {
         self.family.config().validate(self)
     }
 
+    /// The token that stands for a part of a picture; `None` if the model reads text alone.
+    pub fn image_token_id(&self) -> Option<u32> {
+        self.family.config().image_token()
+    }
+
     /// A `config.json` that transformers 5, and [`ModelConfig::from_json`], read back as this configuration.
     pub fn to_json(&self) -> String {
         let mut map = Map::new();

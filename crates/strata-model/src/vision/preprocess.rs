@@ -14,7 +14,7 @@ const ASPECT_MAX: f64 = 200.0;
 const PATCH_SIZE_MAX: usize = 64;
 const MERGE_SIZE_MAX: usize = 8;
 
-/// Patches of a picture along time, height and width, before they are merged to tokens.
+/// Patches of a picture, or what they are merged to, along time, height and width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grid {
     /// Frames, two of a film to each; 1 for a picture.
@@ -26,7 +26,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// How many patches there are.
+    /// How many there are.
     pub fn patches(&self) -> usize {
         self.time * self.height * self.width
     }
@@ -166,9 +166,9 @@ impl ImageProcessor {
         Grid { time: 1, height: height / self.patch_size, width: width / self.patch_size }
     }
 
-    /// Tokens that a picture becomes.
-    pub fn tokens(&self, grid: &Grid) -> usize {
-        grid.patches() / (self.merge_size * self.merge_size)
+    /// The tokens that a picture becomes, as they lie.
+    pub fn token_grid(&self, grid: &Grid) -> Grid {
+        Grid { time: grid.time, height: grid.height / self.merge_size, width: grid.width / self.merge_size }
     }
 
     /// Cuts up a PNG or JPEG.
