@@ -39,6 +39,15 @@ pub struct AdamwStep {
     pub step: u64,
 }
 
+/// Which GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gelu {
+    /// `x * (1 + erf(x / √2)) / 2`: `gelu` of Hugging Face, `nn.GELU()`.
+    Erf,
+    /// `x * (1 + tanh(√(2 / π) * (x + 0.044715 * x³))) / 2`: `gelu_pytorch_tanh`.
+    Tanh,
+}
+
 /// Accumulators of the gradients of one low-rank pair, f32.
 pub struct LoraGradient<'a> {
     /// Of A: `[rank, in]`, or `[vocab_size, rank]` of an embedding.
@@ -166,6 +175,9 @@ pub trait Backend: Memory + Send + Sync {
     /// Adds to f32 `dx` the gradient of [`Backend::rms_norm`] by its input.
     fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) -> Result<()>;
 
+    /// LayerNorm of every row of f32 `x` with f32 `weight` and `bias`, into the dtype of `y`.
+    fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;
+
     /// Cosines and sines for these positions, times `factor`: angles are f32 products of a position and a frequency in radians, one for each pair of a head.
     fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary>;
 
@@ -230,6 +242,9 @@ pub trait Backend: Memory + Send + Sync {
 
     /// Gradient of [`Backend::swiglu`] by its input, into the dtype of `dgate_up`; `dy` is f32.
     fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) -> Result<()>;
+
+    /// `gelu(x)` of every element of f32 `x`, into the dtype of `y`.
+    fn gelu(&self, x: &Tensor, kind: Gelu, y: &mut Tensor) -> Result<()>;
 
     /// `y = x` in the dtype of `y`: f32 rounded for a matmul, or widened back.
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;

@@ -36,7 +36,7 @@ pub mod testing;
 mod weights;
 
 pub use backend::{
-    AdamwStep, AttentionGeometry, AttentionSpan, Backend, DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan, Draw,
+    AdamwStep, AttentionGeometry, AttentionSpan, Backend, DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan, Draw, Gelu,
     HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary, RotaryStyle,
     RowReply, RowRequest, Turn,
 };

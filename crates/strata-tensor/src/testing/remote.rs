@@ -523,6 +523,11 @@ impl Backend for RemoteBackend {
         self.change(dx, |dx| self.cpu.rms_norm_backward(&dy, &x, weight.as_ref(), eps, dx))
     }
 
+    fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x, weight, bias) = (self.fetch(x.as_ref())?, self.fetch(weight)?, self.fetch(bias)?);
+        self.change(y, |y| self.cpu.layer_norm(&x, weight.as_ref(), bias.as_ref(), eps, y))
+    }
+
     fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
         let Rotary { cos, sin } = self.cpu.rotary(positions, frequencies, factor)?;
         Ok(Rotary { cos: self.keep_tensor(&cos)?, sin: self.keep_tensor(&sin)? })
@@ -606,6 +611,11 @@ impl Backend for RemoteBackend {
     fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) -> Result<()> {
         let (dy, gate_up) = (self.fetch(dy.as_ref())?, self.fetch(gate_up.as_ref())?);
         self.change(dgate_up, |dgate_up| self.cpu.swiglu_backward(&dy, &gate_up, dgate_up))
+    }
+
+    fn gelu(&self, x: &Tensor, kind: Gelu, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.gelu(&x, kind, y))
     }
 
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {

@@ -1,10 +1,11 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
+//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`encoder`] what encoders of images have beside decoders, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
 //! of experts, [`logits`] what is asked of logits.
 
 mod delta;
 mod embedding;
+mod encoder;
 mod experts;
 mod heads;
 mod linear;
@@ -222,6 +223,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        self.norm_layer(x, weight, bias, eps, y)
+    }
+
     fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
         let half = frequencies.len();
         let shape = [positions.len(), half];
@@ -382,6 +387,10 @@ impl Backend for CpuBackend {
             });
         });
         Ok(())
+    }
+
+    fn gelu(&self, x: &Tensor, kind: Gelu, y: &mut Tensor) -> Result<()> {
+        self.gelu_of(x, kind, y)
     }
 
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {

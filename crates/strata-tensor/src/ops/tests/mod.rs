@@ -6,6 +6,7 @@
 mod composite;
 mod delta;
 mod embedding;
+mod encoder;
 mod latent;
 mod moe;
 mod toy;

@@ -1,0 +1,115 @@
+//! What encoders of images have: LayerNorm and GELU, which only go forward.
+
+use super::*;
+use crate::backend::Gelu;
+
+const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+
+/// The bits of what an op makes of `x`, on all numbers of threads, instruction sets with fused multiply-add, and far away.
+#[track_caller]
+fn same_everywhere(x: &Tensor, op: impl for<'b> Fn(&'b dyn Backend, &mut Tape<'b>, &Var) -> Result<Var>) -> Vec<u32> {
+    let run = |b: &dyn Backend| {
+        let mut tape = Tape::inference(b);
+        let x = tape.constant(b.tensor(&x.to_f32_vec(), x.shape().dims(), x.dtype()).unwrap());
+        let y = op(b, &mut tape, &x).unwrap();
+        b.to_f32_vec(y.value().as_ref()).unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let expected = run(&backend());
+    for isa in Isa::available() {
+        let of_threads = [1, 2, 5].map(|threads| run(&CpuBackend::with_isa(isa, threads)));
+        assert!(of_threads.iter().all(|bits| *bits == of_threads[0]), "{isa}");
+        assert!(isa == Isa::Portable || of_threads[0] == expected, "{isa}");
+    }
+    assert!(run(&RemoteBackend::new(backend())) == expected, "far away");
+    expected
+}
+
+fn on_forever(b: &dyn Backend, values: &[f32], shape: &[usize]) -> &'static Tensor {
+    Box::leak(Box::new(b.tensor(values, shape, DType::F32).unwrap()))
+}
+
+/// `x` with a gradient to be taken.
+fn leaf(tape: &mut Tape<'_>, shape: &[usize]) -> Var {
+    tape.push(Rc::new(tensor(shape, DType::F32, 1)), |_, _| Ok(()))
+}
+
+#[test]
+fn layer_norm_is_its_definition_with_the_same_bits_everywhere() {
+    let (rows, n) = (150, 270);
+    let x = tensor(&[rows, n], DType::F32, 1);
+    let (weight, bias) = (normal(n, 2), normal(n, 3));
+    let mut expected = Vec::new();
+    for row in x.to_f32_vec().chunks(n) {
+        let row: Vec<f64> = row.iter().map(|&v| v as f64).collect();
+        let mean = row.iter().sum::<f64>() / n as f64;
+        let variance = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
+        let normal = row.iter().map(|v| (v - mean) / (variance + 1e-2).sqrt());
+        expected.extend(normal.zip(weight.iter().zip(&bias)).map(|(v, (&w, &b))| v * w as f64 + b as f64));
+    }
+    for (dtype, tolerance) in DTYPES.into_iter().zip([1e-6, 5e-3]) {
+        let bits = same_everywhere(&x, |b, tape, x| {
+            let (weight, bias) = (on_forever(b, &weight, &[n]), on_forever(b, &bias, &[n]));
+            let y = tape.layer_norm(x, weight.as_ref(), bias.as_ref(), 1e-2, dtype)?;
+            assert_eq!(y.value().dtype(), dtype);
+            Ok(y)
+        });
+        let actual: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
+        assert_close(&actual, &expected, tolerance, &format!("{dtype}"));
+    }
+}
+
+#[test]
+fn gelu_is_its_definition_with_the_same_bits_everywhere() {
+    let x = tensor(&[130, 301], DType::F32, 1);
+    for (dtype, tolerance) in DTYPES.into_iter().zip([1e-6, 5e-3]) {
+        for kind in [Gelu::Erf, Gelu::Tanh] {
+            let bits = same_everywhere(&x, |_, tape, x| {
+                let y = tape.gelu(x, kind, dtype)?;
+                assert_eq!((y.value().dtype(), y.value().shape()), (dtype, x.value().shape()));
+                Ok(y)
+            });
+            let actual: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
+            // With the tanh it is within 5e-4 of the one with the error function, which `cpu/rows/gelu.rs` has.
+            let by_tanh = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
+            let expected: Vec<f64> = x.to_f32_vec().into_iter().map(|v| by_tanh(v as f64)).collect();
+            assert_close(&actual, &expected, if kind == Gelu::Tanh { tolerance } else { tolerance.max(5e-4) }, "gelu");
+        }
+    }
+}
+
+#[test]
+fn an_encoder_refuses_what_does_not_fit_and_to_go_back() {
+    let b = backend();
+    let f32s = |shape: &[usize]| Tensor::zeros(shape, DType::F32);
+    let bf16s = |shape: &[usize]| Tensor::zeros(shape, DType::BF16);
+    let norm = |x: Tensor, weight: Tensor, bias: Tensor| {
+        let mut tape = Tape::inference(&b);
+        let (x, weight, bias) = (tape.constant(x), Box::leak(Box::new(weight)), Box::leak(Box::new(bias)));
+        tape.layer_norm(&x, weight.as_ref(), bias.as_ref(), 1e-6, DType::F32).is_err()
+    };
+    assert!(!norm(f32s(&[2, 5]), f32s(&[5]), f32s(&[5])) && !norm(f32s(&[0, 5]), f32s(&[5]), f32s(&[5])));
+    assert!(norm(f32s(&[2, 4]), f32s(&[5]), f32s(&[5])) && norm(f32s(&[2, 5]), f32s(&[5]), f32s(&[4])));
+    assert!(norm(f32s(&[2, 5]), f32s(&[4]), f32s(&[5])) && norm(f32s(&[2, 0]), f32s(&[0]), f32s(&[0])));
+    assert!(norm(bf16s(&[2, 5]), f32s(&[5]), f32s(&[5])) && norm(f32s(&[2, 5]), bf16s(&[5]), f32s(&[5])));
+    assert!(norm(f32s(&[2, 5]), f32s(&[5]), bf16s(&[5])));
+    let gelu = |x: Tensor| {
+        let mut tape = Tape::inference(&b);
+        let x = tape.constant(x);
+        tape.gelu(&x, Gelu::Erf, DType::F32).is_err()
+    };
+    assert!(!gelu(f32s(&[2, 5])) && gelu(bf16s(&[2, 5])) && gelu(f32s(&[2, 0])));
+
+    let vector = f32s(&[5]);
+    let mut tape = Tape::recording(&b);
+    let (x, constant) = (leaf(&mut tape, &[2, 5]), tape.constant(f32s(&[2, 5])));
+    let refused = [
+        tape.layer_norm(&x, vector.as_ref(), vector.as_ref(), 1e-6, DType::F32).map(|_| ()),
+        tape.gelu(&x, Gelu::Tanh, DType::F32).map(|_| ()),
+    ];
+    for refused in refused {
+        assert!(matches!(refused, Err(Error::Unsupported(why)) if why.contains("gradients")));
+    }
+    // What needs no gradient goes forward on a tape that records others.
+    assert!(tape.layer_norm(&constant, vector.as_ref(), vector.as_ref(), 1e-6, DType::F32).is_ok());
+    assert!(tape.gelu(&constant, Gelu::Tanh, DType::F32).is_ok());
+}
