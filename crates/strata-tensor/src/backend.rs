@@ -208,8 +208,8 @@ pub trait Backend: Memory + Send + Sync {
     /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()>;
 
-    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
-    /// window leaves, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
+    /// Attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
+    /// window leaves, or with [`Sight::Whole`] all that was written of its sequence, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
     /// window of every query are not read. The softmax of head `h` has one more term, `exp(sinks[h])`, that has no value (f32 `[heads]`; gpt-oss). `out`
     /// is `[tokens, heads, value width]` in the dtype of `q`; `log_normalizers: [tokens, heads]`, f32, of the softmax with its sink.
     #[allow(clippy::too_many_arguments)]
@@ -224,7 +224,7 @@ pub trait Backend: Memory + Send + Sync {
         log_normalizers: &mut Tensor,
     ) -> Result<()>;
 
-    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32. That of keys has both parts where they are values too. Sinks are frozen, and what they do is in `log_normalizers`.
+    /// Gradients of causal attention over whole sequences (nothing cached); `dout` and `gradient` are f32. That of keys has both parts where they are values too. Sinks are frozen, and what they do is in `log_normalizers`.
     #[allow(clippy::too_many_arguments)]
     fn attention_backward(
         &self,

@@ -145,6 +145,9 @@ impl Backend for CpuBackend {
         if g.window == Some(0) {
             return Err(Error::Unsupported("attention with a window of 0 keys: a query sees its own at least".into()));
         }
+        if let (Sight::Whole, Some(window)) = (g.sees, g.window) {
+            return Err(Error::Unsupported(format!("attention to whole sequences in a window of {window} keys")));
+        }
         let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
         let widths = 1..=if let KvValues::PrefixOfKey(_) = g.values { g.head_dim } else { MAX_HEAD_DIM };
         let of_width = g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim);

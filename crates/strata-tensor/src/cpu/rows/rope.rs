@@ -337,7 +337,7 @@ mod tests {
 
     use super::*;
     use crate::KvValues;
-    use crate::backend::AttentionGeometry;
+    use crate::backend::{AttentionGeometry, Sight};
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
     const ROWS: usize = 2;
@@ -380,7 +380,16 @@ mod tests {
     /// The plain layout, and others: with gates, keys and values that alternate, a part of a head that turns, none of it, other pairs.
     fn layouts(head_dim: usize, kv_heads: usize) -> Vec<QkvLayout> {
         let values = KvValues::Own(head_dim);
-        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, values, scale: 1.0, eps: 1e-6, window: None };
+        let g = AttentionGeometry {
+            heads: HEADS,
+            kv_heads,
+            head_dim,
+            values,
+            scale: 1.0,
+            eps: 1e-6,
+            window: None,
+            sees: Sight::Before,
+        };
         let plain = QkvLayout::fused(&g);
         let first = HEADS * head_dim;
         let columns = |first| HeadColumns { first, stride: 2 * head_dim };

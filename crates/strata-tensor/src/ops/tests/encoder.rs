@@ -1,4 +1,4 @@
-//! What encoders of images have: LayerNorm and GELU, which only go forward.
+//! What encoders of images have and only go forward: LayerNorm, GELU, and attention to whole sequences.
 
 use super::*;
 use crate::backend::Gelu;
@@ -112,4 +112,103 @@ fn an_encoder_refuses_what_does_not_fit_and_to_go_back() {
     // What needs no gradient goes forward on a tape that records others.
     assert!(tape.layer_norm(&constant, vector.as_ref(), vector.as_ref(), 1e-6, DType::F32).is_ok());
     assert!(tape.gelu(&constant, Gelu::Tanh, DType::F32).is_ok());
+}
+
+/// Images of these many patches, packed, in a batch with other positions than their places in it.
+const IMAGES: [Range<usize>; 4] = [0..70, 70..71, 71..71, 71..132];
+const HEADS: usize = 2;
+const HEAD_DIM: usize = 10;
+
+fn image_geometry() -> AttentionGeometry {
+    let values = KvValues::Own(HEAD_DIM);
+    AttentionGeometry {
+        heads: HEADS,
+        kv_heads: HEADS,
+        head_dim: HEAD_DIM,
+        values,
+        scale: 0.3,
+        eps: 0.0,
+        window: None,
+        sees: Sight::Whole,
+    }
+}
+
+fn image_input(rotary: crate::Rotary) -> AttentionInput<'static> {
+    let geometry = image_geometry();
+    let spans = IMAGES.map(whole).into();
+    AttentionInput { geometry, layout: QkvLayout::fused(&geometry), norms: None, sinks: None, rotary: Rc::new(rotary), spans }
+}
+
+/// What eager attention of each image by itself answers, `[tokens, heads * head_dim]`, with heads turned by `angles: [tokens, head_dim / 2]`.
+fn attend_by_definition(qkv: &[f32], angles: &[f64]) -> Vec<f64> {
+    let half = HEAD_DIM / 2;
+    let head = |t: usize, head: usize| -> Vec<f64> {
+        qkv[(t * 3 * HEADS + head) * HEAD_DIM..][..HEAD_DIM].iter().map(|&v| v as f64).collect()
+    };
+    let turned = |t: usize, h: usize| -> Vec<f64> {
+        let (x, angles) = (head(t, h), &angles[t * half..][..half]);
+        let first = (0..half).map(|i| x[i] * angles[i].cos() - x[i + half] * angles[i].sin());
+        first.chain((0..half).map(|i| x[i + half] * angles[i].cos() + x[i] * angles[i].sin())).collect()
+    };
+    let mut out = vec![0.0; IMAGES[3].end * HEADS * HEAD_DIM];
+    for (t, h, image) in IMAGES.into_iter().flat_map(|s| s.clone().flat_map(move |t| [(t, 0, s.clone()), (t, 1, s.clone())])) {
+        let q = turned(t, h);
+        let dot = |k: Vec<f64>| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
+        let weights: Vec<f64> =
+            image.clone().map(|s| (image_geometry().scale as f64 * dot(turned(s, HEADS + h))).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        for (s, weight) in image.zip(weights) {
+            let to = out[(t * HEADS + h) * HEAD_DIM..][..HEAD_DIM].iter_mut();
+            to.zip(head(s, 2 * HEADS + h)).for_each(|(to, v)| *to += weight / sum * v);
+        }
+    }
+    out
+}
+
+#[test]
+fn patches_of_an_image_see_all_of_it_and_nothing_of_other_images() {
+    let tokens = IMAGES[3].end;
+    let qkv = tensor(&[tokens, 3 * HEADS * HEAD_DIM], DType::F32, 1);
+    let positions: Vec<u32> = IMAGES.into_iter().flat_map(|image| 0..image.len() as u32).collect();
+    let frequencies = frequencies(HEAD_DIM);
+    let angles = positions.iter().flat_map(|&p| frequencies.iter().map(move |&f| (p as f32 * f) as f64));
+    let expected = attend_by_definition(&qkv.to_f32_vec(), &angles.collect::<Vec<_>>());
+    for (dtype, tolerance) in DTYPES.into_iter().zip([1e-5, 2e-2]) {
+        let attended = |b: &dyn Backend| {
+            let mut tape = Tape::inference(b);
+            let qkv = tape.constant(b.tensor(&qkv.to_f32_vec(), qkv.shape().dims(), DType::F32).unwrap());
+            let input = image_input(b.rotary(&positions, &frequencies, 1.0).unwrap());
+            let y = tape.attention(&qkv, &input, KvAccess::None, dtype).unwrap();
+            b.to_f32_vec(y.value().as_ref()).unwrap()
+        };
+        let out = attended(&backend());
+        assert_close(&out, &expected, tolerance, &format!("{dtype}"));
+        assert_eq!(attended(&RemoteBackend::new(backend())), out, "far away");
+    }
+}
+
+#[test]
+fn whole_sequences_are_refused_with_a_cache_a_window_or_a_way_back() {
+    let b = backend();
+    let tokens = IMAGES[3].end;
+    let input = || image_input(b.rotary(&vec![0; tokens], &frequencies(HEAD_DIM), 1.0).unwrap());
+    let shape = [tokens, 3 * HEADS * HEAD_DIM];
+    let mut tape = Tape::recording(&b);
+    let (x, constant) = (leaf(&mut tape, &shape), tape.constant(Tensor::zeros(&shape, DType::F32)));
+    let mut cache = KvPages::new(4, HEADS, HEAD_DIM, DType::F32);
+    let mut in_window = input();
+    in_window.geometry.window = Some(3);
+    assert!(tape.attention(&constant, &input(), KvAccess::None, DType::F32).is_ok());
+    let mut cached = input();
+    cached.spans = [AttentionSpan { tokens: 0..tokens, past: 0, pages: &[0, 1, 2] }].into();
+    let refused = [
+        (tape.attention(&x, &input(), KvAccess::None, DType::F32), "gradients"),
+        (tape.attention(&constant, &cached, KvAccess::Cache(&mut cache), DType::F32), "cache"),
+        (tape.attention(&constant, &in_window, KvAccess::None, DType::F32), "window"),
+    ];
+    for (refused, why) in refused {
+        assert!(matches!(refused.map(|_| ()), Err(Error::Unsupported(says)) if says.contains(why)), "{why}");
+    }
+    cached.geometry.sees = Sight::Before;
+    assert!(tape.attention(&constant, &cached, KvAccess::Cache(&mut cache), DType::F32).is_ok());
 }
