@@ -179,7 +179,17 @@ pub trait Backend: Memory + Send + Sync {
     fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;
 
     /// Cosines and sines for these positions, times `factor`: angles are f32 products of a position and a frequency in radians, one for each pair of a head.
-    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary>;
+    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
+        let turns: Vec<AxisFrequency> = frequencies.iter().map(|&frequency| AxisFrequency { axis: 0, frequency }).collect();
+        self.rotary_of_axes(&[positions], &turns, factor)
+    }
+
+    /// As [`Backend::rotary`], for tokens that have a position on each of several axes; each pair of a head turns by one of them. Qwen3-VL: text and what images
+    /// become by time, height and width, in an order of the model's own; patches by height in the first half of the pairs and by width in the second.
+    ///
+    /// # Errors
+    /// If axes differ in the number of tokens, or a pair turns by one that is not there.
+    fn rotary_of_axes(&self, positions: &[&[u32]], turns: &[AxisFrequency], factor: f32) -> Result<Rotary>;
 
     /// Splits f32 `qkv: [tokens, layout.width]`, normalises heads of q and k where weights are given, and rotates them.
     fn norm_rotate(

@@ -186,6 +186,15 @@ impl QkvLayout {
     }
 }
 
+/// What one pair of numbers of a head turns by: the position on one axis times a frequency in radians.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AxisFrequency {
+    /// Which of the positions of a token: in text with images time, height or width, say.
+    pub axis: usize,
+    /// Radians for each position.
+    pub frequency: f32,
+}
+
 /// Cosines and sines of rotary embedding for the tokens of a batch, `[tokens, rotary_dim / 2]` each, f32.
 #[derive(Debug)]
 pub struct Rotary {

@@ -528,8 +528,8 @@ impl Backend for RemoteBackend {
         self.change(y, |y| self.cpu.layer_norm(&x, weight.as_ref(), bias.as_ref(), eps, y))
     }
 
-    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
-        let Rotary { cos, sin } = self.cpu.rotary(positions, frequencies, factor)?;
+    fn rotary_of_axes(&self, positions: &[&[u32]], turns: &[AxisFrequency], factor: f32) -> Result<Rotary> {
+        let Rotary { cos, sin } = self.cpu.rotary_of_axes(positions, turns, factor)?;
         Ok(Rotary { cos: self.keep_tensor(&cos)?, sin: self.keep_tensor(&sin)? })
     }
 

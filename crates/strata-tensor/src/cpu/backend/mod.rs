@@ -18,11 +18,10 @@ use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
 use super::rows::gate::{self, Gates};
-use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads, angles};
+use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
-use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorRef};
@@ -230,20 +229,8 @@ impl Backend for CpuBackend {
         self.norm_layer(x, weight, bias, eps, y)
     }
 
-    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
-        let half = frequencies.len();
-        let shape = [positions.len(), half];
-        let (mut cos, mut sin) = (self.scratch(&shape, DType::F32)?, self.scratch(&shape, DType::F32)?);
-        {
-            let (cos, sin) = (SharedMut::new(cos.slice_mut::<f32>()?), SharedMut::new(sin.slice_mut::<f32>()?));
-            // A cosine costs about as much as a hundred streamed elements.
-            self.over_rows(positions.len(), 100 * half, |rows| {
-                // SAFETY: tasks have rows of their own.
-                let (cos, sin) = unsafe { (rows_mut(&cos, &rows, half), rows_mut(&sin, &rows, half)) };
-                angles(&positions[rows], frequencies, factor, cos, sin);
-            });
-        }
-        Ok(Rotary { cos, sin })
+    fn rotary_of_axes(&self, positions: &[&[u32]], turns: &[AxisFrequency], factor: f32) -> Result<Rotary> {
+        self.angles_of_axes(positions, turns, factor)
     }
 
     fn norm_rotate(

@@ -1,7 +1,7 @@
-//! What encoders of images have and only go forward: LayerNorm, GELU, and attention to whole sequences.
+//! What encoders of images have and only go forward: LayerNorm, GELU, and attention to whole sequences; and positions on several axes.
 
 use super::*;
-use crate::backend::Gelu;
+use crate::backend::{AxisFrequency, Gelu, Rotary};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -133,7 +133,7 @@ fn image_geometry() -> AttentionGeometry {
     }
 }
 
-fn image_input(rotary: crate::Rotary) -> AttentionInput<'static> {
+fn image_input(rotary: Rotary) -> AttentionInput<'static> {
     let geometry = image_geometry();
     let spans = IMAGES.map(whole).into();
     AttentionInput { geometry, layout: QkvLayout::fused(&geometry), norms: None, sinks: None, rotary: Rc::new(rotary), spans }
@@ -169,15 +169,22 @@ fn attend_by_definition(qkv: &[f32], angles: &[f64]) -> Vec<f64> {
 fn patches_of_an_image_see_all_of_it_and_nothing_of_other_images() {
     let tokens = IMAGES[3].end;
     let qkv = tensor(&[tokens, 3 * HEADS * HEAD_DIM], DType::F32, 1);
-    let positions: Vec<u32> = IMAGES.into_iter().flat_map(|image| 0..image.len() as u32).collect();
-    let frequencies = frequencies(HEAD_DIM);
-    let angles = positions.iter().flat_map(|&p| frequencies.iter().map(move |&f| (p as f32 * f) as f64));
+    // Rows of ten patches: some pairs turn by the row, some by the column.
+    let places = || IMAGES.into_iter().flat_map(|image| 0..image.len() as u32);
+    let (rows, columns): (Vec<u32>, Vec<u32>) = places().map(|place| (place / 10, place % 10)).unzip();
+    let axes = [0, 0, 1, 1, 0];
+    let turns = frequencies(HEAD_DIM).into_iter().zip(axes).map(|(frequency, axis)| AxisFrequency { axis, frequency });
+    let turns: Vec<AxisFrequency> = turns.collect();
+    let angles = rows
+        .iter()
+        .zip(&columns)
+        .flat_map(|(&row, &column)| turns.iter().map(move |turn| ([row, column][turn.axis] as f32 * turn.frequency) as f64));
     let expected = attend_by_definition(&qkv.to_f32_vec(), &angles.collect::<Vec<_>>());
     for (dtype, tolerance) in DTYPES.into_iter().zip([1e-5, 2e-2]) {
         let attended = |b: &dyn Backend| {
             let mut tape = Tape::inference(b);
             let qkv = tape.constant(b.tensor(&qkv.to_f32_vec(), qkv.shape().dims(), DType::F32).unwrap());
-            let input = image_input(b.rotary(&positions, &frequencies, 1.0).unwrap());
+            let input = image_input(b.rotary_of_axes(&[&rows, &columns], &turns, 1.0).unwrap());
             let y = tape.attention(&qkv, &input, KvAccess::None, dtype).unwrap();
             b.to_f32_vec(y.value().as_ref()).unwrap()
         };
@@ -211,4 +218,32 @@ fn whole_sequences_are_refused_with_a_cache_a_window_or_a_way_back() {
     }
     cached.geometry.sees = Sight::Before;
     assert!(tape.attention(&constant, &cached, KvAccess::Cache(&mut cache), DType::F32).is_ok());
+}
+
+#[test]
+fn angles_of_several_axes_are_those_of_each_and_the_same_everywhere() {
+    let axes = [1, 2, 3].map(|key| normal(900, key).iter().map(|v| (v.abs() * 1000.0) as u32).collect::<Vec<_>>());
+    let axes = [&axes[0][..], &axes[1], &axes[2]];
+    let frequencies = frequencies(48);
+    // Sections of three axes, one by one, and the rest by the first.
+    let turn = |(i, &frequency): (usize, &f32)| AxisFrequency { axis: if i < 18 { i % 3 } else { 0 }, frequency };
+    let turns: Vec<AxisFrequency> = frequencies.iter().enumerate().map(turn).collect();
+    let both = |b: &dyn Backend, Rotary { cos, sin }: Rotary| [cos, sin].map(|t| b.to_f32_vec(t.as_ref()).unwrap());
+    let b = backend();
+    let of_axes = both(&b, b.rotary_of_axes(&axes, &turns, 0.7).unwrap());
+    let of_each = axes.map(|axis| both(&b, b.rotary(axis, &frequencies, 0.7).unwrap()));
+    for (which, i) in (0..2).flat_map(|which| (0..of_axes[0].len()).map(move |i| (which, i))) {
+        assert_eq!(of_axes[which][i].to_bits(), of_each[turns[i % turns.len()].axis][which][i].to_bits());
+    }
+    for isa in Isa::available() {
+        let b = CpuBackend::with_isa(isa, 3);
+        assert!(both(&b, b.rotary_of_axes(&axes, &turns, 0.7).unwrap()) == of_axes, "{isa}");
+    }
+    let far = RemoteBackend::new(backend());
+    assert!(both(&far, far.rotary_of_axes(&axes, &turns, 0.7).unwrap()) == of_axes, "far away");
+
+    assert!(matches!(b.rotary_of_axes(&axes[..2], &turns, 1.0), Err(Error::Index { index: 2, size: 2, .. })));
+    assert!(matches!(b.rotary_of_axes(&[axes[0], &axes[1][1..]], &turns[..2], 1.0), Err(Error::Shape { .. })));
+    assert!(b.rotary_of_axes(&[], &turns, 1.0).is_err());
+    assert_eq!(b.rotary_of_axes(&axes, &[], 1.0).unwrap().cos.shape().dims(), [900, 0]);
 }
