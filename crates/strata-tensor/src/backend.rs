@@ -259,8 +259,8 @@ pub trait Backend: Memory + Send + Sync {
     /// `y = x` in the dtype of `y`: f32 rounded for a matmul, or widened back.
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
 
-    /// `y += x`, f32.
-    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
+    /// `y += x`, f32 of as many elements.
+    fn add(&self, x: TensorRef<'_>, y: TensorMut<'_>) -> Result<()>;
 
     /// Log-probabilities of the targets of every row of f32 `logits: [rows, vocab]`. Also writes the logarithm of the sum of the exponentials of
     /// each row to `log_normalizers: [rows]`, f32, for [`Backend::logits_gradient`].

@@ -9,6 +9,7 @@ mod linear;
 mod loss;
 mod moe;
 mod norm;
+mod rows;
 mod swiglu;
 #[cfg(test)]
 mod tests;

@@ -60,7 +60,7 @@ impl<'a> Tape<'a> {
         let records = self.records(&[x, &y], false);
         let (x_node, y_node) = (x.node(), y.node());
         let mut sum = y.into_tensor(self.backend())?;
-        self.backend().add(x.value(), &mut sum)?;
+        self.backend().add(x.value().as_ref(), sum.as_mut())?;
         let sum = Rc::new(sum);
         if !records {
             return Ok(self.shared_constant(sum));

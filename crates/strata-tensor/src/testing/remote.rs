@@ -623,9 +623,10 @@ impl Backend for RemoteBackend {
         self.change(y, |y| self.cpu.convert(&x, y))
     }
 
-    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
-        let x = self.fetch(x.as_ref())?;
-        self.change(y, |y| self.cpu.add(&x, y))
+    fn add(&self, x: TensorRef<'_>, y: TensorMut<'_>) -> Result<()> {
+        let (x, mut here) = (self.fetch(x)?, self.fetch(y.as_ref())?);
+        self.cpu.add(x.as_ref(), here.as_mut())?;
+        self.send(&here, y)
     }
 
     fn target_logprobs(&self, logits: &Tensor, targets: LogprobTargets<'_>, log_normalizers: &mut Tensor) -> Result<Vec<f32>> {

@@ -24,7 +24,7 @@ use super::threads::{Pool, SharedMut};
 use crate::backend::*;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
-use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorRef};
+use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 use memory::{pages, pages_mut};
 
 /// What the fused projection of a model has.
@@ -399,9 +399,9 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+    fn add(&self, x: TensorRef<'_>, y: TensorMut<'_>) -> Result<()> {
         let x = x.slice::<f32>()?;
-        let y = SharedMut::new(y.slice_mut::<f32>()?);
+        let y = SharedMut::new(y.into_slice::<f32>()?);
         self.over_rows(x.len(), 1, |range| {
             // SAFETY: tasks have ranges of their own.
             let y = unsafe { rows_mut(&y, &range, 1) };

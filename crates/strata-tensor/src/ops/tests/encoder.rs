@@ -7,7 +7,10 @@ const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
 /// The bits of what an op makes of `x`, on all numbers of threads, instruction sets with fused multiply-add, and far away.
 #[track_caller]
-fn same_everywhere(x: &Tensor, op: impl for<'b> Fn(&'b dyn Backend, &mut Tape<'b>, &Var) -> Result<Var>) -> Vec<u32> {
+pub(super) fn same_everywhere(
+    x: &Tensor,
+    op: impl for<'b> Fn(&'b dyn Backend, &mut Tape<'b>, &Var) -> Result<Var>,
+) -> Vec<u32> {
     let run = |b: &dyn Backend| {
         let mut tape = Tape::inference(b);
         let x = tape.constant(b.tensor(&x.to_f32_vec(), x.shape().dims(), x.dtype()).unwrap());
@@ -24,12 +27,12 @@ fn same_everywhere(x: &Tensor, op: impl for<'b> Fn(&'b dyn Backend, &mut Tape<'b
     expected
 }
 
-fn on_forever(b: &dyn Backend, values: &[f32], shape: &[usize]) -> &'static Tensor {
+pub(super) fn on_forever(b: &dyn Backend, values: &[f32], shape: &[usize]) -> &'static Tensor {
     Box::leak(Box::new(b.tensor(values, shape, DType::F32).unwrap()))
 }
 
 /// `x` with a gradient to be taken.
-fn leaf(tape: &mut Tape<'_>, shape: &[usize]) -> Var {
+pub(super) fn leaf(tape: &mut Tape<'_>, shape: &[usize]) -> Var {
     tape.push(Rc::new(tensor(shape, DType::F32, 1)), |_, _| Ok(()))
 }
 

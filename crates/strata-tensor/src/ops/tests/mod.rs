@@ -9,6 +9,7 @@ mod embedding;
 mod encoder;
 mod latent;
 mod moe;
+mod rows;
 mod toy;
 
 use std::cell::RefCell;
