@@ -11,7 +11,7 @@ use strata_tensor::{
 };
 
 use crate::architectures::{
-    self, BatchInputs, Decoder, Form, FusedExpert, Initial, Observed, Observer, Parameter, WeightSource,
+    self, BatchInputs, Decoder, Form, FusedExpert, ImageFeatures, Initial, Observed, Observer, Parameter, WeightSource,
 };
 use crate::checkpoint::{
     BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, SourceDType, SourceTensor, dequantize, first_not_finite,

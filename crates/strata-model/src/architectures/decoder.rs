@@ -145,7 +145,7 @@ impl Decoder {
             None => Ok(()),
         };
         let mut x = tape.embedding(table, inputs.embedding_lora(self.plan.embedding_module), &inputs.batch.tokens)?;
-        x = tape.replace_rows(&x, inputs.image_rows(|features| Some(&features.embeddings)))?;
+        x = tape.replace_rows(x, &inputs.image_rows(|features| Some(&features.embeddings)))?;
         see(Observed::Embeddings, &x)?;
         for l in 0..self.num_layers {
             x = match &mut cache {
@@ -156,7 +156,7 @@ impl Decoder {
                 }
             };
             see(Observed::LayerOutput(l), &x)?;
-            x = tape.add_rows(&x, inputs.image_rows(|features| features.deepstack.get(l)))?;
+            x = tape.add_rows(x, &inputs.image_rows(|features| features.deepstack.get(l)))?;
             if cache.is_none() {
                 go_on(between)?;
             }

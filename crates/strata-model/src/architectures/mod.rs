@@ -27,8 +27,8 @@ use std::rc::Rc;
 
 use serde_json::{Map, Value};
 use strata_tensor::{
-    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup, LoraProjection,
-    LoraSite, Positions, Rotary, Tensor, TensorRef,
+    AttentionSpan, AxisFrequency, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup,
+    LoraProjection, LoraSite, Rotary, Tensor, TensorRef,
 };
 
 use crate::batch::ImageRows;
@@ -52,7 +52,6 @@ pub use moe::{MoeConfig, MoeLayout, Router, SigmoidRouter};
 pub use qwen3_5::{Qwen3_5Config, Qwen3_5Mlp};
 pub use qwen3_moe::Qwen3MoeConfig;
 pub use qwen3_vl::{Qwen3VlConfig, Qwen3VlText};
-pub(crate) use vision_tower::VisionTower;
 pub use vision_tower::{ImageFeatures, VisionConfig};
 
 /// A family, with what its models have beside what all models have.
@@ -514,9 +513,11 @@ fn check_images(config: &ModelConfig, batch: &PackedBatch<'_>) -> Result<()> {
 fn angles(backend: &dyn Backend, family: &dyn FamilyConfig, batch: &PackedBatch<'_>) -> Result<Rotary> {
     let rope = family.rope();
     let axes = batch.positions.each_ref().map(Vec::as_slice);
-    let axis_of: Vec<u8> = (0..rope.rotary_dim / 2).map(|pair| family.axis_of_pair(pair) as u8).collect();
-    let positions = Positions { axes: &axes, axis_of: &axis_of };
-    let turn = |RopeTable { frequencies, factor }: &RopeTable| backend.rotary(&positions, frequencies, *factor);
+    let turn = |RopeTable { frequencies, factor }: &RopeTable| {
+        let turn = |(pair, &frequency): (usize, &f32)| AxisFrequency { axis: family.axis_of_pair(pair), frequency };
+        let turns: Vec<AxisFrequency> = frequencies.iter().enumerate().map(turn).collect();
+        backend.rotary_of_axes(&axes, &turns, *factor)
+    };
     let any = |long: bool| batch.spans.iter().find(|s| rope.is_long(s.length_max) == long).map(|s| rope.table(s.length_max));
     let (short, long) = match (any(false), any(true)) {
         (Some(short), Some(long)) => (short, long),

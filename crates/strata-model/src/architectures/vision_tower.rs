@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::OnceLock;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, AttentionSpan, Backend, DType, Gelu, HostRef, KvAccess, KvValues, Linear, Positions,
+    AttentionGeometry, AttentionInput, AttentionSpan, AxisFrequency, Backend, DType, Gelu, HostRef, KvAccess, KvValues, Linear,
     QkvLayout, Sight, Tape, Tensor, Var,
 };
 
@@ -159,15 +159,18 @@ impl VisionConfig {
             scale: (1.0 / (head_dim as f64).sqrt()) as f32,
             eps: EPS,
             window: None,
-            sight: Sight::Whole,
+            sees: Sight::Whole,
         }
     }
 
-    /// Radians per row, and then per column, by which the pairs of a head turn.
-    fn frequencies(&self) -> Vec<f32> {
+    /// By what the pairs of a head turn: the first half of them by rows, the second by columns.
+    fn turns(&self) -> Vec<AxisFrequency> {
         let half = self.hidden_size / self.num_heads / 2;
-        let of_axis = (0..half).step_by(2).map(|i| 1.0 / (self.rope_theta as f32).powf(i as f32 / half as f32));
-        of_axis.clone().chain(of_axis).collect()
+        let of_axis = |axis| {
+            let frequency = move |i| 1.0 / (self.rope_theta as f32).powf(i as f32 / half as f32);
+            (0..half).step_by(2).map(move |i| AxisFrequency { axis, frequency: frequency(i) })
+        };
+        of_axis(0).chain(of_axis(1)).collect()
     }
 }
 
@@ -272,12 +275,9 @@ impl VisionTower {
         let mut tape = Tape::inference(backend);
         let patches = tape.constant(patches);
         let mut x = self.linear(weights, &mut tape, &patches, &self.patch_embed, 0)?;
-        x = tape.add_rows(&x, vec![(0..n, embedded.as_ref())])?;
+        x = tape.add_rows(x, &[(0..n, embedded.as_ref())])?;
         let axes = [0, 1].map(|axis| positions.iter().map(|place| place[axis] as u32).collect::<Vec<u32>>());
-        let frequencies = c.frequencies();
-        let axis_of: Vec<u8> = (0..frequencies.len()).map(|i| u8::from(i >= frequencies.len() / 2)).collect();
-        let rotary =
-            Rc::new(backend.rotary(&Positions { axes: &[&axes[0], &axes[1]], axis_of: &axis_of }, &frequencies, 1.0)?);
+        let rotary = Rc::new(backend.rotary_of_axes(&[&axes[0], &axes[1]], &c.turns(), 1.0)?);
         // Frames do not see each other.
         let of_frame = image.grid.height * image.grid.width;
         let frame = |f: usize| AttentionSpan { tokens: f * of_frame..(f + 1) * of_frame, past: 0, pages: &[] };
@@ -295,30 +295,29 @@ impl VisionTower {
             let m = tape.gelu(&m, c.activation, dtype)?;
             x = tape.add_linear(&x, &m, frozen(weights, &self.fc2, block))?;
             if let (Some(mergers), Ok(place)) = (&self.deepstack, c.deepstack.binary_search(&block)) {
-                let wide = tape.reshape(&x, &[n / merged, merged * c.hidden_size])?;
+                let wide = tape.reshape(x.clone(), &[n / merged, merged * c.hidden_size])?;
                 let h = self.norm(weights, &mut tape, &wide, &mergers.norm, place, dtype)?;
-                deepstack.push(self.merge(weights, &mut tape, &h, mergers, place, dtype)?);
+                deepstack.push(self.merge((backend, weights), &mut tape, &h, (mergers, place), dtype)?);
             }
         }
         let h = self.norm(weights, &mut tape, &x, &self.merger.norm, 0, dtype)?;
-        let wide = tape.reshape(&h, &[n / merged, merged * c.hidden_size])?;
-        let embeddings = self.merge(weights, &mut tape, &wide, &self.merger, 0, dtype)?;
+        let wide = tape.reshape(h, &[n / merged, merged * c.hidden_size])?;
+        let embeddings = self.merge((backend, weights), &mut tape, &wide, (&self.merger, 0), dtype)?;
         Ok(ImageFeatures { embeddings, deepstack })
     }
 
     fn merge<'a>(
         &self,
-        weights: &'a Weights,
+        (backend, weights): (&dyn Backend, &'a Weights),
         tape: &mut Tape<'a>,
         h: &Var,
-        merger: &Merger,
-        place: usize,
+        (merger, place): (&Merger, usize),
         dtype: DType,
     ) -> Result<Tensor> {
         let m = self.linear(weights, tape, h, &merger.fc1, place)?;
         let m = tape.gelu(&m, Gelu::Erf, dtype)?;
         let out = self.linear(weights, tape, &m, &merger.fc2, place)?;
-        Ok(tape.backend().duplicate(out.value().as_ref())?)
+        Ok(backend.duplicate(out.value().as_ref())?)
     }
 
     fn linear<'a>(&self, weights: &'a Weights, tape: &mut Tape<'a>, x: &Var, layer: &Layer, i: usize) -> Result<Var> {
