@@ -86,6 +86,7 @@ impl Model {
         let dtype = dtype.unwrap_or_else(|| Self::compute_dtype(&checkpoint, &config));
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
+        check_tied(&checkpoint, &config)?;
         let format = WeightFormat { compute: dtype, storage };
         let decoder = Decoder::load(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
         let image_processor = source.image_processor(&config)?;
@@ -421,6 +422,34 @@ fn tensors_of(source: &ModelSource, config: &ModelConfig) -> Result<Checkpoint> 
         checkpoint.rename(prefix, "model.")?;
     }
     Ok(checkpoint)
+}
+
+/// Refuses a checkpoint that has an unembedding of other numbers than the embedding that its configuration ties it to. Transformers computes with the one that is there.
+fn check_tied(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
+    let [unembedding, embedding] = ["lm_head.weight", "model.embed_tokens.weight"];
+    let (Some(own), Some(tied)) = (checkpoint.tensor(unembedding)?, checkpoint.tensor(embedding)?) else { return Ok(()) };
+    if !config.tie_word_embeddings || own.dtype == tied.dtype && own.shape == tied.shape && own.bytes == tied.bytes {
+        return Ok(());
+    }
+    let refused = |what: String| {
+        let known = "tie_word_embeddings is true, and the checkpoint has another";
+        Err(checkpoint.error(format!("{known} {unembedding} than {embedding}: {what}; if it counts, say false")))
+    };
+    if own.shape != tied.shape {
+        return refused(format!("its shape is {:?}, not {:?}", own.shape, tied.shape));
+    }
+    // Equal in other bits: of another dtype, or zeros of another sign.
+    for first in (0..config.vocab_size).step_by(SLICE_ELEMENTS.div_ceil(config.hidden_size)) {
+        let rows = first..config.vocab_size.min(first + SLICE_ELEMENTS.div_ceil(config.hidden_size));
+        let [own, tied] = [own, tied].map(|tensor| tensor.read_rows(rows.clone(), DType::F32));
+        let (own, tied) = (own?, tied?);
+        let [own, tied] = [&own, &tied].map(|rows| rows.as_ref().as_bytes().as_chunks::<4>().0);
+        let [own, tied] = [own, tied].map(|all| all.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
+        if let Some((place, (own, tied))) = own.zip(tied).enumerate().find(|(_, (own, tied))| own != tied) {
+            return refused(format!("element {} is {own}, not {tied}", first * config.hidden_size + place));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.

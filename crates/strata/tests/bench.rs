@@ -98,6 +98,31 @@ fn sampling_from_several_adapters_is_reported_under_the_documented_keys() {
     }
 }
 
+const DELTA_FIGURES: [&str; 4] = ["tokens_per_s", "rule_tokens_per_s", "rule_gflop_per_s", "rule_fraction_of_limit"];
+
+#[test]
+fn a_gated_delta_net_is_reported_under_the_documented_keys() {
+    let report = bench_json(&["delta", "--shape", "qwen3.5-35b-a3b", "--dtype", "f32", "--tokens", "70", "--repeats", "1"]);
+    assert_eq!(
+        (&report["benchmark"], &report["shape"], &report["dtype"]),
+        (&"delta".into(), &"qwen3.5-35b-a3b".into(), &"f32".into())
+    );
+    let settings = serde_json::json!({ "tokens": 70, "k_heads": 16, "v_heads": 32, "k_dim": 128, "v_dim": 128, "kernel": 4 });
+    assert_eq!(report["cases"][0]["settings"], settings);
+    assert_figures(&report, &DELTA_FIGURES, &["strata"]);
+    assert!(report["kernels"].as_str().unwrap().starts_with("cpu ") && report["peer"].is_null());
+}
+
+#[test]
+fn the_delta_rule_is_held_against_f32_whatever_the_dtype() {
+    let report = bench_json(&["delta", "--shape", "qwen3.5-9b", "--tokens", "8", "--repeats", "1"]);
+    assert_eq!((&report["dtype"], &report["limits"]["fastest"]["inputs"]), (&"bf16".into(), &"f32".into()));
+    let figures = &report["cases"][0]["figures"];
+    let [rate, share] = ["rule_gflop_per_s", "rule_fraction_of_limit"].map(|name| figures[name]["strata"].as_f64().unwrap());
+    let limit = report["limits"]["fastest"]["gflop_per_s"].as_f64().unwrap();
+    assert!((rate / limit / share - 1.0).abs() < 1e-9, "{rate} of {limit} is not {share}");
+}
+
 #[test]
 fn a_table_has_every_batch_size_with_every_length() {
     let report = bench_json(&["table", "train", "--batch", "1,2", "--seq-len", "4,8", "--steps", "1", "--adapters", "2"]);
@@ -116,7 +141,7 @@ fn the_peer_is_shown_beside_ours() {
     let script = r#"read -r setup
 echo '{"ok": {"torch": "2.0", "transformers": "5.0", "peft": "0.20"}}'
 while read -r request; do
-    echo '{"ok": {"seconds": 2.0, "optimizer_seconds": 0.5, "peak_memory_bytes": 1000000}}'
+    echo '{"ok": {"seconds": 2.0, "optimizer_seconds": 0.5, "peak_memory_bytes": 1000000, "net_seconds": 4.0, "rule_seconds": 0.5}}'
 done"#;
     let python = python(dir.path(), script);
     let compare = ["--compare", python.to_str().unwrap()];
@@ -131,6 +156,11 @@ done"#;
     let report = bench_json(&[&["matmul", "--tokens", "4", "--rounds", "1"], &compare[..]].concat());
     assert_eq!(report["cases"].as_array().unwrap().len(), 5);
     assert_figures(&report, &["gflop_per_s"], &["strata", "peer", "ratio"]);
+    let delta = ["delta", "--shape", "qwen3.5-9b", "--tokens", "8", "--repeats", "1"];
+    let report = bench_json(&[&delta, &compare[..]].concat());
+    assert_figures(&report, &DELTA_FIGURES, &["strata", "peer", "ratio"]);
+    let figures = &report["cases"][0]["figures"];
+    assert_eq!((&figures["tokens_per_s"]["peer"], &figures["rule_tokens_per_s"]["peer"]), (&2.0.into(), &16.0.into()));
 }
 
 #[test]
@@ -138,6 +168,8 @@ fn a_peer_that_fails_is_an_error_with_its_reason() {
     let dir = tempfile::tempdir().unwrap();
     let python = python(dir.path(), "read -r setup; echo 'ImportError: libtorch' >&2; exit 1");
     let error = bench_error(&["matmul", "--tokens", "4", "--compare", python.to_str().unwrap()]);
+    assert!(error.contains("the peer ended (exit status: 1); its last messages:\nImportError: libtorch"), "{error}");
+    let error = bench_error(&["delta", "--shape", "qwen3.5-9b", "--tokens", "4", "--compare", python.to_str().unwrap()]);
     assert!(error.contains("the peer ended (exit status: 1); its last messages:\nImportError: libtorch"), "{error}");
     let error = bench_error(&["matmul", "--tokens", "4", "--compare", "/nowhere/python"]);
     assert!(error.contains("there is no Python interpreter at /nowhere/python"), "{error}");
@@ -157,6 +189,13 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_measured() {
         (&["sample", "--batch", "4000", "--prompt", "1024"], "in the cache, which holds"),
         (&["table", "train", "--batch", "1,0"], "--batch and --seq-len must be at least 1"),
         (&["matmul", "--tokens", "0"], "--tokens and --rounds must be at least 1"),
+        (&["delta"], r#"shape "strata/tiny-base" has no gated delta nets"#),
+        (&["delta", "--shape", "qwen3.5-9b", "--tokens", "0"], "--tokens and --repeats must be at least 1"),
+        (&["delta", "--shape", "qwen3.5-9b", "--repeats", "0"], "--tokens and --repeats must be at least 1"),
+        (
+            &["delta", "--shape", "qwen3.5-9b", "--tokens", "18446744073709551615"],
+            "the longest sequence for which there is memory",
+        ),
     ] {
         let error = bench_error(arguments);
         assert!(error.contains(reason), "{arguments:?}: {error}");

@@ -108,7 +108,7 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
     let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
     let [composite, alone] = names::MODEL_PREFIXES;
     let of_composite = checkpoint.rename(composite, alone)?;
-    let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "" };
+    let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "", of_composite };
     let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
     let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();
     let trains = |part| modules.iter().zip(&carried).any(|(module, carried)| *carried && module.part == part);
@@ -196,7 +196,7 @@ pub fn read_optimizer(
 ) -> Result<OptimizerState> {
     let checkpoint = Checkpoint::open_file(&dir.join(OPTIMIZER_FILE))?;
     let mut reader = CheckpointReader::new(&checkpoint);
-    let of = |prefix| AdapterTensors { checkpoint: &checkpoint, prefix };
+    let of = |prefix| AdapterTensors { checkpoint: &checkpoint, prefix, of_composite: false };
     let [m, v] = MOMENTS.map(|prefix| read_params(backend, of(prefix), &mut reader, modules, config));
     let step = reader.require_count(STEP);
     reader.finish()?;

@@ -316,6 +316,8 @@ fn qwen3_5_has_the_layers_heads_and_experts_of_its_defaults() {
     assert_eq!((turning(json!({})), turning(json!({"partial_rotary_factor": 0.5}))), (6, 12));
     let in_rope = json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0, "mrope_section": [4, 4, 4], "mrope_interleaved": true}});
     assert_eq!(turning(in_rope), 24);
+    // As Python reads it; one unit in the last place less would be three elements.
+    assert_eq!(turning(json!({"head_dim": 34, "partial_rotary_factor": 4.0 / 34.0})), 4);
     for (changes, expected) in [
         (json!({"layer_types": ["full_attention", "sliding_attention"]}), "layer_types[1] \"sliding_attention\""),
         (json!({"layer_types": ["full_attention"]}), "1 entries"),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::modules::{Targets, parameter_paths};
+use super::modules::{Targets, in_model, parameter_paths};
 use super::names::{AdapterTensors, Layout};
 use super::pattern::Pattern;
 use crate::lora::{LoraConfig, LoraModule, PairShape, Part, RANK_MAX};
@@ -143,7 +143,7 @@ impl AdapterSettings {
     ) -> NamedPairs<'m> {
         let of_layers = |end: &str| module.layers.iter().map(|n| format!("model.layers.{n}.{}{end}", module.path)).collect();
         let names = match (layout, module.experts) {
-            (Layout::Fused { .. }, _) => parameter_paths(module),
+            (Layout::Fused { .. }, _) => parameter_paths(module, false),
             (Layout::OfParts, _) => {
                 let of_layer = |n: &usize| {
                     let n = *n;
@@ -151,7 +151,7 @@ impl AdapterSettings {
                 };
                 module.layers.iter().flat_map(of_layer).collect()
             }
-            (_, None) if self.targets.name_parameter_of(module) => parameter_paths(module),
+            (_, None) if self.targets.name_parameter_of(module, tensors.of_composite) => parameter_paths(module, false),
             (Layout::OfExpert, Some(experts)) => {
                 let of_layer = |n: &usize| {
                     let n = *n;
@@ -163,6 +163,7 @@ impl AdapterSettings {
             (_, None) if matches!(module.part, Part::Unembed | Part::Embedding) => vec![module.path.into()],
             (_, None) => of_layers(""),
         };
+        let names = in_model(names, tensors.of_composite);
         let pairs = if layout == Layout::OfParts { module.parts.len() } else { 1 };
         NamedPairs { index, module, names, rank_of_tensors: tensors.expert_rank(module, layout), pairs }
     }

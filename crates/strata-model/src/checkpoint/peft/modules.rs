@@ -42,13 +42,15 @@ impl Targets {
     /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
     /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`; `of_composite`: whether names are those of a composite.
     pub(super) fn check(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
-        self.check_parameters_known(modules)?;
+        self.check_parameters_known(modules, of_composite)?;
         if let Some(targets) = &self.modules {
             targets.check_known("target_modules", modules, of_composite)?;
         }
+        let others: Vec<&LoraModule> =
+            modules.iter().zip(carried).filter_map(|(m, carried)| (*carried && m.experts.is_none()).then_some(m)).collect();
         for (module, &carried) in modules.iter().zip(carried) {
             let path = module.path;
-            if let Some(name) = self.parameter_of(module) {
+            if let Some(name) = self.parameter_of(module, of_composite) {
                 if !carried {
                     return Err(format!("target_parameters names {name}, but the adapter holds nothing for {path} there"));
                 }
@@ -73,6 +75,10 @@ impl Targets {
             let targeted = targeted > 0 && !(module.part == Part::Unembed && excluded > 0);
             match (targets, targeted, carried) {
                 (Modules::Names(_) | Modules::Pattern { .. }, true, false) => {
+                    // Experts are no modules in transformers 5: a name such as `gate_proj` is there one of the other MLPs alone.
+                    if module.experts.is_some() && targets.name_also(module, &others, of_composite)? {
+                        continue;
+                    }
                     return Err(format!("target_modules names {path}, but the adapter holds nothing for it"));
                 }
                 (_, false, true) => {
@@ -85,17 +91,17 @@ impl Targets {
     }
 
     /// Whether a module is named by its parameter.
-    pub(super) fn name_parameter_of(&self, module: &LoraModule) -> bool {
-        self.parameter_of(module).is_some()
+    pub(super) fn name_parameter_of(&self, module: &LoraModule, of_composite: bool) -> bool {
+        self.parameter_of(module, of_composite).is_some()
     }
 
-    fn parameter_of(&self, module: &LoraModule) -> Option<&String> {
-        let paths = parameter_paths(module);
+    fn parameter_of(&self, module: &LoraModule, of_composite: bool) -> Option<&String> {
+        let paths = parameter_paths(module, of_composite);
         self.parameters.iter().find(|name| paths.iter().any(|path| ends_with(path, name)))
     }
 
-    fn check_parameters_known(&self, modules: &[LoraModule]) -> Result<(), String> {
-        let all: Vec<String> = modules.iter().flat_map(parameter_paths).collect();
+    fn check_parameters_known(&self, modules: &[LoraModule], of_composite: bool) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(|module| parameter_paths(module, of_composite)).collect();
         let Some(name) = self.parameters.iter().find(|name| !all.iter().any(|path| ends_with(path, name))) else {
             return Ok(());
         };
@@ -114,13 +120,24 @@ pub(super) fn parameter_name(module: &LoraModule) -> String {
     }
 }
 
-/// As [`parameter_name`], within the model, one for each layer.
-pub(super) fn parameter_paths(module: &LoraModule) -> Vec<String> {
+/// As [`parameter_name`], within the model, one for each layer; where the model is a part of a composite, in that.
+pub(super) fn parameter_paths(module: &LoraModule, of_composite: bool) -> Vec<String> {
     let name = parameter_name(module);
-    match module.part {
+    let alone = match module.part {
         Part::Unembed | Part::Embedding => vec![name],
         Part::Attention | Part::Mlp => module.layers.iter().map(|number| format!("model.layers.{number}.{name}")).collect(),
+    };
+    in_model(alone, of_composite)
+}
+
+/// Paths within a model by itself as they are in it, or in the composite that it is a part of.
+pub(super) fn in_model(mut paths: Vec<String>, of_composite: bool) -> Vec<String> {
+    for path in paths.iter_mut().filter(|_| of_composite) {
+        if let Some(rest) = path.strip_prefix("model.") {
+            *path = format!("model.language_model.{rest}");
+        }
     }
+    paths
 }
 
 /// The names of a list.
@@ -131,13 +148,7 @@ fn names(value: Option<&Value>) -> Option<Vec<String>> {
 
 /// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it; where the model is a part of a composite, in that.
 fn paths(module: &LoraModule, of_composite: bool) -> Vec<String> {
-    let mut paths = paths_alone(module);
-    for path in paths.iter_mut().filter(|_| of_composite) {
-        if let Some(rest) = path.strip_prefix("model.") {
-            *path = format!("model.language_model.{rest}");
-        }
-    }
-    paths
+    in_model(paths_alone(module), of_composite)
 }
 
 fn paths_alone(module: &LoraModule) -> Vec<String> {
@@ -203,6 +214,22 @@ impl Modules {
             show(Some(&name.as_str().into())),
             known.join(", ")
         ))
+    }
+
+    /// Whether whatever names these experts names one of `others` too, of the same projection.
+    fn name_also(&self, experts: &LoraModule, others: &[&LoraModule], of_composite: bool) -> Result<bool, String> {
+        let projection = experts.experts.map(|experts| experts.projection);
+        let same = others.iter().filter(|other| other.path.rsplit('.').next() == projection);
+        let (own, others) =
+            (paths(experts, of_composite), same.flat_map(|other| paths(other, of_composite)).collect::<Vec<_>>());
+        let any = |paths: &[String], name: &str| paths.iter().any(|path| ends_with(path, name));
+        match self {
+            Modules::AllLinear => Ok(true),
+            Modules::Names(names) => Ok(names.iter().filter(|name| any(&own, name)).all(|name| any(&others, name))),
+            Modules::Pattern { .. } => {
+                others.iter().try_fold(false, |named, path| Ok(named || self.names("target_modules", path)?))
+            }
+        }
     }
 
     /// Whether the module at this path is among them.

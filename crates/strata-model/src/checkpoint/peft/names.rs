@@ -32,6 +32,8 @@ pub(super) enum Layout {
 pub(super) struct AdapterTensors<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) prefix: &'a str,
+    /// Whether the file has the names of a model that is a part of a composite.
+    pub(super) of_composite: bool,
 }
 
 impl AdapterTensors<'_> {

@@ -5,7 +5,7 @@
 //! kept apart, as recompute.
 
 use strata_model::{LinearWork, MixerWork, ModelConfig, PAGE_TOKENS, Work};
-use strata_tensor::{DType, WeightStorage};
+use strata_tensor::{DType, DeltaGeometry, WeightStorage};
 
 /// Operations of a training pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,13 +46,18 @@ fn decoder_pair_elements(work: &Work, rank: usize) -> f64 {
     work.linears.iter().map(|linear| pair_elements(linear, rank)).sum()
 }
 
-/// What mixes tokens, in one forward pass over whole sequences. Attention: scores and weighted values, every token seeing itself and those before it. Gated delta nets: what a key
-/// recalls of the state, what it adds, what a query finds, and the convolution.
+/// The gated delta rule token by token, however it is computed: what a key recalls of the state, what it adds, and what a query finds.
+pub(super) fn delta_rule(g: &DeltaGeometry, tokens: usize) -> f64 {
+    6.0 * tokens as f64 * g.state_width() as f64
+}
+
+/// What mixes tokens, in one forward pass over whole sequences. Attention: scores and weighted values, every token seeing itself and those before it. Gated delta nets: the rule
+/// and the convolution.
 fn mixer_flops(work: &Work, sequences: usize, tokens: usize) -> f64 {
     let pairs = tokens as f64 * (tokens + 1) as f64 / 2.0;
     let of_layer = |mixer: &MixerWork| match mixer {
         MixerWork::Attention(of) => 4.0 * pairs * of.query_width as f64,
-        MixerWork::DeltaNet(g) => 2.0 * (tokens * (3 * g.v_heads * g.k_dim * g.v_dim + g.kernel * g.conv_width())) as f64,
+        MixerWork::DeltaNet(g) => delta_rule(g, tokens) + 2.0 * tokens as f64 * (g.kernel * g.conv_width()) as f64,
     };
     sequences as f64 * work.mixers.iter().map(of_layer).sum::<f64>()
 }

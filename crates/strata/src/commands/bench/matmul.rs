@@ -1,20 +1,15 @@
 //! `strata bench matmul`: products of the model's shapes, apart from everything around them.
 
-use std::time::{Duration, Instant};
-
 use anyhow::ensure;
 use serde_json::json;
 use strata_model::{MatrixShape, ModelConfig, Work};
-use strata_tensor::{Backend, CpuBackend, DType, Linear, Memory, WeightFormat, WeightStorage, random};
+use strata_tensor::{Backend, CpuBackend, DType, Linear, Memory, WeightFormat, WeightStorage};
 
 use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, progress, text};
+use super::{Common, ROUND_TIME, fastest, least, progress, text, uniform};
 use crate::base_model::Quantize;
-
-/// How long each side multiplies in a round.
-const ROUND_TIME: Duration = Duration::from_millis(200);
 
 /// Settings of the matmul benchmark.
 #[derive(Debug, clap::Args)]
@@ -85,34 +80,16 @@ fn operands(
     product: Product,
 ) -> anyhow::Result<impl FnMut() -> anyhow::Result<()>> {
     let Product { tokens, in_features, out_features, .. } = product;
-    let uniform = |rows: usize, seed: u64| {
-        let mut values = vec![0.0; rows * in_features];
-        random::fill_uniform([seed, 0], 0, 1.0, &mut values);
-        backend.tensor(&values, &[rows, in_features], dtype)
-    };
-    let x = uniform(tokens, 0)?;
+    let x = uniform(backend, 0, &[tokens, in_features], dtype)?;
     let format = WeightFormat { compute: dtype, storage };
     let mut w = backend.packed(1, in_features, out_features, format)?;
-    backend.pack_rows(&mut w, 0, uniform(out_features, 1)?.as_ref())?;
+    backend.pack_rows(&mut w, 0, uniform(backend, 1, &[out_features, in_features], dtype)?.as_ref())?;
     let mut y = backend.zeros(&[tokens, out_features], DType::F32)?;
     Ok(move || {
         let layer = Linear { weight: w.layer(0), bias: None, lora: [].into() };
         backend.linear(&x, &layer, Some(&mut y))?;
         Ok(())
     })
-}
-
-/// Seconds of the fastest product of a round.
-fn fastest(multiply: &mut impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<f64> {
-    let (end, mut best) = (Instant::now() + ROUND_TIME, f64::INFINITY);
-    loop {
-        let start = Instant::now();
-        multiply()?;
-        best = best.min(start.elapsed().as_secs_f64());
-        if Instant::now() >= end {
-            return Ok(best);
-        }
-    }
 }
 
 fn peers_fastest(peer: &mut Peer, product: Product) -> anyhow::Result<f64> {

@@ -5,6 +5,7 @@
 
 mod adapters;
 mod counts;
+mod delta;
 mod engine;
 mod limits;
 mod matmul;
@@ -17,16 +18,19 @@ mod train;
 
 use std::io::{IsTerminal, stderr};
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
-use strata_tensor::{CpuBackend, DType};
+use strata_tensor::{CpuBackend, DType, Memory, Tensor, random};
 
 use crate::base_model::Resources;
 use limits::{Inputs, Limits};
 use peer::Peer;
 use report::Report;
+
+/// How long each side repeats one op of a layer in a round.
+const ROUND_TIME: Duration = Duration::from_millis(200);
 
 /// What to measure.
 #[derive(Debug, clap::Args)]
@@ -45,6 +49,8 @@ enum What {
     Table(table::Args),
     /// Multiply matrices of the model's shapes.
     Matmul(matmul::Args),
+    /// Run one layer's gated delta net between its projections, and its rule alone.
+    Delta(delta::Args),
     /// Measure the limits of this machine and nothing else.
     Limits(Common),
 }
@@ -145,6 +151,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         What::Sample(args) => sample::run(&args),
         What::Table(args) => table::run(&args),
         What::Matmul(args) => matmul::run(&args),
+        What::Delta(args) => delta::run(&args),
         What::Limits(common) => {
             let limits = Limits::measure(common.threads()?)?;
             text::print(&Report::new("limits", &common, limits)?, common.json)
@@ -164,6 +171,24 @@ fn timed<R>(body: impl FnOnce() -> anyhow::Result<R>) -> anyhow::Result<(f64, R)
     let start = Instant::now();
     let result = body()?;
     Ok((start.elapsed().as_secs_f64(), result))
+}
+
+/// Seconds of the fastest call of a round.
+fn fastest(mut op: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+    let (end, mut best) = (Instant::now() + ROUND_TIME, f64::INFINITY);
+    loop {
+        best = best.min(timed(&mut op)?.0);
+        if Instant::now() >= end {
+            return Ok(best);
+        }
+    }
+}
+
+/// Numbers from -1 to 1 in a tensor: the same for each seed.
+fn uniform(backend: &CpuBackend, seed: u64, shape: &[usize], dtype: DType) -> anyhow::Result<Tensor> {
+    let mut values = vec![0.0; shape.iter().product()];
+    random::fill_uniform([seed, 0], 0, 1.0, &mut values);
+    Ok(backend.tensor(&values, shape, dtype)?)
 }
 
 /// The least of some times; infinite if there are none.

@@ -148,6 +148,56 @@ fn the_first_key_that_matches_the_end_of_a_path_gives_rank_and_alpha() {
 }
 
 #[test]
+fn ranks_alphas_and_parameters_of_an_adapter_of_a_composite_are_found_by_their_paths_there() {
+    let modules = modules_with_experts(1);
+    let config = LoraConfig { rank: 6, own: BTreeMap::from([(0, PairShape { rank: 5, scale: 2.0 })]), ..all_parts() };
+    let params = random(&modules, &config);
+    let read = |changes: Value| {
+        let dir = written_as(AdapterFormat::Peft, &modules, &config, &params);
+        let renamed = |name: &str| name.strip_prefix("base_model.model.model.layers.").map(in_composite);
+        change_tensors(dir.path(), |name| Some(renamed(name).unwrap_or_else(|| name.into())));
+        change_config(dir.path(), changes);
+        read_adapter(&*BACKEND, dir.path(), &modules).map(|read| read.config).map_err(|e| e.to_string())
+    };
+    let pattern = |layers: &str, gate_up: f64| {
+        let (q, gate_up_path) = (format!(r"{layers}.\d.self_attn.q_proj"), format!("{layers}.*gate_up_proj"));
+        let down = r"mlp\.experts\.down_proj";
+        let alphas = json!({&q: 10, &gate_up_path: 4.0 * gate_up, down: 2});
+        let parameters = ["mlp.experts.down_proj", "mlp.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"];
+        let of_layers = [0, 2].map(|l| format!("{layers}.{l}.mlp.experts.gate_up_proj"));
+        let parameters = [&parameters.map(String::from)[..], &of_layers].concat();
+        json!({"rank_pattern": {q: 5, gate_up_path: 4, down: 2}, "alpha_pattern": alphas, "target_parameters": parameters})
+    };
+    let ours = read(pattern("model.language_model.layers", 3.0)).unwrap();
+    assert_eq!(ours.own[&0], PairShape { rank: 5, scale: 2.0 });
+    assert_eq!([1, 2].map(|index| ours.own[&index]), [PairShape { rank: 4, scale: 3.0 }; 2]);
+    let error = read(pattern("model.layers", 3.0)).unwrap_err();
+    assert!(error.contains("target_parameters names \"model.layers.0.mlp.experts.gate_up_proj\""), "{error}");
+}
+
+#[test]
+fn a_name_of_experts_that_is_also_one_of_other_mlps_needs_tensors_of_these_only() {
+    let modules = modules_with_experts(1);
+    let mut config = LoraConfig { rank: 6, ..all_parts() };
+    (1..4).for_each(|index| config.left_out.insert(index));
+    let dir = written_as(AdapterFormat::Tinker, &modules, &config, &random(&modules, &config));
+    assert_eq!(json_of(dir.path())["target_modules"], json!(["gate_proj", "gate_proj", "lm_head", "q_proj"]));
+    let read = |targets: Value| {
+        change_config(dir.path(), json!({"target_modules": targets}));
+        read_adapter(&*BACKEND, dir.path(), &modules).map(|read| read.config).map_err(|e| e.to_string())
+    };
+    for targets in [json!(["gate_proj", "lm_head", "q_proj"]), json!(".*(gate_proj|lm_head|q_proj)")] {
+        assert_eq!(read(targets.clone()), Ok(config.clone()), "{targets}");
+    }
+    for name in ["w1", "up_proj", "experts.0.gate_proj", "down_proj"] {
+        let error = read(json!(["gate_proj", "lm_head", "q_proj", name])).unwrap_err();
+        assert!(error.contains("target_modules names mlp.experts, but"), "{name}: {error}");
+    }
+    let error = read(json!(".*(gate_proj|up_proj|lm_head|q_proj)")).unwrap_err();
+    assert!(error.contains("target_modules names mlp.experts, but"), "{error}");
+}
+
+#[test]
 fn a_list_of_all_layers_says_nothing() {
     let (dir, params) = written(&all_parts());
     for layers in [json!([]), json!([0, 1]), json!([0, 1, 2]), Value::Null] {

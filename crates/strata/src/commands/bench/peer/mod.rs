@@ -24,6 +24,8 @@ const SETTLE: Duration = Duration::from_millis(20);
 pub(super) const MODEL_MODULES: [&str; 3] = ["torch", "transformers", "peft"];
 /// The modules that matmuls need.
 pub(super) const MATMUL_MODULES: [&str; 1] = ["torch"];
+/// The modules that gated delta nets need.
+pub(super) const DELTA_MODULES: [&str; 2] = ["torch", "transformers"];
 
 /// What the peer is told first.
 #[derive(Serialize)]
@@ -49,6 +51,8 @@ pub(super) enum Request {
     Sample { batch: usize, prompt: usize, new: usize },
     /// Answer: [`Multiplied`].
     Matmul { tokens: usize, in_features: usize, out_features: usize, seconds: f64 },
+    /// Answer: [`Mixed`].
+    Delta { tokens: usize, k_heads: usize, v_heads: usize, k_dim: usize, v_dim: usize, kernel: usize, seconds: f64 },
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -68,6 +72,15 @@ pub(super) struct Sampled {
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Multiplied {
     pub seconds: f64,
+}
+
+/// Of a gated delta net.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct Mixed {
+    /// Between its projections.
+    pub net_seconds: f64,
+    /// Of its rule alone.
+    pub rule_seconds: f64,
 }
 
 /// A line that the process writes.

@@ -37,6 +37,18 @@ def peak_memory_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def fastest(op, seconds):
+    """Seconds of the fastest call in about so many seconds."""
+    best, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        op()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now >= end:
+            return best
+
+
 class Peer:
     def __init__(self, setup):
         import torch
@@ -125,14 +137,59 @@ class Peer:
             sizes = [(tokens, in_features), (out_features, in_features), (tokens, out_features)]
             self.operands = (shape, [torch.rand(size, dtype=torch.float32).to(self.dtype) for size in sizes])
         x, w, y = self.operands[1]
-        best, end = float("inf"), time.perf_counter() + seconds
-        while True:
-            start = time.perf_counter()
-            torch.matmul(x, w.t(), out=y)
-            now = time.perf_counter()
-            best = min(best, now - start)
-            if now >= end:
-                return {"seconds": best}
+        return {"seconds": fastest(lambda: torch.matmul(x, w.t(), out=y), seconds)}
+
+    def delta(self, tokens, k_heads, v_heads, k_dim, v_dim, kernel, seconds):
+        """The fastest gated delta net between its projections in about so many seconds, and the fastest rule alone in as many more."""
+        shape = (tokens, k_heads, v_heads, k_dim, v_dim, kernel)
+        if self.operands[0] != shape:
+            self.operands = (None, None)
+            self.operands = (shape, self.delta_net(*shape))
+        net, rule = self.operands[1]
+        with self.torch.inference_mode():
+            return {"net_seconds": fastest(net, seconds), "rule_seconds": fastest(rule, seconds)}
+
+    def delta_net(self, tokens, k_heads, v_heads, k_dim, v_dim, kernel):
+        """The layer of transformers, whose projections hand out what was made before, and the function that it calls for the rule."""
+        # With these packages transformers would take their kernels in the place of its own functions.
+        for package in ["fla", "causal_conv1d"]:
+            sys.modules[package] = None
+        from transformers.models.qwen3_5 import Qwen3_5TextConfig
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+        torch, values = self.torch, v_heads * v_dim
+        config = Qwen3_5TextConfig(
+            hidden_size=1,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_key_heads=k_heads,
+            linear_num_value_heads=v_heads,
+            linear_key_head_dim=k_dim,
+            linear_value_head_dim=v_dim,
+            linear_conv_kernel_dim=kernel,
+        )
+
+        def uniform(*size, dtype=self.dtype):
+            return torch.rand(size).mul(2).sub(1).to(dtype)
+
+        layer = modeling.Qwen3_5GatedDeltaNet(config, layer_idx=0).to(self.dtype)
+        with torch.no_grad():
+            # Decays as Strata has them: a state outlives a chunk, and nothing becomes so small that a processor slows down.
+            layer.A_log.copy_(uniform(v_heads) - 3)
+            layer.dt_bias.copy_(uniform(v_heads))
+        widths = {"in_proj_qkv": 2 * k_heads * k_dim + values, "in_proj_z": values, "in_proj_b": v_heads, "in_proj_a": v_heads}
+        for name, width in widths.items():
+            getattr(layer, name).forward = lambda _, projected=uniform(1, tokens, width): projected
+        layer.out_proj.forward = lambda y: y
+        hidden = torch.zeros(1, tokens, 1, dtype=self.dtype)
+
+        def unit():
+            return modeling.l2norm(uniform(1, tokens, k_heads, k_dim))
+
+        q, k, v, beta = unit(), unit(), uniform(1, tokens, v_heads, v_dim), uniform(1, tokens, v_heads).sigmoid()
+        g = -(uniform(v_heads, dtype=torch.float32) - 3).exp() * uniform(1, tokens, v_heads, dtype=torch.float32).add(1)
+        rule = modeling.torch_chunk_gated_delta_rule
+        return lambda: layer(hidden), lambda: rule(q, k, v, g=g, beta=beta)
 
 
 main()
