@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use strata_tensor::{
     Backend, Between, DType, HostRef, HostTensor, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient,
-    LoraGradients, LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows,
-    random, read_logits, target_logprobs,
+    LoraGradients, LoraSite, RowReply, RowRequest, Shape, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage,
+    logits_chunk_rows, random, read_logits, target_logprobs,
 };
 
 use crate::architectures::{
@@ -744,7 +744,10 @@ impl WeightSource for RandomWeights {
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];
             random_parameter(initial, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
-            let mut slice_shape = shape.to_vec();
+            let mut slice_shape = vec![rows.len(), row_len];
+            if shape.len() <= Shape::MAX_RANK {
+                slice_shape = shape.to_vec();
+            }
             slice_shape[0] = rows.len();
             store(rows.start, HostTensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
         }
