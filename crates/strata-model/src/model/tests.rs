@@ -4,12 +4,14 @@ mod embedding;
 mod tied;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use serde_json::{Value, json};
-use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa};
+use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa, random};
 
 use super::*;
 use crate::Held;
+use crate::architectures::{Parameter, WeightSource};
 
 /// A model of a few thousand parameters, with a head width and a vocabulary that no vector register divides.
 pub(super) fn config() -> ModelConfig {

@@ -1,0 +1,372 @@
+//! Where the weights of a model come from: a checkpoint, which is accounted for before anything is read, or chance.
+
+use std::ops::Range;
+
+use strata_tensor::{DType, HostRef, HostTensor, Shape, random};
+
+use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, WeightSource};
+use crate::checkpoint::{
+    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, SourceDType, SourceTensor, dequantize, first_not_finite,
+};
+use crate::config::FP8_BLOCK;
+use crate::{ModelConfig, ModelSource, Result};
+
+/// Rows of a matrix that are read, or made, at a time.
+const SLICE_ELEMENTS: usize = 8 << 20;
+
+/// The tensors of a model, those that lie as a part of a composite under the names that they have by themselves.
+pub(super) fn tensors_of(source: &ModelSource, config: &ModelConfig) -> Result<Checkpoint> {
+    let mut checkpoint = source.checkpoint()?;
+    if let Some(prefix) = config.family.config().part_of_composite() {
+        checkpoint.rename(prefix, "model.")?;
+    }
+    Ok(checkpoint)
+}
+
+/// Refuses a checkpoint that has an unembedding of other numbers than the embedding that its configuration ties it to. Transformers computes with the one that is there.
+pub(super) fn check_tied(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
+    let [unembedding, embedding] = ["lm_head.weight", "model.embed_tokens.weight"];
+    let (Some(own), Some(tied)) = (checkpoint.tensor(unembedding)?, checkpoint.tensor(embedding)?) else { return Ok(()) };
+    if !config.tie_word_embeddings || own.dtype == tied.dtype && own.shape == tied.shape && own.bytes == tied.bytes {
+        return Ok(());
+    }
+    let refused = |what: String| {
+        let known = "tie_word_embeddings is true, and the checkpoint has another";
+        Err(checkpoint.error(format!("{known} {unembedding} than {embedding}: {what}; if it counts, say false")))
+    };
+    if own.shape != tied.shape {
+        return refused(format!("its shape is {:?}, not {:?}", own.shape, tied.shape));
+    }
+    // Equal in other bits: of another dtype, or zeros of another sign.
+    for first in (0..config.vocab_size).step_by(SLICE_ELEMENTS.div_ceil(config.hidden_size)) {
+        let rows = first..config.vocab_size.min(first + SLICE_ELEMENTS.div_ceil(config.hidden_size));
+        let [own, tied] = [own, tied].map(|tensor| tensor.read_rows(rows.clone(), DType::F32));
+        let (own, tied) = (own?, tied?);
+        let [own, tied] = [&own, &tied].map(|rows| rows.as_ref().as_bytes().as_chunks::<4>().0);
+        let [own, tied] = [own, tied].map(|all| all.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
+        if let Some((place, (own, tied))) = own.zip(tied).enumerate().find(|(_, (own, tied))| own != tied) {
+            return refused(format!("element {} is {own}, not {tied}", first * config.hidden_size + place));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.
+pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
+    let mut reader = CheckpointReader::new(checkpoint);
+    if config.tie_word_embeddings {
+        reader.ignore("lm_head.weight");
+    }
+    config.family.config().left_aside(config).iter().for_each(|prefix| reader.ignore_under(prefix));
+    architectures::for_each_parameter(config, |p| match fused_in(checkpoint, p) {
+        // The experts of a layer have it together; it is asked for once.
+        Some(fused) if fused.expert > 0 || fused.first > 0 => {}
+        Some(fused) => {
+            let shape = [fused.num_experts, fused.rows, fused.columns];
+            let flipped = [fused.num_experts, fused.columns, fused.rows];
+            let is_flipped = checkpoint.shape(&fused.name) == Some(&flipped[..]) && shape != flipped;
+            reader.require(&fused.name, if is_flipped { &flipped } else { &shape });
+        }
+        None => match Mxfp4::of(checkpoint, p) {
+            Some(quantized) => {
+                reader.require_bytes(&quantized.blocks.0, &quantized.blocks.1);
+                reader.require_bytes(&quantized.scales.0, &quantized.scales.1);
+            }
+            None => {
+                let tensor = reader.require(&p.name, &p.shape);
+                if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
+                    reader.require(&scales_name(&p.name), &scales_shape(&p.shape));
+                }
+            }
+        },
+    });
+    reader.finish()
+}
+
+/// The tensor of scales of a parameter in bytes.
+fn scales_name(name: &str) -> String {
+    format!("{name}_scale_inv")
+}
+
+/// Its shape: a scale for each block.
+fn scales_shape(shape: &[usize]) -> Vec<usize> {
+    shape.iter().map(|extent| extent.div_ceil(FP8_BLOCK)).collect()
+}
+
+/// Weights from a checkpoint that was accounted for.
+pub(super) struct CheckpointWeights<'c> {
+    pub(super) checkpoint: &'c Checkpoint,
+}
+
+/// Where a parameter of an expert lies, if the checkpoint has all experts of its layer in one tensor.
+fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p FusedExpert> {
+    match &parameter.form {
+        Form::Expert(fused) if !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name) => Some(fused),
+        Form::Expert(_) | Form::Own | Form::ZeroCentred | Form::Flipped => None,
+    }
+}
+
+/// Where the experts of a layer lie as blocks and scales: names and shapes.
+struct Mxfp4 {
+    blocks: (String, [usize; 4]),
+    scales: (String, [usize; 3]),
+}
+
+impl Mxfp4 {
+    /// If the checkpoint has a parameter so.
+    fn of(checkpoint: &Checkpoint, parameter: &Parameter) -> Option<Self> {
+        let Parameter { name, form: Form::Flipped, shape, .. } = parameter else { return None };
+        let [blocks, scales] = ["blocks", "scales"].map(|part| format!("{name}_{part}"));
+        let [experts, columns, rows] = shape[..] else { return None };
+        // Blocks are of one row each.
+        let is_quantized = !checkpoint.contains(name) && checkpoint.contains(&blocks) && columns.is_multiple_of(BLOCK);
+        is_quantized.then_some(Mxfp4 {
+            blocks: (blocks, [experts, rows, columns / BLOCK, BLOCK_BYTES]),
+            scales: (scales, [experts, rows, columns / BLOCK]),
+        })
+    }
+}
+
+/// Matrices `[count, m, n]` as `[count, n, m]`.
+fn turned(matrices: HostRef<'_>) -> HostTensor {
+    let shape = matrices.shape();
+    let &[count, m, n] = shape.dims() else { panic!("matrices of shape {shape}") };
+    let mut out = HostTensor::zeros(&[count, n, m], matrices.dtype());
+    match matrices.dtype() {
+        DType::F32 => turn::<4>(matrices.as_bytes(), out.bytes_mut(), [m, n]),
+        DType::BF16 => turn::<2>(matrices.as_bytes(), out.bytes_mut(), [m, n]),
+    }
+    out
+}
+
+/// As [`turned`], of elements of `SIZE` bytes.
+fn turn<const SIZE: usize>(from: &[u8], to: &mut [u8], [m, n]: [usize; 2]) {
+    /// Rows and columns of what is read and written together: a few cache lines of each.
+    const TILE: usize = 32;
+    let (from, to) = (from.as_chunks::<SIZE>().0, to.as_chunks_mut::<SIZE>().0);
+    for (from, to) in from.chunks_exact(m * n).zip(to.chunks_exact_mut(m * n)) {
+        for (rows, columns) in (0..m)
+            .step_by(TILE)
+            .flat_map(|row| (0..n).step_by(TILE).map(move |column| (row..m.min(row + TILE), column..n.min(column + TILE))))
+        {
+            for row in rows {
+                for column in columns.clone() {
+                    to[column * m + row] = from[row * n + column];
+                }
+            }
+        }
+    }
+}
+
+impl CheckpointWeights<'_> {
+    /// Passes rows that were read to `store`, if they are finite numbers.
+    fn pass_on(
+        &self,
+        name: &str,
+        first_element: usize,
+        first: usize,
+        rows: HostRef<'_>,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        if let Some((place, value)) = first_not_finite(rows) {
+            let (at, dtype) = (first_element + place, rows.dtype());
+            return Err(self
+                .checkpoint
+                .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
+        }
+        store(first, rows)
+    }
+
+    /// The scales of a parameter in bytes, block after block.
+    fn scales(&self, name: &str) -> Result<Vec<f32>> {
+        let name = scales_name(name);
+        let Some(tensor) = self.checkpoint.tensor(&name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {name}")));
+        };
+        Ok(tensor.read(DType::F32)?.as_ref().to_f32_vec())
+    }
+
+    /// The rows of one expert of a tensor that has all of a layer.
+    fn read_fused(
+        &self,
+        fused: &FusedExpert,
+        rows: usize,
+        dtype: DType,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let Some(tensor) = self.checkpoint.tensor(&fused.name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {}", fused.name)));
+        };
+        let (elements, size) = (fused.rows * fused.columns, dtype.size_bytes());
+        let expert = tensor.read_rows(fused.expert..fused.expert + 1, dtype)?;
+        let bytes = expert.as_ref().as_bytes();
+        let mut own = HostTensor::zeros(&[rows, fused.columns], dtype);
+        if tensor.shape[1] == fused.rows {
+            let first = fused.first * fused.columns * size;
+            own.bytes_mut().copy_from_slice(&bytes[first..][..rows * fused.columns * size]);
+        } else {
+            // `[columns, rows]`.
+            for (i, element) in own.bytes_mut().chunks_exact_mut(size).enumerate() {
+                let (row, column) = (fused.first + i / fused.columns, i % fused.columns);
+                element.copy_from_slice(&bytes[(column * fused.rows + row) * size..][..size]);
+            }
+        }
+        self.pass_on(&fused.name, fused.expert * elements, 0, own.as_ref(), store)?;
+        let of_expert = tensor.bytes.len() / fused.num_experts;
+        self.checkpoint.forget(&fused.name, fused.expert * of_expert..(fused.expert + 1) * of_expert);
+        Ok(())
+    }
+}
+
+/// Rows of a matrix in bytes, each multiplied by the scale of its block.
+fn scaled_rows(tensor: &SourceTensor<'_>, rows: Range<usize>, scales: &[f32], dtype: DType) -> Result<HostTensor> {
+    let (first, columns) = (rows.start, tensor.shape[1..].iter().product::<usize>());
+    let read = tensor.read_rows(rows, DType::F32)?;
+    let shape = read.as_ref().shape();
+    let mut values = read.as_ref().to_f32_vec();
+    for (row, values) in values.chunks_exact_mut(columns).enumerate() {
+        let of_row = &scales[(first + row) / FP8_BLOCK * columns.div_ceil(FP8_BLOCK)..];
+        for (block, scale) in values.chunks_mut(FP8_BLOCK).zip(of_row) {
+            block.iter_mut().for_each(|value| *value *= scale);
+        }
+    }
+    Ok(HostTensor::from_f32(&values, shape.dims(), dtype)?)
+}
+
+impl CheckpointWeights<'_> {
+    /// Matrices of experts that lie as blocks and scales.
+    fn read_mxfp4(
+        &self,
+        Mxfp4 { blocks, scales }: &Mxfp4,
+        dtype: DType,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let bytes = |name: &str, shape: &[usize]| match self.checkpoint.plain_bytes(name, shape) {
+            Some(bytes) => bytes.map_err(|message| self.checkpoint.error(message)),
+            None => Err(self.checkpoint.error(format!("missing tensors: {name}"))),
+        };
+        let [experts, rows, of_row] = scales.1;
+        let (block_bytes, scale_bytes) = (bytes(&blocks.0, &blocks.1)?, bytes(&scales.0, &scales.1)?);
+        let mut values = vec![0.0; rows * of_row * BLOCK];
+        let of_expert = rows * of_row;
+        for expert in 0..experts {
+            let own = expert * of_expert..(expert + 1) * of_expert;
+            let own_blocks = own.start * BLOCK_BYTES..own.end * BLOCK_BYTES;
+            dequantize(&block_bytes[own_blocks.clone()], &scale_bytes[own.clone()], &mut values);
+            let matrix = HostTensor::from_f32(&values, &[1, rows, of_row * BLOCK], dtype)?;
+            self.pass_on(&blocks.0, own.start * BLOCK, expert, matrix.as_ref(), store)?;
+            self.checkpoint.forget(&blocks.0, own_blocks);
+            self.checkpoint.forget(&scales.0, own);
+        }
+        Ok(())
+    }
+}
+
+impl WeightSource for CheckpointWeights<'_> {
+    fn read(
+        &mut self,
+        parameter: &Parameter,
+        dtype: DType,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let Parameter { name, shape, .. } = parameter;
+        if let Some(fused) = fused_in(self.checkpoint, parameter) {
+            return self.read_fused(fused, shape[0], dtype, store);
+        }
+        if let Some(quantized) = Mxfp4::of(self.checkpoint, parameter) {
+            return self.read_mxfp4(&quantized, dtype, store);
+        }
+        let mut store = in_form(&parameter.form, store);
+        let Some(tensor) = self.checkpoint.tensor(name)? else {
+            return Err(self.checkpoint.error(format!("missing tensors: {name}")));
+        };
+        let scales = match tensor.dtype {
+            SourceDType::F8E4M3 => Some(self.scales(name)?),
+            SourceDType::F32 | SourceDType::BF16 | SourceDType::F16 => None,
+        };
+        let row_bytes = tensor.bytes.len() / shape[0].max(1);
+        for rows in slices(shape) {
+            let first = rows.start;
+            let bytes = rows.start * row_bytes..rows.end * row_bytes;
+            let values = match &scales {
+                Some(scales) => Converted::Owned(scaled_rows(&tensor, rows, scales, dtype)?),
+                None => tensor.read_rows(rows, dtype)?,
+            };
+            self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), &mut store)?;
+            // Else the files of a model would take as much memory as the model while it loads.
+            self.checkpoint.forget(name, bytes);
+        }
+        Ok(())
+    }
+}
+
+/// Turns the matrices of a parameter that a checkpoint has the other way round before they are stored, and adds the one that it has less.
+fn in_form<'s>(
+    form: &'s Form,
+    store: &'s mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+) -> impl FnMut(usize, HostRef<'_>) -> Result<()> + 's {
+    move |first, rows| match form {
+        Form::Flipped => store(first, turned(rows).as_ref()),
+        Form::ZeroCentred => {
+            let values: Vec<f32> = rows.to_f32_vec().into_iter().map(|value| 1.0 + value).collect();
+            store(first, HostTensor::from_f32(&values, rows.shape().dims(), rows.dtype())?.as_ref())
+        }
+        Form::Own | Form::Expert(_) => store(first, rows),
+    }
+}
+
+/// Runs of whole rows of about [`SLICE_ELEMENTS`].
+fn slices(shape: &[usize]) -> impl Iterator<Item = Range<usize>> {
+    let rows = shape[0];
+    let run = (SLICE_ELEMENTS / shape[1..].iter().product::<usize>().max(1)).max(1);
+    (0..rows).step_by(run).map(move |first| first..(first + run).min(rows))
+}
+
+/// Random weights.
+pub(super) struct RandomWeights {
+    pub(super) range: f32,
+    pub(super) seed: u64,
+    /// Which parameter is next.
+    pub(super) index: u64,
+}
+
+impl WeightSource for RandomWeights {
+    fn read(
+        &mut self,
+        parameter: &Parameter,
+        dtype: DType,
+        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let Parameter { shape, form, .. } = parameter;
+        let (initial, mut store) = (parameter.initial(), in_form(form, store));
+        let row_len = shape[1..].iter().product::<usize>();
+        for rows in slices(shape) {
+            let mut values = vec![0.0; rows.len() * row_len];
+            random_parameter(initial, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
+            let mut slice_shape = vec![rows.len(), row_len];
+            if shape.len() <= Shape::MAX_RANK {
+                slice_shape = shape.to_vec();
+            }
+            slice_shape[0] = rows.len();
+            store(rows.start, HostTensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
+        }
+        self.index += 1;
+        Ok(())
+    }
+}
+
+/// Values of elements `first..` of a parameter before anything was learned, keyed by seed and place of the parameter: the rule of [`Model::random`].
+pub fn random_parameter(initial: Initial, range: f32, key: [u64; 2], first: usize, values: &mut [f32]) {
+    match initial {
+        Initial::Zeros => values.fill(0.0),
+        Initial::Ones => values.fill(1.0),
+        // A uniform draw of this width has the standard deviation `range`.
+        Initial::Random => random::fill_uniform(key, first as u64, range * 3f32.sqrt(), values),
+        Initial::Decays => {
+            // The logarithms of 0.01 and 16.
+            let (slowest, fastest) = (-4.6, 2.8);
+            random::fill_uniform(key, first as u64, (fastest - slowest) / 2.0, values);
+            values.iter_mut().for_each(|value| *value += (fastest + slowest) / 2.0);
+        }
+    }
+}
