@@ -220,7 +220,7 @@ mod tests {
 
     fn datum(tokens: &[i64], inputs: Vec<(&str, LossInput)>) -> Datum {
         let loss_inputs = inputs.into_iter().map(|(n, v)| (n.to_string(), v)).collect();
-        Datum { tokens: tokens.to_vec(), loss_inputs }
+        Datum { tokens: tokens.to_vec(), images: Vec::new(), loss_inputs }
     }
 
     fn spec(name: &str) -> LossSpec {

@@ -42,8 +42,8 @@ pub struct PlacedImage<'a> {
     pub first: usize,
     /// Its tokens, along time, height and width.
     pub grid: Grid,
-    /// What the model sees of it: a row for each token.
-    pub features: &'a ImageFeatures,
+    /// What the model sees of it: a row for each token. `None` for one of whose tokens none is new.
+    pub features: Option<&'a ImageFeatures>,
 }
 
 impl PlacedImage<'_> {
@@ -138,7 +138,7 @@ impl<'a> PackedBatch<'a> {
     /// As [`PackedBatch::push_cached`], of a sequence with pictures: all that it has, in order, whichever of their tokens are in `past`, in `tokens` or neither.
     ///
     /// # Panics
-    /// If the pictures are not in order, or overlap.
+    /// If the pictures are not in order, or overlap, or one with new tokens comes without its features.
     pub fn push_with_images(
         &mut self,
         tokens: &[u32],
@@ -161,7 +161,8 @@ impl<'a> PackedBatch<'a> {
             let seen = image.tokens().start.max(new.start)..image.tokens().end.min(new.end);
             if !seen.is_empty() {
                 let tokens = start + seen.start - past..start + seen.end - past;
-                self.images.push(ImageRows { tokens, first: seen.start - image.first, features: image.features });
+                let features = image.features.expect("a picture with new tokens comes with what is seen of it");
+                self.images.push(ImageRows { tokens, first: seen.start - image.first, features });
             }
         }
         let end = self.tokens.len();
@@ -190,7 +191,8 @@ mod tests {
     fn positions_are_those_of_transformers_wherever_a_sequence_is_cut() {
         let backend = CpuBackend::with_isa(Isa::detect(), 1);
         let features = ImageFeatures { embeddings: backend.zeros(&[6, 2], DType::F32).unwrap(), deepstack: Vec::new() };
-        let image = |first, height, width| PlacedImage { first, grid: Grid { time: 1, height, width }, features: &features };
+        let image =
+            |first, height, width| PlacedImage { first, grid: Grid { time: 1, height, width }, features: Some(&features) };
         // Two tokens of text, a picture of 2 by 3, one token, a picture of 1 by 4, and text.
         let images = [image(2, 2, 3), image(9, 1, 4)];
         let expected = [

@@ -12,7 +12,7 @@ use strata_tensor::{
     target_logprobs,
 };
 
-use crate::architectures::{self, BatchInputs, Decoder, ImageFeatures, Observed, Observer};
+use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Observed, Observer};
 use crate::checkpoint::{Checkpoint, first_not_finite};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
@@ -232,9 +232,15 @@ impl Model {
     /// What a picture is to this model. No bit of it depends on what else there is.
     ///
     /// # Errors
-    /// If the model reads text alone, the patches are not those of a picture, or there is no memory.
-    pub fn image_features(&self, image: &Patches) -> Result<ImageFeatures> {
-        self.decoder.image_features(self.backend(), image)
+    /// If the model reads text alone, the patches are not those of a picture, there is no memory, or `between`, which is called after each block, breaks.
+    pub fn image_features(&self, image: &Patches, between: &mut dyn FnMut() -> ControlFlow<()>) -> Result<ImageFeatures> {
+        self.decoder.image_features(self.backend(), image, between)
+    }
+
+    /// Bytes that a picture takes for each of its tokens. Its pixels are not in it.
+    pub fn image_bytes(&self) -> ImageBytes {
+        let ImageBytes { features, seeing } = self.decoder.image_bytes();
+        ImageBytes { features: with_rounding(features), seeing: with_rounding(seeing) }
     }
 
     /// The longest sequence whose keys lie in the cache as those of short ones do: a sequence that may come to be longer shares no pages with shorter ones.

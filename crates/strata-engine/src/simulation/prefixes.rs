@@ -42,6 +42,7 @@ impl Asker {
     fn sample(&mut self, prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
         let sample = SampleRequest {
             prompt: prompt.to_vec(),
+            images: Vec::new(),
             num_samples: 1,
             max_tokens: Some(max_tokens),
             seed: 1,

@@ -48,7 +48,7 @@ fn datum(number: u64, length: usize, rng: &mut Rng) -> Datum {
     let mut loss_inputs = BTreeMap::new();
     loss_inputs.insert("target_tokens".to_string(), input(LossValues::I64(ids(rng))));
     loss_inputs.insert("weights".to_string(), input(LossValues::F32(vec![number as f32; length])));
-    Datum { tokens: ids(rng), loss_inputs }
+    Datum { tokens: ids(rng), images: Vec::new(), loss_inputs }
 }
 
 impl Clients {
@@ -74,6 +74,7 @@ impl Clients {
                 for _ in 0..requests {
                     let sample = SampleRequest {
                         prompt: (0..prompt).map(|_| rng.below(u64::from(oracle::VOCAB)) as i64).collect(),
+                        images: Vec::new(),
                         num_samples,
                         max_tokens: Some(max_tokens),
                         seed: self.sent.get() + 1,

@@ -9,7 +9,7 @@ use strata_tensor::{
 
 use super::blocks::Pass;
 use super::declaration::{Declaration, MatrixId, VectorId, Weights};
-use super::vision_tower::{ImageFeatures, VisionTower};
+use super::vision_tower::{ImageBytes, ImageFeatures, VisionTower};
 use super::{BatchInputs, Observed, Observer, WeightSource};
 use crate::config::Rope;
 use crate::kv_cache::{LayerAccess, LayerLayout};
@@ -170,11 +170,21 @@ impl Decoder {
     ///
     /// # Errors
     /// If the model does not see, or the patches are not those of a picture.
-    pub(crate) fn image_features(&self, backend: &dyn Backend, image: &Patches) -> Result<ImageFeatures> {
+    pub(crate) fn image_features(
+        &self,
+        backend: &dyn Backend,
+        image: &Patches,
+        between: &mut Between<'_>,
+    ) -> Result<ImageFeatures> {
         match &self.plan.vision {
-            Some(tower) => tower.features(backend, &self.weights, self.dtype, image),
+            Some(tower) => tower.features(backend, &self.weights, self.dtype, image, between),
             None => Err(Error::Batch("the model reads text alone".into())),
         }
+    }
+
+    /// As [`crate::Model::image_bytes`].
+    pub(crate) fn image_bytes(&self) -> ImageBytes {
+        self.plan.vision.as_ref().map_or(ImageBytes::default(), |tower| tower.bytes_per_token(self.hidden_size, self.dtype))
     }
 
     /// The unembedding, and its place among [`Decoder::lora_modules`].
@@ -215,7 +225,7 @@ impl Decoder {
         let layer = self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype);
         // Rows of odd width are copied for products of pairs.
         let copied = self.plan.declaration.widths().filter(|width| width % 2 == 1).max().unwrap_or(0);
-        stream + layer + narrow * copied
+        stream + layer + narrow * copied + self.image_bytes().features
     }
 
     /// What a pass takes whatever its tokens, logits aside.

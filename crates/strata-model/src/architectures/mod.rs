@@ -52,7 +52,7 @@ pub use moe::{MoeConfig, MoeLayout, Router, SigmoidRouter};
 pub use qwen3_5::{Qwen3_5Config, Qwen3_5Mlp};
 pub use qwen3_moe::Qwen3MoeConfig;
 pub use qwen3_vl::{Qwen3VlConfig, Qwen3VlText};
-pub use vision_tower::{ImageFeatures, VisionConfig};
+pub use vision_tower::{ImageBytes, ImageFeatures, VisionConfig};
 
 /// A family, with what its models have beside what all models have.
 #[derive(Clone, Debug, PartialEq)]

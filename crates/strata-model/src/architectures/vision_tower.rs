@@ -7,8 +7,8 @@ use std::rc::Rc;
 use std::sync::OnceLock;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, AttentionSpan, AxisFrequency, Backend, DType, Gelu, HostRef, KvAccess, KvValues, Linear,
-    QkvLayout, Sight, Tape, Tensor, Var,
+    AttentionGeometry, AttentionInput, AttentionSpan, AxisFrequency, Backend, Between, DType, Gelu, HostRef, KvAccess,
+    KvValues, Linear, QkvLayout, Sight, Tape, Tensor, Var, go_on,
 };
 
 use super::declaration::{Declaration, MatrixId, VectorId, Weights};
@@ -182,6 +182,15 @@ pub struct ImageFeatures {
     pub deepstack: Vec<Tensor>,
 }
 
+/// Bytes that pictures take for each of their tokens, at most; 0 for a model that reads text alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ImageBytes {
+    /// Of what is seen of them, [`ImageFeatures`].
+    pub features: usize,
+    /// At the peak of seeing them, patches and features included.
+    pub seeing: usize,
+}
+
 /// A frozen layer with a bias.
 struct Layer {
     weight: MatrixId,
@@ -253,13 +262,28 @@ impl VisionTower {
         }
     }
 
-    /// What a picture is to the decoder. `dtype`: of the inputs of products.
+    /// Bytes for each token of a picture. `hidden_size`: of the decoder.
+    pub(crate) fn bytes_per_token(&self, hidden_size: usize, dtype: DType) -> ImageBytes {
+        let c = &self.config;
+        let (wide, narrow, merged) = (DType::F32.size_bytes(), dtype.size_bytes(), c.merge_size * c.merge_size);
+        let features = wide * hidden_size * (1 + c.deepstack.len());
+        // A patch as it was cut, in f32 and rounded; where it lies, on the host and on the device; the residual stream and its norm; and the wider of
+        // what attention and the MLP make of it.
+        let cut = c.patch_len() * (2 * wide + narrow);
+        let stream = c.hidden_size * (3 * wide + 2 * narrow);
+        let widest = (3 * c.hidden_size * (wide + narrow)).max(c.intermediate_size * (wide + narrow));
+        let patch = cut + stream + widest + 3 * size_of::<usize>();
+        ImageBytes { features, seeing: 2 * features + merged * patch + merged * c.hidden_size * (wide + narrow) }
+    }
+
+    /// What a picture is to the decoder. `dtype`: of the inputs of products. `between` is called after each block.
     pub(crate) fn features(
         &self,
         backend: &dyn Backend,
         weights: &Weights,
         dtype: DType,
         image: &Patches,
+        between: &mut Between<'_>,
     ) -> Result<ImageFeatures> {
         let (c, n) = (&self.config, image.grid.patches());
         let merged = c.merge_size * c.merge_size;
@@ -299,6 +323,7 @@ impl VisionTower {
                 let h = self.norm(weights, &mut tape, &wide, &mergers.norm, place, dtype)?;
                 deepstack.push(self.merge((backend, weights), &mut tape, &h, (mergers, place), dtype)?);
             }
+            go_on(between)?;
         }
         let h = self.norm(weights, &mut tape, &x, &self.merger.norm, 0, dtype)?;
         let wide = tape.reshape(h, &[n / merged, merged * c.hidden_size])?;

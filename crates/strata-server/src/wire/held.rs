@@ -99,7 +99,7 @@ mod tests {
                 ("target_tokens".to_owned(), input(LossValues::I64(vec![0; n]))),
                 ("weights".to_owned(), input(LossValues::F32(vec![0.0; n]))),
             ];
-            Datum { tokens: vec![0; n], loss_inputs: loss_inputs.into() }
+            Datum { tokens: vec![0; n], images: Vec::new(), loss_inputs: loss_inputs.into() }
         };
         for (datums, tokens) in [(1, 1), (100, 3), (3, 100_000)] {
             let make = || {

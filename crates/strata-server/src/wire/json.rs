@@ -419,7 +419,7 @@ impl ForwardBackward {
                 let tensor = tensor.map_err(|error| format!("datum {i}: loss_fn_inputs[{:?}]: {error}", shown(&name)))?;
                 loss_inputs.insert(name, tensor);
             }
-            data.push(api::Datum { tokens, loss_inputs });
+            data.push(api::Datum { tokens, images: Vec::new(), loss_inputs });
         }
         let config = input.loss_fn_config.map(|config| config.0).unwrap_or_default();
         Ok(api::TrainOp::ForwardBackward {

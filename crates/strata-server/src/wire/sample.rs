@@ -206,6 +206,7 @@ impl Sample {
         }
         Ok(api::SampleRequest {
             prompt,
+            images: Vec::new(),
             num_samples,
             max_tokens: params.max_tokens,
             seed: seed(params.seed.as_ref())?,

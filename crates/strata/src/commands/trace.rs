@@ -4,6 +4,7 @@
 //! each sequence alone also checks that packing changes nothing.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -129,7 +130,7 @@ struct SeenImage {
 
 impl Sequence {
     fn images(&self) -> Vec<PlacedImage<'_>> {
-        self.images.iter().map(|i| PlacedImage { first: i.first, grid: i.grid, features: &i.features }).collect()
+        self.images.iter().map(|i| PlacedImage { first: i.first, grid: i.grid, features: Some(&i.features) }).collect()
     }
 }
 
@@ -167,7 +168,7 @@ fn push_chunk(sequence: &mut Sequence, chunk: Chunk, path: &Path, model: &Model)
             let bytes = std::fs::read(&file).with_context(|| file.display().to_string())?;
             let patches = processor.process(&bytes).map_err(|message| anyhow!("{}: {message}", file.display()))?;
             let grid = processor.token_grid(&patches.grid);
-            let features = model.image_features(&patches)?;
+            let features = model.image_features(&patches, &mut || ControlFlow::Continue(()))?;
             sequence.images.push(SeenImage { first: sequence.tokens.len(), grid, features });
             sequence.tokens.extend(std::iter::repeat_n(token, grid.patches()));
         }

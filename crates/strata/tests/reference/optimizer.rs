@@ -47,7 +47,7 @@ fn next_token_data(tokens: &Path) -> Vec<Datum> {
             ("target_tokens".to_owned(), input(LossValues::I64(tokens[1..].to_vec()))),
             ("weights".to_owned(), input(LossValues::F32(vec![1.0; len]))),
         ]);
-        Datum { tokens: tokens[..len].to_vec(), loss_inputs }
+        Datum { tokens: tokens[..len].to_vec(), images: Vec::new(), loss_inputs }
     };
     long_enough.map(datum).collect()
 }

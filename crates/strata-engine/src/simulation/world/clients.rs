@@ -175,7 +175,7 @@ impl World {
             } else {
                 inputs.insert("weights".into(), numbers(number, &mut self.rng));
             }
-            Datum { tokens: self.tokens(n), loss_inputs: inputs }
+            Datum { tokens: self.tokens(n), images: Vec::new(), loss_inputs: inputs }
         });
         let data = data.collect();
         (data, LossSpec { name: name.into(), config: BTreeMap::new() })
@@ -305,6 +305,7 @@ impl World {
             let length = self.length(24, self.limits.max_context_tokens());
             let sample = SampleRequest {
                 prompt: self.tokens(length),
+                images: Vec::new(),
                 num_samples: if self.rng.chance(10) { self.rng.between(5, 30) } else { self.rng.between(1, 5) },
                 max_tokens: (!self.rng.chance(10))
                     .then(|| if self.rng.chance(15) { 1 } else { self.length(24, self.limits.max_context_tokens()) }),

@@ -197,7 +197,7 @@ impl Datum {
             let input = input.map_err(|error| format!("loss_fn_inputs[{:?}]: {error}", shown(&name)))?;
             loss_inputs.insert(name, input);
         }
-        Ok(api::Datum { tokens, loss_inputs })
+        Ok(api::Datum { tokens, images: Vec::new(), loss_inputs })
     }
 }
 
