@@ -34,6 +34,23 @@ pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
     }
 }
 
+/// Pixels of a picture, by the head of its file.
+///
+/// # Errors
+/// A sentence, if it is neither a PNG nor a JPEG, or too large in bytes or pixels, or its head is broken.
+pub fn pixels(file: &[u8]) -> Result<u64, String> {
+    let [height, width] = size(file)?;
+    Ok(u64::from(height) * u64::from(width))
+}
+
+/// Makes sure that a file can be decoded, by decoding it.
+///
+/// # Errors
+/// As [`pixels`]; also if what follows the head is broken or missing, or has colours that are not read.
+pub fn check(file: &[u8]) -> Result<(), String> {
+    decode(file).map(drop)
+}
+
 /// Decodes a file.
 ///
 /// # Errors

@@ -166,6 +166,13 @@ impl ImageProcessor {
         Grid { time: 1, height: height / self.patch_size, width: width / self.patch_size }
     }
 
+    /// The most tokens that a picture becomes.
+    pub fn tokens_max(&self) -> usize {
+        let side = (self.patch_size * self.merge_size) as u64;
+        // One row of an elongated picture may be more than its pixels are worth.
+        usize::try_from(self.pixels[1] / (side * side)).unwrap_or(usize::MAX).max(ASPECT_MAX as usize)
+    }
+
     /// The tokens that a picture becomes, as they lie.
     pub fn token_grid(&self, grid: &Grid) -> Grid {
         Grid { time: grid.time, height: grid.height / self.merge_size, width: grid.width / self.merge_size }

@@ -53,6 +53,7 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
         optim: often(rng, 100),
         adapter: often(rng, 100),
         disk: often(rng, 200),
+        see: often(rng, 100),
         page: if rng.chance(10) { 20 } else { 0 },
     };
     let ledger_bytes = if rng.chance(60) { 60_000 } else { 2_000_000 };
@@ -67,6 +68,7 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
         adapter_bytes: rng.between(40, 1200) as u64,
         captured_bytes: rng.below(200),
         ledger_bytes: 14_000 + rng.below(ledger_bytes),
+        gallery_tokens: if rng.chance(50) { rng.between(2, 60) } else { 0 },
     }
 }
 
