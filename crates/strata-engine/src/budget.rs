@@ -6,7 +6,7 @@
 //!
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
-//! for results. Where a model sees, pictures get an eighth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
+//! for results. Where a model sees, pictures get a sixth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
 //! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
 //! three to one where activations would not suffice for a useful context. Of the activations a fifth is for freed tensors that wait for the
 //! next ones. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
@@ -14,7 +14,7 @@
 //! training pass, and the pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
-use strata_model::vision::IMAGE_PIXELS_MAX;
+use strata_model::vision::DECODING_BYTES_MAX;
 
 use crate::sampler::Room;
 
@@ -29,8 +29,6 @@ const STATES_MIN: u64 = 4;
 pub(crate) const PASS_TOKENS_MAX: usize = 2048;
 /// Memory for requests, at most.
 pub(crate) const REQUEST_BYTES_MAX: u64 = 2 << 30;
-/// Bytes that decoding a picture takes for each of its pixels.
-const DECODING_BYTES: u64 = 20;
 /// Tokens of pictures whose sight is kept, at most.
 const GALLERY_TOKENS_MAX: u64 = 64 << 10;
 /// The longest sequence and the longest training example must be at least this, or the model's own limit.
@@ -84,10 +82,10 @@ pub(crate) struct Budget {
     pub(crate) ledger_bytes: u64,
     /// Bodies of requests on their way in.
     pub(crate) transit_bytes: u64,
-    /// The most tokens of a picture.
+    /// Tokens of the pictures that are seen at the same time: one, or smaller ones between its blocks.
     pub(crate) picture_tokens: usize,
-    /// The most pixels of a picture that is decoded.
-    pub(crate) picture_pixels: u64,
+    /// What decoding a picture may take.
+    pub(crate) decoding_bytes: u64,
     /// What was seen of pictures and is kept.
     pub(crate) gallery_bytes: u64,
 }
@@ -152,7 +150,7 @@ impl Budget {
         let free = free - free / 16;
         let requests = (free / 8).min(REQUEST_BYTES_MAX);
         let free = free - requests;
-        let pictures = PictureShares::of(free / 8, needs.pictures);
+        let pictures = PictureShares::of(free / 6, needs.pictures);
         let free = free - pictures.bytes;
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
@@ -191,17 +189,17 @@ impl Budget {
             ledger_bytes: requests / 2,
             transit_bytes: requests / 2,
             picture_tokens: pictures.tokens,
-            picture_pixels: pictures.pixels,
+            decoding_bytes: pictures.decoding_bytes,
             gallery_bytes: pictures.gallery_bytes,
         }
     }
 }
 
-/// What pictures get of the memory: a fourth to decode two at a time (where they are sent, and where they are seen), a fourth to see one, and half for what was seen.
+/// What pictures get of the memory: a fourth to decode two at a time (where one is sent, and where one is seen), half to see them, and a fourth for what was seen.
 #[derive(Default)]
 struct PictureShares {
     tokens: usize,
-    pixels: u64,
+    decoding_bytes: u64,
     gallery_bytes: u64,
     /// All together.
     bytes: u64,
@@ -212,13 +210,13 @@ impl PictureShares {
         if needs.seen_bytes == 0 || needs.seeing_bytes == 0 {
             return PictureShares::default();
         }
-        let pixels = (share / 4 / (2 * DECODING_BYTES)).min(IMAGE_PIXELS_MAX);
-        let gallery_bytes = (share / 2).min(needs.seen_bytes * GALLERY_TOKENS_MAX);
+        let decoding_bytes = (share / 8).min(DECODING_BYTES_MAX);
+        let gallery_bytes = (share / 4).min(needs.seen_bytes * GALLERY_TOKENS_MAX);
         // While one is in use by a prompt there is room for another.
-        let tokens = (share / 4 / needs.seeing_bytes).min(gallery_bytes / 2 / needs.seen_bytes);
+        let tokens = (share / 2 / needs.seeing_bytes).min(gallery_bytes / 2 / needs.seen_bytes);
         let tokens = tokens.min(needs.tokens_max as u64);
-        let bytes = pixels * 2 * DECODING_BYTES + tokens * needs.seeing_bytes + gallery_bytes;
-        PictureShares { tokens: tokens as usize, pixels, gallery_bytes, bytes }
+        let bytes = decoding_bytes * 2 + tokens * needs.seeing_bytes + gallery_bytes;
+        PictureShares { tokens: tokens as usize, decoding_bytes, gallery_bytes, bytes }
     }
 }
 
@@ -247,9 +245,8 @@ mod tests {
             let b = Budget::divide(memory, needs).unwrap();
             let activations = b.activation_tokens as u64 * needs.train_bytes_per_token + b.pool_bytes + needs.workspace_bytes;
             let requests = b.ledger_bytes + b.transit_bytes;
-            let pictures =
-                b.picture_pixels * 2 * DECODING_BYTES + b.picture_tokens as u64 * needs.pictures.seeing_bytes + b.gallery_bytes;
-            assert_eq!(b.picture_tokens > 0 && b.picture_pixels > 0, needs.pictures.seen_bytes > 0);
+            let pictures = b.decoding_bytes * 2 + b.picture_tokens as u64 * needs.pictures.seeing_bytes + b.gallery_bytes;
+            assert_eq!(b.picture_tokens > 0 && b.decoding_bytes > 0, needs.pictures.seen_bytes > 0);
             assert!(2 * b.picture_tokens as u64 * needs.pictures.seen_bytes <= b.gallery_bytes);
             let cache = b.cache.pages as u64 * needs.kv_page_bytes + b.cache.states as u64 * needs.kv_state_bytes;
             assert_eq!(b.cache.states > 0, needs.kv_state_bytes > 0);

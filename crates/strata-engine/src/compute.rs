@@ -155,7 +155,7 @@ pub(crate) trait Compute {
     /// Bytes of what is seen of a picture, for each of its tokens.
     fn seen_bytes_per_token(&self) -> u64;
 
-    /// What the model sees in the file of a picture, which was found to be whole. One picture at a time is seen.
+    /// What the model sees in the file of a picture, which was found to be whole. Others may be seen in `between`.
     ///
     /// # Errors
     /// If `between` breaks or the device fails.

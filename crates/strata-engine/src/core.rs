@@ -84,7 +84,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             intake,
             tenants: BTreeMap::new(),
             samplers: BTreeMap::new(),
-            batcher: Batcher::new(&compute, cache, budget.cache, page_tokens, budget.gallery_bytes),
+            batcher: Batcher::new(&compute, cache, budget.cache, page_tokens, &budget),
             fair: Fair::default(),
             storage,
             files: Files::new(budget.captured_bytes),
@@ -155,7 +155,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         for size in [Room::default(), self.budget.cache] {
             // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
             let cache = c.new_cache(size).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
-            self.batcher = Batcher::new(c, cache, size, page_tokens, self.budget.gallery_bytes);
+            self.batcher = Batcher::new(c, cache, size, page_tokens, &self.budget);
         }
         self.note_seeing();
         let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));
@@ -633,6 +633,10 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         let tokens: usize = state.passes.iter().map(|p| p.room).sum();
         if tokens > state.budget.activation_tokens {
             return Err(format!("passes of {tokens} tokens run, with room for {}", state.budget.activation_tokens));
+        }
+        let tokens: usize = state.passes.iter().filter_map(|p| p.sees.as_ref()).map(|sees| sees.tokens).sum();
+        if tokens > state.budget.picture_tokens {
+            return Err(format!("pictures of {tokens} tokens are seen, with room for {}", state.budget.picture_tokens));
         }
         let unwanted = state.samplers.keys().find(|id| !state.intake.wants_sampler(id));
         match unwanted {

@@ -132,7 +132,7 @@ impl EngineHandle {
                 page_tokens: PAGE_TOKENS,
                 cache: budget.cache,
                 tokenizer,
-                eyes: ModelEyes::of(&model, budget.picture_tokens, budget.picture_pixels)
+                eyes: ModelEyes::of(&model, budget.picture_tokens, budget.decoding_bytes)
                     .map(|eyes| Box::new(eyes) as Box<dyn Eyes>),
             },
             adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),

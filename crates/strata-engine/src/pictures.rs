@@ -165,16 +165,16 @@ pub(crate) struct ModelEyes {
     model: Arc<Model>,
     image_token: u32,
     tokens_max: usize,
-    pixels_max: u64,
+    decoding_bytes: u64,
     /// Who has this decodes: one picture at a time has pixels in memory. And which files were whole, the latest last.
     whole: Mutex<(HashSet<PictureId>, VecDeque<PictureId>)>,
 }
 
 impl ModelEyes {
     /// `None` for a model that reads text alone.
-    pub(crate) fn of(model: &Arc<Model>, tokens_max: usize, pixels_max: u64) -> Option<Self> {
+    pub(crate) fn of(model: &Arc<Model>, tokens_max: usize, decoding_bytes: u64) -> Option<Self> {
         let image_token = model.image_processor().and(model.config().image_token_id())?;
-        Some(ModelEyes { model: model.clone(), image_token, tokens_max, pixels_max, whole: Mutex::default() })
+        Some(ModelEyes { model: model.clone(), image_token, tokens_max, decoding_bytes, whole: Mutex::default() })
     }
 }
 
@@ -189,10 +189,11 @@ impl Eyes for ModelEyes {
 
     fn grid(&self, file: &[u8]) -> Result<Grid, String> {
         let Some(processor) = self.model.image_processor() else { return Err("this model reads text alone".into()) };
-        let pixels = vision::pixels(file)?;
-        if pixels > self.pixels_max {
-            let max = self.pixels_max;
-            return Err(format!("a picture of {pixels} pixels is above {max}, the most that memory allows to decode"));
+        let (bytes, max) = (vision::decoding_bytes(file)?, self.decoding_bytes);
+        if bytes > max {
+            return Err(format!(
+                "decoding the picture takes up to {bytes} bytes, above {max} that there are for it; send a smaller one"
+            ));
         }
         Ok(processor.token_grid(&processor.grid(file)?))
     }

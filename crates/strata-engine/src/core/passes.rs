@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::sight::Seen;
@@ -19,16 +20,24 @@ use crate::tenant::{RunningForward, Tenant};
 pub(super) struct PassInWork {
     /// Who takes part, and with how many tokens.
     pub(super) clients: Vec<(Client, usize)>,
-    pub(super) tokens: usize,
+    /// Tokens of the largest pass that may run within it, where there is room.
+    pub(super) inner: usize,
     /// What it takes of the memory for training, in tokens.
     pub(super) room: usize,
     /// What it is charged as.
     pub(super) work: Work,
     pub(super) uids: Vec<u64>,
     /// The picture, if it is one.
-    pub(super) sees: Option<PictureId>,
+    pub(super) sees: Option<Sees>,
     /// Up to when its time was charged.
     pub(super) charged_until: Duration,
+}
+
+/// A picture that is being seen.
+pub(super) struct Sees {
+    pub(super) id: PictureId,
+    pub(super) tokens: usize,
+    pub(super) owner: Arc<str>,
 }
 
 /// What a pass takes from one tenant.
@@ -67,8 +76,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Whether a pass of at most so many tokens can take an example of a tenant.
     pub(super) fn has_example(&self, tenant: &Tenant<C>, pass_tokens: usize) -> bool {
         let next = tenant.next_example().filter(|datum| datum.tokens.len() <= pass_tokens);
-        // One picture at a time is seen.
-        next.is_some_and(|datum| !self.batcher.seeing || self.batcher.has_seen(&datum.pictures))
+        let unseen = |datum: &PreparedDatum| datum.pictures.iter().find(|picture| !self.batcher.has_seen(picture)).cloned();
+        next.is_some_and(|datum| unseen(datum).is_none_or(|picture| self.batcher.may_see(&tenant.client.owner, &picture)))
     }
 
     /// Runs one pass for a session, whose next pictures were `seen`, and for others what goes with it.
@@ -87,8 +96,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
         let tokens = clients.iter().map(|(_, tokens)| tokens).sum();
         let uids = parts.iter().map(|p| p.uid).collect();
-        let (room, work, sees) = (tokens, Work::Training, None);
-        self.passes.push(PassInWork { clients, tokens, room, work, uids, sees, charged_until: c.now() });
+        let (room, inner, work, sees) = (tokens, tokens / INNER_PASS_FRACTION, Work::Training, None);
+        self.passes.push(PassInWork { clients, inner, room, work, uids, sees, charged_until: c.now() });
         let depth = self.passes.len();
         let done = {
             let mut work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
@@ -125,11 +134,9 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Examples with pictures are taken if those are among what was `seen`, or were seen before.
     fn choose_parts(&mut self, primary: &Client, tokens_max: usize, room: usize, seen: &mut Seen<C>) -> Vec<Part<C>> {
         let (most, most_of_one) = (self.budget.pass_tokens.min(tokens_max), tokens_max);
-        let is_seen = |datum: &PreparedDatum| {
-            datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(std::slice::from_ref(p)))
-        };
-        let is_ready = |t: &Tenant<C>| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one && is_seen(d));
-        let ready = self.tenants.iter().filter(|(_, t)| is_ready(t));
+        let is_seen =
+            |datum: &PreparedDatum| datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(p));
+        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one));
         let mut models: Vec<(bool, Standing, u64, ModelId)> = ready
             .map(|(id, t)| (t.client != *primary, self.fair.standing(&t.client, Work::Training), t.served, id.clone()))
             .collect();
@@ -214,13 +221,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 return ControlFlow::Break(());
             }
             let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
-            let tokens = pass.tokens;
             // Whoever has had least of those in the pass waits for it.
-            let (work, sees) = (pass.work, pass.sees.is_some());
+            let (work, inner, sees) = (pass.work, pass.inner, pass.sees.is_some());
             let Some(due) = pass.clients.iter().map(|(client, _)| self.fair.standing(client, work)).min() else {
                 return ControlFlow::Continue(());
             };
-            let inner = (tokens / INNER_PASS_FRACTION).min(self.room());
+            let inner = inner.min(self.room());
             match self.next_work(c, inner) {
                 // Neither drawing nor reading stops while there is the other: those who have a picture seen take turns with it.
                 Some((standing, client, work)) if standing < due || sees && work == Work::Sampling && standing == due => {
@@ -236,8 +242,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     fn pass_is_for_nobody(&self) -> bool {
         let Some(pass) = self.passes.last() else { return false };
-        if let Some(id) = &pass.sees {
-            return !self.is_shown(id);
+        if let Some(sees) = &pass.sees {
+            return !self.is_shown(&sees.id);
         }
         !pass.uids.iter().any(|uid| self.tenants.values().any(|t| t.uid == *uid))
     }

@@ -37,6 +37,7 @@ use std::sync::Arc;
 use strata_model::Tokenizer;
 
 use crate::api::{Client, Failure, RequestId, StopReason};
+use crate::budget::Budget;
 use crate::compute::{Compute, RowResult, StepSpan};
 use crate::gallery::Gallery;
 use crate::pictures::{Eyes, PictureId};
@@ -91,8 +92,10 @@ pub(crate) struct Batcher<C: Compute> {
     gallery: Gallery<C::Seen>,
     sights: Sights<C>,
     seen_bytes_per_token: u64,
-    /// Whether a picture is being seen: then no other is.
-    pub(crate) seeing: bool,
+    /// For whom pictures are being seen, and their tokens.
+    pub(crate) seeing: Vec<(Arc<str>, usize)>,
+    /// Tokens of all pictures that are seen at the same time.
+    picture_tokens: usize,
     jobs: BTreeMap<u64, Job<C::Frozen>>,
     by_id: HashMap<RequestId, u64>,
     next_job: u64,
@@ -155,16 +158,17 @@ pub(crate) struct StepDone {
 }
 
 impl<C: Compute> Batcher<C> {
-    /// A sampler over a cache of this size, that keeps so many bytes of what was seen of pictures.
-    pub(crate) fn new(compute: &C, cache: C::Cache, size: Room, page_tokens: usize, gallery_bytes: u64) -> Self {
+    /// A sampler over a cache of this size.
+    pub(crate) fn new(compute: &C, cache: C::Cache, size: Room, page_tokens: usize, budget: &Budget) -> Self {
         Batcher {
             page_tokens,
             cache,
             pool: CachePool::new(size),
-            gallery: Gallery::new(gallery_bytes),
+            gallery: Gallery::new(budget.gallery_bytes),
             sights: BTreeMap::new(),
             seen_bytes_per_token: compute.seen_bytes_per_token(),
-            seeing: false,
+            seeing: Vec::new(),
+            picture_tokens: budget.picture_tokens,
             jobs: BTreeMap::new(),
             by_id: HashMap::new(),
             next_job: 0,

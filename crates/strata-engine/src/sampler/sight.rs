@@ -13,7 +13,7 @@ use crate::pictures::{Picture, PictureId};
 impl<C: Compute> Batcher<C> {
     /// The next picture that a session's work waits for, if it may be seen now: of which job, and which of its pictures.
     pub(crate) fn to_see(&mut self, compute: &C, client: &Client) -> Option<(u64, usize, Picture)> {
-        let number = self.sessions.get(client).map(|s| s.number).filter(|_| !self.seeing)?;
+        let number = self.sessions.get(client).map(|s| s.number)?;
         let with_pictures = |job: &u64| self.jobs[job].session == number && !self.jobs[job].plan.pictures.is_empty();
         for id in self.prefilling.iter().copied().filter(with_pictures).collect::<Vec<u64>>() {
             if let Err(error) = self.look_up_prefix(compute, id) {
@@ -31,12 +31,15 @@ impl<C: Compute> Batcher<C> {
 
     /// The first picture of a job that a step from `from` on would touch and that is to be seen for it, if there is room for what is seen.
     fn next_unseen(&self, id: u64, from: usize) -> Option<usize> {
-        let pictures = &self.jobs.get(&id)?.plan.pictures;
+        let job = self.jobs.get(&id)?;
+        let pictures = &job.plan.pictures;
         let first = pictures.partition_point(|picture| picture.tokens().end <= from);
         let touched = (first..pictures.len()).take_while(|&i| pictures[i].first < from + STEP_TOKENS.1);
         let index = touched.into_iter().find(|&i| !self.sights.contains_key(&(id, i)))?;
         let picture = &pictures[index];
-        (self.gallery.is_held(&picture.id) || self.gallery.has_room(self.seen_bytes(picture))).then_some(index)
+        let is_kept = self.gallery.has(&picture.id);
+        let has_room = self.gallery.is_held(&picture.id) || self.gallery.has_room(self.seen_bytes(picture));
+        (has_room && (is_kept || self.may_see(&job.asked.client.owner, picture))).then_some(index)
     }
 
     fn seen_bytes(&self, picture: &Picture) -> u64 {
@@ -58,9 +61,18 @@ impl<C: Compute> Batcher<C> {
         self.gallery.get(id)
     }
 
-    /// Whether something is there of each of these pictures.
-    pub(crate) fn has_seen(&self, pictures: &[Picture]) -> bool {
-        pictures.iter().all(|picture| self.gallery.has(&picture.id))
+    /// Whether what was seen of a picture is there.
+    pub(crate) fn has_seen(&self, picture: &Picture) -> bool {
+        self.gallery.has(&picture.id)
+    }
+
+    /// Whether a picture may be seen for an owner now: one at a time of each, and between the blocks of another's at most half of the memory that is left, so that there is some for
+    /// the next who comes.
+    pub(crate) fn may_see(&self, owner: &str, picture: &Picture) -> bool {
+        let taken: usize = self.seeing.iter().map(|(_, tokens)| tokens).sum();
+        let left = self.picture_tokens.saturating_sub(taken);
+        let room = if self.seeing.is_empty() { left } else { left / 2 };
+        picture.grid.patches() <= room && !self.seeing.iter().any(|(other, _)| **other == *owner)
     }
 
     /// Keeps what was seen of a picture.
@@ -91,7 +103,7 @@ impl<C: Compute> Batcher<C> {
     /// Whether a sequence of a job could do something from `from` on: be computed, or have a picture seen.
     pub(super) fn may_go_on(&self, id: u64, from: usize) -> bool {
         let waits_for_lookup = self.jobs.get(&id).is_some_and(|job| job.admitted && !job.begun && !job.looked_up);
-        waits_for_lookup || self.seen_until(id, from) > from || (!self.seeing && self.next_unseen(id, from).is_some())
+        waits_for_lookup || self.seen_until(id, from) > from || self.next_unseen(id, from).is_some()
     }
 
     /// Lets go of what was seen of pictures whose tokens nobody has to compute.

@@ -127,7 +127,7 @@ impl Limits {
             adapter_bytes: 4000,
             captured_bytes: 1000,
             ledger_bytes: 64 << 20,
-            gallery_tokens: 64,
+            gallery_tokens: 128,
         }
     }
 
@@ -163,7 +163,7 @@ impl Limits {
             ledger_bytes: self.ledger_bytes,
             transit_bytes: self.ledger_bytes,
             picture_tokens: self.gallery_tokens / 2,
-            picture_pixels: 0,
+            decoding_bytes: 0,
             gallery_bytes: self.gallery_tokens as u64 * toy::SEEN_BYTES,
         }
     }
@@ -213,7 +213,7 @@ impl Engine {
             backend: "toy".into(),
             transit_bytes: limits.ledger_bytes,
         };
-        let toy = Toy::new(shared.clone(), limits.page_tokens);
+        let toy = Toy::new(shared.clone(), limits.page_tokens, limits.gallery_tokens / 2);
         let cache = toy.new_cache(limits.cache()).expect("a toy always has memory");
         let core =
             Core::new(toy, cache, intake, Disk::new(shared.clone(), contents.clone()), limits.budget(), limits.page_tokens);
@@ -270,11 +270,6 @@ impl Engine {
     /// Requests that are open.
     pub fn open_requests(&self) -> usize {
         self.core.open_requests()
-    }
-
-    /// Pictures that were seen.
-    pub fn sights(&self) -> u64 {
-        self.shared.sights.get()
     }
 
     /// Samples that lost their pages to others.

@@ -27,7 +27,7 @@ pub(super) const BASE_COST: Duration = Duration::from_micros(80);
 /// What a token costs in a step, and in a layer of a pass.
 pub(super) const TOKEN_COST: Duration = Duration::from_micros(10);
 /// Tokens of a pass that seeing a token of a picture costs as much as.
-const SEEING_COST: usize = 3;
+pub(super) const SEEING_COST: usize = 3;
 /// Bytes of what is seen of a token of a picture.
 pub(super) const SEEN_BYTES: u64 = 10;
 /// What an optimizer step costs.
@@ -60,10 +60,9 @@ pub(super) struct Shared {
     pub(super) failed_steps: Cell<u64>,
     /// Bytes of adapters and their copies that are alive.
     pub(super) live_bytes: Cell<u64>,
-    /// Whether a picture is being seen.
-    pub(super) seeing: Cell<bool>,
-    /// Pictures that were seen, and those that were made to fail.
-    pub(super) sights: Cell<u64>,
+    /// Tokens of the pictures that are being seen.
+    pub(super) seeing: Cell<usize>,
+    /// Times that seeing a picture was made to fail.
     pub(super) failed_sights: Cell<u64>,
 }
 
@@ -82,6 +81,11 @@ pub(super) enum Worked {
     GoesOn {
         requests: Vec<u64>,
     },
+    /// A block of the tower that sees a picture, by its file.
+    Sight {
+        block: u32,
+        file: Vec<u8>,
+    },
 }
 
 impl Shared {
@@ -98,7 +102,6 @@ impl Shared {
             failed_steps: Cell::default(),
             live_bytes: Cell::default(),
             seeing: Cell::default(),
-            sights: Cell::default(),
             failed_sights: Cell::default(),
         }
     }
@@ -236,13 +239,15 @@ pub(super) struct Sight {
 pub(super) struct Toy {
     pub(super) shared: Rc<Shared>,
     pub(super) page_tokens: usize,
+    /// For how many tokens of pictures there is memory at a time.
+    picture_tokens: usize,
     base: Frozen,
 }
 
 impl Toy {
-    pub(super) fn new(shared: Rc<Shared>, page_tokens: usize) -> Self {
+    pub(super) fn new(shared: Rc<Shared>, page_tokens: usize, picture_tokens: usize) -> Self {
         let base = Frozen(Rc::new(FrozenWeights { weights: oracle::BASE, _memory: Memory::new(&shared, 0) }));
-        Toy { shared, page_tokens, base }
+        Toy { shared, page_tokens, picture_tokens, base }
     }
 
     fn params(&self, rank: usize, numbers: Numbers) -> Rc<Params> {
@@ -339,6 +344,7 @@ impl Toy {
                 self.shared.failed_sights.set(self.shared.failed_sights.get() + 1);
                 return Err(PassError::Failed(self.shared.fail()));
             }
+            self.shared.note(Worked::Sight { block, file: file.to_vec() });
             self.layer(SEEING_COST * tokens);
             if block + 1 < LAYERS {
                 self.shared.moment.set(self.shared.moment.get() + 1);
@@ -347,7 +353,6 @@ impl Toy {
                 }
             }
         }
-        self.shared.sights.set(self.shared.sights.get() + 1);
         Ok(Rc::new(Sight { id: Sha256::digest(file).into(), seen: oracle::see(file) }))
     }
 }
@@ -458,11 +463,13 @@ impl Compute for Toy {
     }
 
     fn see(&self, file: &[u8], between: Between<'_>) -> Result<Rc<Sight>, PassError> {
-        if self.shared.seeing.replace(true) {
-            self.shared.violate("two pictures are seen at a time".into());
+        let (before, tokens) = (self.shared.seeing.get(), usize::from(file[0]));
+        self.shared.seeing.set(before + tokens);
+        if before + tokens > self.picture_tokens {
+            self.shared.violate(format!("pictures of {before} and {tokens} tokens are seen at a time"));
         }
         let done = catch_unwind(AssertUnwindSafe(|| self.see_blocks(file, between)));
-        self.shared.seeing.set(false);
+        self.shared.seeing.set(before);
         done.unwrap_or_else(|panic| resume_unwind(panic))
     }
 

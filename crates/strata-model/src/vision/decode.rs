@@ -10,8 +10,13 @@ use image::{ColorType, DynamicImage, ImageDecoder, ImageFormat, ImageReader, Lim
 
 /// The largest file of a picture.
 pub const IMAGE_BYTES_MAX: usize = 32 << 20;
-/// The most pixels of a picture before it is resized: twice what published models take. Decoding takes up to 20 bytes for each.
+/// The most pixels of a picture before it is resized: twice what published models take.
 pub const IMAGE_PIXELS_MAX: u64 = 32 << 20;
+/// Bytes that decoding a picture takes, at most.
+pub const DECODING_BYTES_MAX: u64 = IMAGE_PIXELS_MAX * PNG_BYTES_PER_PIXEL;
+/// Bytes for each pixel while a picture is decoded: of a PNG of four channels of 16 bits, and of a JPEG.
+const PNG_BYTES_PER_PIXEL: u64 = 20;
+const JPEG_BYTES_PER_PIXEL: u64 = 13;
 
 /// A picture's pixels, `[height, width, 3]`.
 pub(super) struct Pixels {
@@ -34,19 +39,21 @@ pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
     }
 }
 
-/// Pixels of a picture, by the head of its file.
+/// Bytes that decoding a picture and resizing it takes at most, by the head of its file.
 ///
 /// # Errors
 /// A sentence, if it is neither a PNG nor a JPEG, or too large in bytes or pixels, or its head is broken.
-pub fn pixels(file: &[u8]) -> Result<u64, String> {
+pub fn decoding_bytes(file: &[u8]) -> Result<u64, String> {
     let [height, width] = size(file)?;
-    Ok(u64::from(height) * u64::from(width))
+    // Of a JPEG its colours alone, row by row, and as much for what is half resized. One of many scans has its coefficients, too.
+    let per_pixel = if format(file)? == ImageFormat::Png { PNG_BYTES_PER_PIXEL } else { JPEG_BYTES_PER_PIXEL };
+    Ok(u64::from(height) * u64::from(width) * per_pixel)
 }
 
 /// Makes sure that a file can be decoded, by decoding it.
 ///
 /// # Errors
-/// As [`pixels`]; also if what follows the head is broken or missing, or has colours that are not read.
+/// As [`decoding_bytes`]; also if what follows the head is broken or missing, or has colours that are not read.
 pub fn check(file: &[u8]) -> Result<(), String> {
     decode(file).map(drop)
 }

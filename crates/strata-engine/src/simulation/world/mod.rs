@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::api::{Client, Outcome, Request, Response, TrainOp};
+use crate::api::{Client, Image, Outcome, Request, Response, TrainOp};
 use crate::engine::EngineHandle;
 use crate::ledger::Charge;
 
@@ -158,6 +158,16 @@ struct Sampler {
     pending: usize,
 }
 
+/// Whether a request has a picture.
+fn shows(request: &Request, file: &[u8]) -> bool {
+    let is_it = |image: &Image| *image.file == *file;
+    match request {
+        Request::Sample { sample, .. } => sample.images.iter().any(is_it),
+        Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. } => data.iter().flat_map(|d| &d.images).any(is_it),
+        _ => false,
+    }
+}
+
 enum Event {
     Act { session: usize },
     Send { asked: usize },
@@ -298,6 +308,12 @@ impl World {
                     self.violate(format!("a pass goes on for requests that have ended: {requests:?}"));
                 }
                 Worked::GoesOn { .. } => {}
+                Worked::Sight { file, block } => {
+                    let shows = |(n, asked): (usize, &Asked)| shows(&asked.request, &file) && !over(&&(n as u64 + 1));
+                    if !self.asked.iter().enumerate().any(shows) {
+                        self.violate(format!("block {block} of the tower sees {file:?} for nobody"));
+                    }
+                }
             }
         }
     }
