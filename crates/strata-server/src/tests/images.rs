@@ -95,7 +95,8 @@ async fn pictures_that_a_prompt_points_to_count_as_what_it_becomes() {
     let sampler_id = server.new_sampler().await;
     let mut body = prompt_body(&sampler_id, 0, pointer(&location));
     server.ok("asample", body.clone()).await;
-    body["prompt"]["chunks"].as_array_mut().unwrap().push(pointer(&location));
+    let sent = json!({ "type": "image", "format": "png", "data": "AAAA".repeat(200_000) });
+    body["prompt"]["chunks"].as_array_mut().unwrap().push(sent);
     body["seq_id"] = json!(1);
     let reply = server.post("asample", body).await;
     assert_eq!(reply.status, StatusCode::PAYLOAD_TOO_LARGE);
