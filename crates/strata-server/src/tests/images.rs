@@ -1,6 +1,7 @@
 //! Pictures on their way to the engine: in bodies, and in directories that prompts point to.
 
 use std::fs;
+use std::time::Duration;
 
 use axum::http::StatusCode;
 use serde_json::{Value, json};
@@ -9,6 +10,7 @@ use tempfile::TempDir;
 
 use super::{TestServer, sample_body};
 use crate::image_dirs::ImageDirs;
+use crate::limits;
 
 impl TestServer {
     async fn new_sampler(&self) -> String {
@@ -117,4 +119,16 @@ async fn what_a_prompt_points_to_without_leave_is_refused_and_nothing_is_begun()
     }
     assert_eq!(server.engine.count(|request| matches!(request, Request::Sample { .. })), 0);
     server.ok("asample", sample_body(&sampler_id, 0)).await;
+}
+
+#[tokio::test]
+async fn storage_that_does_not_answer_holds_up_no_bodies() {
+    let (server, _dir, location) = with_picture(10, None);
+    let sampler_id = server.new_sampler().await;
+    let _turns = server.app.asset_reads.clone().acquire_many_owned(limits::ASSET_READS_MAX as u32).await.unwrap();
+    let waiting = server.post("asample", prompt_body(&sampler_id, 0, pointer(&location)));
+    assert!(tokio::time::timeout(Duration::from_millis(50), waiting).await.is_err());
+    let sent = json!({ "type": "image", "format": "png", "data": "AAAA".repeat(200_000) });
+    let answered = server.ok("asample", prompt_body(&sampler_id, 1, sent));
+    tokio::time::timeout(Duration::from_secs(60), answered).await.expect("bodies have turns of their own");
 }
