@@ -10,8 +10,12 @@ use image::{ColorType, DynamicImage, ImageDecoder, ImageFormat, ImageReader, Lim
 
 /// The largest file of a picture.
 pub const IMAGE_BYTES_MAX: usize = 32 << 20;
-/// The most pixels of a picture before it is resized: twice what published models take. Decoding takes up to 20 bytes for each.
+/// The most pixels of a picture before it is resized: twice what published models take. Decoding takes up to 20 bytes for each, and as many as the file has.
 pub const IMAGE_PIXELS_MAX: u64 = 32 << 20;
+/// The most scans of a progressive JPEG, each of which goes over the whole picture, however few bytes it has. Encoders make some ten.
+const JPEG_SCANS_MAX: usize = 64;
+/// The chunks of a PNG that make its pixels. Others may be many, and unpack to anything.
+const PNG_CHUNKS: [&[u8]; 5] = [b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"];
 
 /// A picture's pixels, `[height, width, 3]`.
 pub(super) struct Pixels {
@@ -27,7 +31,8 @@ pub(super) struct Pixels {
 pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
     match format(file)? {
         ImageFormat::Png => {
-            let (width, height) = png(file)?.dimensions();
+            let file = png_pixels(file);
+            let (width, height) = png(&file)?.dimensions();
             check_pixels(width, height)
         }
         _ => jpeg(file, |head, _| check_pixels(head.width() as u32, head.height() as u32)),
@@ -73,8 +78,28 @@ fn png(file: &[u8]) -> Result<impl ImageDecoder + '_, String> {
     ImageReader::with_format(Cursor::new(file), ImageFormat::Png).into_decoder().map_err(broken)
 }
 
+/// A PNG without what does not make its pixels.
+fn png_pixels(file: &[u8]) -> Vec<u8> {
+    const SIGNATURE: usize = 8;
+    // Of each chunk its length, its name and a checksum beside its bytes.
+    const AROUND: usize = 12;
+    let (signature, mut rest) = file.split_at(SIGNATURE.min(file.len()));
+    let mut kept = signature.to_vec();
+    while let [a, b, c, d, name @ ..] = rest {
+        let whole = (u32::from_be_bytes([*a, *b, *c, *d]) as usize).saturating_add(AROUND);
+        // What is cut short is for the decoder to say.
+        let (chunk, after) = rest.split_at(whole.min(rest.len()));
+        if name.get(..4).is_none_or(|name| PNG_CHUNKS.contains(&name)) {
+            kept.extend_from_slice(chunk);
+        }
+        rest = after;
+    }
+    kept
+}
+
 fn decode_png(file: &[u8]) -> Result<Pixels, String> {
-    let mut decoder = png(file)?;
+    let file = png_pixels(file);
+    let mut decoder = png(&file)?;
     let (width, height) = decoder.dimensions();
     check_pixels(width, height)?;
     // Eight bytes for a pixel of four channels of 16 bits, and as much again for what a decoder keeps.
@@ -146,7 +171,24 @@ fn jpeg<R>(
     })
 }
 
+/// Scans of a JPEG.
+fn jpeg_scans(file: &[u8]) -> usize {
+    const START_OF_SCAN: u8 = 0xda;
+    let (mut rest, mut scans) = (file.get(2..).unwrap_or_default(), 0);
+    // Segments with a length, and behind the head of a scan bytes in which a marker is none if a zero or the number of a restart follows.
+    while let Some(at) = rest.windows(2).position(|pair| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff | 0xd0..=0xd7)) {
+        scans += usize::from(rest[at + 1] == START_OF_SCAN);
+        let len = rest.get(at + 2..at + 4).map_or(0, |len| usize::from(u16::from_be_bytes([len[0], len[1]])));
+        rest = rest.get(at + 2 + len..).unwrap_or_default();
+    }
+    scans
+}
+
 fn decode_jpeg(file: &[u8]) -> Result<Pixels, String> {
+    let scans = jpeg_scans(file);
+    if scans > JPEG_SCANS_MAX {
+        return Err(format!("the picture has {scans} scans; at most {JPEG_SCANS_MAX} are read"));
+    }
     jpeg(file, |head, is_short| {
         check_pixels(head.width() as u32, head.height() as u32)?;
         if let mozjpeg::ColorSpace::JCS_CMYK | mozjpeg::ColorSpace::JCS_YCCK = head.color_space() {

@@ -6,3 +6,6 @@ mod resize;
 
 pub use decode::{IMAGE_BYTES_MAX, IMAGE_PIXELS_MAX};
 pub use preprocess::{Grid, ImageProcessor, Patches};
+
+#[cfg(test)]
+mod tests;
