@@ -25,10 +25,10 @@ mod tokenizer;
 pub mod vision;
 
 pub use architectures::{
-    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, ImageBytes, ImageFeatures,
-    Initial, LatentConfig, LinearWork, MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, NormWeights, Observed,
-    ParameterShape, Qwen3_5Config, Qwen3_5Mlp, Qwen3MoeConfig, Qwen3VlConfig, Qwen3VlText, Router, SigmoidRouter, VisionConfig,
-    Work, lora_modules, parameter_shapes,
+    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, FileTensor, GptOssConfig, ImageBytes,
+    ImageFeatures, Initial, LatentConfig, LinearWork, MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, NormWeights,
+    Observed, ParameterShape, Qwen3_5Config, Qwen3_5Mlp, Qwen3MoeConfig, Qwen3VlConfig, Qwen3VlText, Router, SigmoidRouter,
+    VisionConfig, Work, file_tensors, lora_modules, parameter_shapes,
 };
 pub use batch::{AdapterGroup, Held, PackedBatch, PlacedImage, Span};
 pub use chat_template::{ChatInput, ChatTemplate};

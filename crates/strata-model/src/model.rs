@@ -123,7 +123,7 @@ impl Model {
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
         architectures::check(&*backend, &config)?;
         let decoder = Decoder::load(&*backend, &config, format, &mut weights)?;
-        let image_processor = config.family.config().vision().map(|vision| vision.processor());
+        let image_processor = config.image_processor();
         Ok(Model { backend, config, dtype, decoder, image_processor, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
     }
 

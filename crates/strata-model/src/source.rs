@@ -116,8 +116,7 @@ impl ModelSource {
     /// # Errors
     /// If a file cannot be read, or asks for something that is not computed.
     pub fn image_processor(&self, config: &ModelConfig) -> Result<Option<ImageProcessor>> {
-        let (Some(vision), Some(dir)) = (config.family.config().vision(), self.directory()) else { return Ok(None) };
-        let own = vision.processor();
+        let (Some(own), Some(dir)) = (config.image_processor(), self.directory()) else { return Ok(None) };
         for (file, part) in [("processor_config.json", Some("image_processor")), ("preprocessor_config.json", None)] {
             let path = dir.join(file);
             let Some(text) = read_text_if_exists(&path, CONFIG_BYTES_MAX)? else { continue };

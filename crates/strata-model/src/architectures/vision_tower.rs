@@ -288,7 +288,7 @@ impl VisionTower {
         let (c, n) = (&self.config, image.grid.patches());
         let merged = c.merge_size * c.merge_size;
         let fits = image.grid.height.is_multiple_of(c.merge_size) && image.grid.width.is_multiple_of(c.merge_size);
-        if n == 0 || !fits || image.values.len() != n * c.patch_len() {
+        if n == 0 || !fits || image.values.len() != n.saturating_mul(c.patch_len()) {
             let (values, len) = (image.values.len(), c.patch_len());
             return Err(Error::Batch(format!("{values} numbers of patches of {len} in a grid of {:?}", image.grid)));
         }

@@ -13,10 +13,14 @@ pub const IMAGE_BYTES_MAX: usize = 32 << 20;
 /// The most pixels of a picture before it is resized: twice what published models take.
 pub const IMAGE_PIXELS_MAX: u64 = 32 << 20;
 /// Bytes that decoding a picture takes, at most.
-pub const DECODING_BYTES_MAX: u64 = IMAGE_PIXELS_MAX * PNG_BYTES_PER_PIXEL;
+pub const DECODING_BYTES_MAX: u64 = IMAGE_PIXELS_MAX * PNG_BYTES_PER_PIXEL + IMAGE_BYTES_MAX as u64;
 /// Bytes for each pixel while a picture is decoded: of a PNG of four channels of 16 bits, and of a JPEG.
 const PNG_BYTES_PER_PIXEL: u64 = 20;
 const JPEG_BYTES_PER_PIXEL: u64 = 13;
+/// The most scans of a progressive JPEG, each of which goes over the whole picture, however few bytes it has. Encoders make some ten.
+const JPEG_SCANS_MAX: usize = 64;
+/// The chunks of a PNG that make its pixels. Others may be many, and unpack to anything.
+const PNG_CHUNKS: [&[u8]; 5] = [b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"];
 
 /// A picture's pixels, `[height, width, 3]`.
 pub(super) struct Pixels {
@@ -32,7 +36,8 @@ pub(super) struct Pixels {
 pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
     match format(file)? {
         ImageFormat::Png => {
-            let (width, height) = png(file)?.dimensions();
+            let file = png_pixels(file);
+            let (width, height) = png(&file)?.dimensions();
             check_pixels(width, height)
         }
         _ => jpeg(file, |head, _| check_pixels(head.width() as u32, head.height() as u32)),
@@ -45,9 +50,9 @@ pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
 /// A sentence, if it is neither a PNG nor a JPEG, or too large in bytes or pixels, or its head is broken.
 pub fn decoding_bytes(file: &[u8]) -> Result<u64, String> {
     let [height, width] = size(file)?;
-    // Of a JPEG its colours alone, row by row, and as much for what is half resized. One of many scans has its coefficients, too.
+    // Of a JPEG its colours alone, row by row, and as much for what is half resized. One of many scans has its coefficients, too. A PNG is copied without what makes no pixels.
     let per_pixel = if format(file)? == ImageFormat::Png { PNG_BYTES_PER_PIXEL } else { JPEG_BYTES_PER_PIXEL };
-    Ok(u64::from(height) * u64::from(width) * per_pixel)
+    Ok(u64::from(height) * u64::from(width) * per_pixel + file.len() as u64)
 }
 
 /// Makes sure that a file can be decoded, by decoding it.
@@ -97,8 +102,28 @@ fn png(file: &[u8]) -> Result<impl ImageDecoder + '_, String> {
     ImageReader::with_format(Cursor::new(file), ImageFormat::Png).into_decoder().map_err(broken)
 }
 
+/// A PNG without what does not make its pixels.
+fn png_pixels(file: &[u8]) -> Vec<u8> {
+    const SIGNATURE: usize = 8;
+    // Of each chunk its length, its name and a checksum beside its bytes.
+    const AROUND: usize = 12;
+    let (signature, mut rest) = file.split_at(SIGNATURE.min(file.len()));
+    let mut kept = signature.to_vec();
+    while let [a, b, c, d, name @ ..] = rest {
+        let whole = (u32::from_be_bytes([*a, *b, *c, *d]) as usize).saturating_add(AROUND);
+        // What is cut short is for the decoder to say.
+        let (chunk, after) = rest.split_at(whole.min(rest.len()));
+        if name.get(..4).is_none_or(|name| PNG_CHUNKS.contains(&name)) {
+            kept.extend_from_slice(chunk);
+        }
+        rest = after;
+    }
+    kept
+}
+
 fn decode_png(file: &[u8]) -> Result<Pixels, String> {
-    let mut decoder = png(file)?;
+    let file = png_pixels(file);
+    let mut decoder = png(&file)?;
     let (width, height) = decoder.dimensions();
     check_pixels(width, height)?;
     // Eight bytes for a pixel of four channels of 16 bits, and as much again for what a decoder keeps.
@@ -170,7 +195,24 @@ fn jpeg<R>(
     })
 }
 
+/// Scans of a JPEG.
+fn jpeg_scans(file: &[u8]) -> usize {
+    const START_OF_SCAN: u8 = 0xda;
+    let (mut rest, mut scans) = (file.get(2..).unwrap_or_default(), 0);
+    // Segments with a length, and behind the head of a scan bytes in which a marker is none if a zero or the number of a restart follows.
+    while let Some(at) = rest.windows(2).position(|pair| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff | 0xd0..=0xd7)) {
+        scans += usize::from(rest[at + 1] == START_OF_SCAN);
+        let len = rest.get(at + 2..at + 4).map_or(0, |len| usize::from(u16::from_be_bytes([len[0], len[1]])));
+        rest = rest.get(at + 2 + len..).unwrap_or_default();
+    }
+    scans
+}
+
 fn decode_jpeg(file: &[u8]) -> Result<Pixels, String> {
+    let scans = jpeg_scans(file);
+    if scans > JPEG_SCANS_MAX {
+        return Err(format!("the picture has {scans} scans; at most {JPEG_SCANS_MAX} are read"));
+    }
     jpeg(file, |head, is_short| {
         check_pixels(head.width() as u32, head.height() as u32)?;
         if let mozjpeg::ColorSpace::JCS_CMYK | mozjpeg::ColorSpace::JCS_YCCK = head.color_space() {

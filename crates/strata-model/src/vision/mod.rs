@@ -6,3 +6,6 @@ mod resize;
 
 pub use decode::{DECODING_BYTES_MAX, IMAGE_BYTES_MAX, IMAGE_PIXELS_MAX, check, decoding_bytes};
 pub use preprocess::{Grid, ImageProcessor, Patches};
+
+#[cfg(test)]
+mod tests;

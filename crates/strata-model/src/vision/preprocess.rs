@@ -1,11 +1,12 @@
 //! From the bytes of a picture to the patches that a vision tower reads, as `Qwen2VLImageProcessor` of transformers does it: decode, lay transparency on white, resize to a multiple
 //! of what a token covers, normalise, cut into patches.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::decode::{self, IMAGE_PIXELS_MAX};
 use super::resize::resize;
-use crate::config::fields::{Fields, unsupported, wrong_kind};
+use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
+use crate::config::short;
 use crate::{Error, Result};
 
 /// The most elongated picture, one side to the other.
@@ -26,9 +27,9 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// How many there are.
+    /// How many there are; as many as there are numbers for, if there are more.
     pub fn patches(&self) -> usize {
-        self.time * self.height * self.width
+        self.time.saturating_mul(self.height).saturating_mul(self.width)
     }
 }
 
@@ -59,14 +60,21 @@ pub struct ImageProcessor {
 }
 
 /// What lies in a `preprocessor_config.json` that changes what comes out, and the only value of it that is computed.
-const FIXED: [(&str, fn() -> Value); 6] = [
-    ("do_resize", || true.into()),
-    ("do_rescale", || true.into()),
-    ("do_normalize", || true.into()),
-    ("do_convert_rgb", || true.into()),
-    ("do_center_crop", || false.into()),
-    ("do_pad", || false.into()),
+const FIXED: [(&str, bool); 6] = [
+    ("do_resize", true),
+    ("do_rescale", true),
+    ("do_normalize", true),
+    ("do_convert_rgb", true),
+    ("do_center_crop", false),
+    ("do_pad", false),
 ];
+
+/// What the class of transformers takes for what a file of it leaves out.
+const CLASS_PIXELS: [u64; 2] = [56 * 56, 28 * 28 * 1280];
+const CLASS_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
+const CLASS_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
+/// What it has been called.
+const CLASSES: [&str; 3] = ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"];
 
 impl ImageProcessor {
     /// What Qwen3-VL is published with, for a tower of these patches.
@@ -81,9 +89,12 @@ impl ImageProcessor {
     /// If it says something that is not computed here; key and value are named.
     pub(crate) fn read(map: &Map<String, Value>, tower: &ImageProcessor) -> Result<Self> {
         let fields = Fields { map };
+        if let Some(class) = fields.get("image_processor_type").filter(|class| CLASSES.iter().all(|known| class != known)) {
+            return Err(unsupported("image_processor_type", class, &CLASSES.map(|name| format!("{name:?}")).join(", ")));
+        }
         for (key, only) in FIXED {
-            if let Some(value) = fields.get(key).filter(|value| **value != only()) {
-                return Err(unsupported(key, value, &only().to_string()));
+            if let Some(value) = fields.get(key).filter(|value| **value != only) {
+                return Err(unsupported(key, value, &only.to_string()));
             }
         }
         let bicubic = 3;
@@ -99,31 +110,47 @@ impl ImageProcessor {
             ("merge_size", tower.merge_size, MERGE_SIZE_MAX),
         ];
         for (key, of_tower, max) in sizes {
-            let found = fields.size(key, of_tower, max)?;
+            let found = fields.optional_size(key, max)?.unwrap_or(of_tower);
             if found != of_tower {
                 return Err(Error::Config(format!("{key} {found} of the image processor is {of_tower} in vision_config")));
             }
         }
         let pixels = match fields.get("size") {
-            None => tower.pixels,
-            Some(Value::Object(size)) => {
-                let size = Fields { map: size };
-                let edge =
-                    |key, default: u64| Ok::<_, Error>(size.size(key, default as usize, IMAGE_PIXELS_MAX as usize)? as u64);
-                [edge("shortest_edge", tower.pixels[0])?, edge("longest_edge", tower.pixels[1])?]
+            None => CLASS_PIXELS,
+            Some(value) => {
+                let edge = |key| value.as_object()?.get(key)?.as_u64();
+                let edges = edge("shortest_edge").zip(edge("longest_edge"));
+                let (least, most) =
+                    edges.ok_or_else(|| wrong_kind("size", value, "an object of shortest_edge and longest_edge"))?;
+                let max = IMAGE_PIXELS_MAX as usize;
+                [check_size("shortest_edge", least, max)? as u64, check_size("longest_edge", most, max)? as u64]
             }
-            Some(other) => return Err(wrong_kind("size", other, "an object of shortest_edge and longest_edge")),
         };
-        let pixel = |key, default| fields.size(key, default as usize, IMAGE_PIXELS_MAX as usize).map(|n| n as u64);
+        let pixel = |key, default| {
+            Ok::<_, Error>(fields.optional_size(key, IMAGE_PIXELS_MAX as usize)?.map_or(default, |pixels| pixels as u64))
+        };
         let pixels = [pixel("min_pixels", pixels[0])?, pixel("max_pixels", pixels[1])?];
         if pixels[0] > pixels[1] {
-            return Err(Error::Config(format!("at least {} pixels are more than at most {}", pixels[0], pixels[1])));
+            return Err(Error::Config(format!(
+                "the least pixels, {} (shortest_edge or min_pixels), are more than the most, {} (longest_edge or max_pixels)",
+                pixels[0], pixels[1]
+            )));
         }
-        let (mean, std) = (channels(&fields, "image_mean", tower.mean)?, channels(&fields, "image_std", tower.std)?);
-        if std.contains(&0.0) {
-            return Err(Error::Config(format!("image_std {std:?} has a zero")));
+        let (mean, std) = (channels(&fields, "image_mean", CLASS_MEAN)?, channels(&fields, "image_std", CLASS_STD)?);
+        if std.iter().any(|std| *std <= 0.0) {
+            return Err(Error::Config(format!("image_std {std:?} has a number that is not above zero")));
         }
         Ok(ImageProcessor { pixels, mean, std, ..tower.clone() })
+    }
+
+    /// A `preprocessor_config.json` that says this.
+    pub fn to_json(&self) -> String {
+        let map = json!({
+            "image_processor_type": CLASSES[0], "patch_size": self.patch_size, "temporal_patch_size": self.temporal_patch_size,
+            "merge_size": self.merge_size, "size": { "shortest_edge": self.pixels[0], "longest_edge": self.pixels[1] },
+            "image_mean": self.mean.map(short), "image_std": self.std.map(short)
+        });
+        format!("{map:#}\n")
     }
 
     /// Rows and columns of pixels that a picture of so many is resized to (`smart_resize`): multiples of what a token covers, within the limits, nearly of the same form.
@@ -176,6 +203,12 @@ impl ImageProcessor {
     /// The tokens that a picture becomes, as they lie.
     pub fn token_grid(&self, grid: &Grid) -> Grid {
         Grid { time: grid.time, height: grid.height / self.merge_size, width: grid.width / self.merge_size }
+    }
+
+    /// The fewest and the most tokens that a picture becomes, but for such as are far longer than wide.
+    pub fn tokens(&self) -> [u64; 2] {
+        let of_token = (self.patch_size * self.merge_size).pow(2) as u64;
+        [self.pixels[0].div_ceil(of_token), (self.pixels[1] / of_token).max(1)]
     }
 
     /// Cuts up a PNG or JPEG.

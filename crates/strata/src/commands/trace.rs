@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::tensor::{Dtype, TensorView};
 use strata_model::checkpoint::{adapter_tensors, read_adapter};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams};
-use strata_model::vision::Grid;
+use strata_model::vision::{Grid, Patches};
 use strata_model::{
     Held, ImageFeatures, Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, PlacedImage, Targets, TokenLoss,
 };
@@ -71,6 +71,7 @@ pub fn run(args: Args) -> Result<()> {
     let packed = adapter.as_ref().map(|(_, packed)| packed.as_ref());
 
     let mut values = Values::default();
+    trace_images(&model, &sequences, &mut values)?;
     trace_forward(&model, packed, &sequences, &mut values)?;
     let targets = next_token_targets(&sequences);
     let logprobs = match &adapter {
@@ -121,10 +122,11 @@ struct Sequence {
     images: Vec<SeenImage>,
 }
 
-/// A picture of a sequence: where its first token is, its tokens, and what the model sees.
+/// A picture of a sequence: where its first token is, its tokens, its patches, and what the model sees.
 struct SeenImage {
     first: usize,
     grid: Grid,
+    patches: Patches,
     features: ImageFeatures,
 }
 
@@ -169,7 +171,7 @@ fn push_chunk(sequence: &mut Sequence, chunk: Chunk, path: &Path, model: &Model)
             let patches = processor.process(&bytes).map_err(|message| anyhow!("{}: {message}", file.display()))?;
             let grid = processor.token_grid(&patches.grid);
             let features = model.image_features(&patches, &mut || ControlFlow::Continue(()))?;
-            sequence.images.push(SeenImage { first: sequence.tokens.len(), grid, features });
+            sequence.images.push(SeenImage { first: sequence.tokens.len(), grid, patches, features });
             sequence.tokens.extend(std::iter::repeat_n(token, grid.patches()));
         }
     }
@@ -196,6 +198,30 @@ fn next_token_targets(sequences: &[Sequence]) -> Targets {
         }
     }
     targets
+}
+
+/// Of each picture what the tower is given and what it makes of it; of each token where it lies.
+fn trace_images(model: &Model, sequences: &[Sequence], values: &mut Values) -> Result<()> {
+    if model.image_processor().is_none() {
+        return Ok(());
+    }
+    for (n, sequence) in sequences.iter().enumerate() {
+        for (k, SeenImage { patches, features, .. }) in sequence.images.iter().enumerate() {
+            let (name, grid) = (|what: &str| format!("s.{n}.image.{k}.{what}"), patches.grid);
+            let shape = vec![grid.patches(), patches.values.len() / grid.patches()];
+            values.push_f32(name("pixel_values"), shape, &patches.values);
+            values.push_i64(name("grid_thw"), vec![3], [grid.time, grid.height, grid.width].map(|size| size as i64));
+            let deepstack = features.deepstack.iter().enumerate().map(|(j, tensor)| (format!("deepstack.{j}"), tensor));
+            for (what, tensor) in deepstack.chain([("features".to_owned(), &features.embeddings)]) {
+                let shape = tensor.shape().dims().to_vec();
+                values.push_f32(name(&what), shape, &model.backend().to_f32_vec(tensor.as_ref())?);
+            }
+        }
+        let batch = batch_of(None, std::slice::from_ref(sequence));
+        let positions = batch.positions.iter().flatten().map(|&position| i64::from(position));
+        values.push_i64(format!("s.{n}.position_ids"), vec![3, batch.len()], positions);
+    }
+    Ok(())
 }
 
 fn trace_forward(model: &Model, adapter: Option<&Adapter>, sequences: &[Sequence], values: &mut Values) -> Result<()> {
@@ -289,7 +315,7 @@ fn trace_greedy(
     }
     for (n, continuation) in continuations.iter().enumerate() {
         let (tokens, logprobs): (Vec<i64>, Vec<f32>) = continuation.iter().map(|&(t, l)| (i64::from(t), l)).unzip();
-        values.push_i64(format!("s.{n}.greedy"), &tokens);
+        values.push_i64(format!("s.{n}.greedy"), vec![num_tokens], tokens);
         values.push_f32(format!("s.{n}.greedy_logprobs"), vec![num_tokens], &logprobs);
     }
     Ok(())
@@ -307,9 +333,9 @@ impl Values {
         self.arrays.insert(name, (Dtype::F32, shape, bytes));
     }
 
-    fn push_i64(&mut self, name: String, values: &[i64]) {
-        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.arrays.insert(name, (Dtype::I64, vec![values.len()], bytes));
+    fn push_i64(&mut self, name: String, shape: Vec<usize>, values: impl IntoIterator<Item = i64>) {
+        let bytes = values.into_iter().flat_map(i64::to_le_bytes).collect();
+        self.arrays.insert(name, (Dtype::I64, shape, bytes));
     }
 
     fn write(&self, path: &Path) -> Result<()> {

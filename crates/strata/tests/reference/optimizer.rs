@@ -98,7 +98,6 @@ fn five_adamw_steps_follow_torch() {
         let model = Model::load(backend, &ModelSource::Directory(model_dir), Some(DType::F32)).expect("the fixture loads");
         let engine = EngineHandle::start(model, None, EngineConfig { memory_bytes: 1 << 30, base_model: "reference".into() })
             .expect("the engine starts");
-        let data = next_token_data(&fixture.join("tokens.json"));
         for entry in std::fs::read_dir(&fixture).expect("a fixture directory") {
             let adapter_dir = entry.expect("an entry").path();
             if !adapter_dir.join("adapter_config.json").exists() {
@@ -108,6 +107,7 @@ fn five_adamw_steps_follow_torch() {
             if expected.floats("adamw.").next().is_none() {
                 continue;
             }
+            let data = next_token_data(&fixture.join("tokens.json"));
             for (name, adam) in runs() {
                 let label = format!("{} {name}", adapter_dir.display());
                 let model_id = label.clone();
