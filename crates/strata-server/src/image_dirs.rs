@@ -31,12 +31,12 @@ struct ImageDir {
 
 /// Why a directory cannot be read.
 #[derive(Debug, thiserror::Error)]
-#[error("directory of pictures {dir}: {source}")]
+#[error("directory of pictures {dir}: {reason}")]
 pub struct ImageDirError {
     /// The directory.
     dir: PathBuf,
     /// The system's reason.
-    source: std::io::Error,
+    reason: std::io::Error,
 }
 
 impl ImageDirs {
@@ -51,7 +51,7 @@ impl ImageDirs {
             let opened = openat(CWD, &resolved, flags, Mode::empty())?;
             Ok(ImageDir { names: [std::path::absolute(dir)?, resolved], opened })
         };
-        let dirs = dirs.iter().map(|dir| open(dir).map_err(|source| ImageDirError { dir: dir.clone(), source }));
+        let dirs = dirs.iter().map(|dir| open(dir).map_err(|reason| ImageDirError { dir: dir.clone(), reason }));
         Ok(ImageDirs { dirs: dirs.collect::<Result<_, _>>()? })
     }
 
