@@ -239,7 +239,7 @@ impl Model {
 
     /// Bytes that a picture takes for each of its tokens. Its pixels are not in it.
     pub fn image_bytes(&self) -> ImageBytes {
-        let ImageBytes { features, seeing } = self.decoder.image_bytes();
+        let ImageBytes { features, seeing } = self.decoder.image_bytes(self.backend());
         ImageBytes { features: with_rounding(features), seeing: with_rounding(seeing) }
     }
 

@@ -183,8 +183,9 @@ impl Decoder {
     }
 
     /// As [`crate::Model::image_bytes`].
-    pub(crate) fn image_bytes(&self) -> ImageBytes {
-        self.plan.vision.as_ref().map_or(ImageBytes::default(), |tower| tower.bytes_per_token(self.hidden_size, self.dtype))
+    pub(crate) fn image_bytes(&self, backend: &dyn Backend) -> ImageBytes {
+        let bytes = |tower: &VisionTower| tower.bytes_per_token(backend, self.hidden_size, self.dtype);
+        self.plan.vision.as_ref().map_or(ImageBytes::default(), bytes)
     }
 
     /// The unembedding, and its place among [`Decoder::lora_modules`].
@@ -225,7 +226,7 @@ impl Decoder {
         let layer = self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype);
         // Rows of odd width are copied for products of pairs.
         let copied = self.plan.declaration.widths().filter(|width| width % 2 == 1).max().unwrap_or(0);
-        stream + layer + narrow * copied + self.image_bytes().features
+        stream + layer + narrow * copied + self.image_bytes(backend).features
     }
 
     /// What a pass takes whatever its tokens, logits aside.
@@ -239,7 +240,8 @@ impl Decoder {
             }
             Mixer::DeltaNet(g) => backend.delta_scratch_bytes(&g, DELTA_CHUNK),
         };
+        let seeing = self.plan.vision.as_ref().map_or(0, |tower| tower.fixed_bytes(backend, self.dtype));
         // One op at a time has its own.
-        self.mixers().map(mixer).max().unwrap_or(0).max(products)
+        self.mixers().map(mixer).max().unwrap_or(0).max(products).max(seeing)
     }
 }

@@ -7,8 +7,8 @@ use std::rc::Rc;
 use std::sync::OnceLock;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, AttentionSpan, AxisFrequency, Backend, Between, DType, Gelu, HostRef, KvAccess,
-    KvValues, Linear, QkvLayout, Sight, Tape, Tensor, Var, go_on,
+    AttentionGeometry, AttentionInput, AttentionSpan, AxisFrequency, Backend, Between, DType, Gelu, HostRef, KV_PAGE_TOKENS,
+    KvAccess, KvValues, Linear, QkvLayout, Sight, Tape, Tensor, Var, attention_pages_bytes, go_on,
 };
 
 use super::declaration::{Declaration, MatrixId, VectorId, Weights};
@@ -263,17 +263,29 @@ impl VisionTower {
     }
 
     /// Bytes for each token of a picture. `hidden_size`: of the decoder.
-    pub(crate) fn bytes_per_token(&self, hidden_size: usize, dtype: DType) -> ImageBytes {
-        let c = &self.config;
+    pub(crate) fn bytes_per_token(&self, backend: &dyn Backend, hidden_size: usize, dtype: DType) -> ImageBytes {
+        let (c, g) = (&self.config, self.config.geometry());
         let (wide, narrow, merged) = (DType::F32.size_bytes(), dtype.size_bytes(), c.merge_size * c.merge_size);
+        let (width, cut) = (c.hidden_size, c.patch_len());
         let features = wide * hidden_size * (1 + c.deepstack.len());
-        // A patch as it was cut, in f32 and rounded; where it lies, on the host and on the device; the residual stream and its norm; and the wider of
-        // what attention and the MLP make of it.
-        let cut = c.patch_len() * (2 * wide + narrow);
-        let stream = c.hidden_size * (3 * wide + 2 * narrow);
-        let widest = (3 * c.hidden_size * (wide + narrow)).max(c.intermediate_size * (wide + narrow));
-        let patch = cut + stream + widest + 3 * size_of::<usize>();
-        ImageBytes { features, seeing: 2 * features + merged * patch + merged * c.hidden_size * (wide + narrow) }
+        // A patch as it was given, where it lies, by what it turns, and the residual stream; and beside them what most is needed for of the following.
+        let always = wide * cut + 4 * size_of::<usize>() + wide * g.head_dim + wide * width;
+        let embedding = (wide + narrow) * cut + 2 * wide * width;
+        let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, &g, dtype) / (KV_PAGE_TOKENS * 64);
+        let attention = 3 * wide * width + 2 * narrow * width + pages;
+        let mlp = narrow * width + (wide + narrow) * c.intermediate_size;
+        let merging = 2 * (wide + narrow) * width;
+        // Rows of odd width are copied for products.
+        let copied = [cut, c.intermediate_size].into_iter().filter(|width| width % 2 == 1).max().unwrap_or(0);
+        let patch = always + embedding.max(attention).max(mlp).max(merging) + narrow * copied;
+        // The features as they are made, and as they are kept.
+        ImageBytes { features, seeing: features + wide * hidden_size + merged * patch }
+    }
+
+    /// What a picture takes whatever its size.
+    pub(crate) fn fixed_bytes(&self, backend: &dyn Backend, dtype: DType) -> usize {
+        let g = self.config.geometry();
+        backend.attention_scratch_bytes(&g, dtype) + attention_pages_bytes(backend, 1, &g, dtype)
     }
 
     /// What a picture is to the decoder. `dtype`: of the inputs of products. `between` is called after each block.
@@ -292,14 +304,18 @@ impl VisionTower {
             let (values, len) = (image.values.len(), c.patch_len());
             return Err(Error::Batch(format!("{values} numbers of patches of {len} in a grid of {:?}", image.grid)));
         }
-        let patches = upload(backend, &image.values, &[n, c.patch_len()], dtype)?;
         let positions = places(&image.grid, c.merge_size);
-        let embedded = self.embed_places(backend, weights, &positions, &image.grid)?;
-        let embedded = upload(backend, &embedded, &[n, c.hidden_size], DType::F32)?;
         let mut tape = Tape::inference(backend);
-        let patches = tape.constant(patches);
-        let mut x = self.linear(weights, &mut tape, &patches, &self.patch_embed, 0)?;
-        x = tape.add_rows(x, &[(0..n, embedded.as_ref())])?;
+        // What is not needed any more is not held: a picture's patches are many.
+        let mut x = {
+            let embedded = {
+                let embedded = self.embed_places(backend, weights, &positions, &image.grid)?;
+                upload(backend, &embedded, &[n, c.hidden_size], DType::F32)?
+            };
+            let patches = tape.constant(upload(backend, &image.values, &[n, c.patch_len()], dtype)?);
+            let x = self.linear(weights, &mut tape, &patches, &self.patch_embed, 0)?;
+            tape.add_rows(x, &[(0..n, embedded.as_ref())])?
+        };
         let axes = [0, 1].map(|axis| positions.iter().map(|place| place[axis] as u32).collect::<Vec<u32>>());
         let rotary = Rc::new(backend.rotary_of_axes(&[&axes[0], &axes[1]], &c.turns(), 1.0)?);
         // Frames do not see each other.
@@ -310,14 +326,20 @@ impl VisionTower {
         let input = AttentionInput { geometry, layout: QkvLayout::fused(&geometry), sinks: None, norms: None, rotary, spans };
         let mut deepstack = Vec::new();
         for block in 0..c.depth {
-            let h = self.norm(weights, &mut tape, &x, &self.norm1, block, dtype)?;
-            let qkv = self.linear(weights, &mut tape, &h, &self.qkv, block)?;
-            let a = tape.attention(&qkv, &input, KvAccess::None, dtype)?;
+            let a = {
+                let h = self.norm(weights, &mut tape, &x, &self.norm1, block, dtype)?;
+                let qkv = self.linear(weights, &mut tape, &h, &self.qkv, block)?;
+                tape.attention(&qkv, &input, KvAccess::None, dtype)?
+            };
             x = tape.add_linear(&x, &a, frozen(weights, &self.proj, block))?;
-            let h = self.norm(weights, &mut tape, &x, &self.norm2, block, dtype)?;
-            let m = self.linear(weights, &mut tape, &h, &self.fc1, block)?;
-            let m = tape.gelu(&m, c.activation, dtype)?;
+            drop(a);
+            let m = {
+                let h = self.norm(weights, &mut tape, &x, &self.norm2, block, dtype)?;
+                let m = self.linear(weights, &mut tape, &h, &self.fc1, block)?;
+                tape.gelu(&m, c.activation, dtype)?
+            };
             x = tape.add_linear(&x, &m, frozen(weights, &self.fc2, block))?;
+            drop(m);
             if let (Some(mergers), Ok(place)) = (&self.deepstack, c.deepstack.binary_search(&block)) {
                 let wide = tape.reshape(x.clone(), &[n / merged, merged * c.hidden_size])?;
                 let h = self.norm(weights, &mut tape, &wide, &mergers.norm, place, dtype)?;

@@ -108,7 +108,8 @@ fn png_pixels(file: &[u8]) -> Vec<u8> {
     // Of each chunk its length, its name and a checksum beside its bytes.
     const AROUND: usize = 12;
     let (signature, mut rest) = file.split_at(SIGNATURE.min(file.len()));
-    let mut kept = signature.to_vec();
+    let mut kept = Vec::with_capacity(file.len());
+    kept.extend_from_slice(signature);
     while let [a, b, c, d, name @ ..] = rest {
         let whole = (u32::from_be_bytes([*a, *b, *c, *d]) as usize).saturating_add(AROUND);
         // What is cut short is for the decoder to say.
@@ -154,7 +155,9 @@ fn on_white(rgba: &[u8]) -> Vec<u8> {
         let sum = u32::from(channel) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
         ((sum + (sum >> 8)) >> 8) as u8
     };
-    rgba.as_chunks::<4>().0.iter().flat_map(|&[r, g, b, a]| [r, g, b].map(|channel| blend(channel, a))).collect()
+    let mut rgb = Vec::with_capacity(rgba.len() / 4 * 3);
+    rgba.as_chunks::<4>().0.iter().for_each(|&[r, g, b, a]| rgb.extend([r, g, b].map(|channel| blend(channel, a))));
+    rgb
 }
 
 /// A file that notes whether someone read on beyond its end.

@@ -49,7 +49,7 @@ fn taps(from: usize, to: usize) -> (Vec<Taps>, u32) {
 pub(super) fn resize(pixels: &[u8], from: [usize; 2], to: [usize; 2]) -> Vec<u8> {
     let ([_, width], [to_height, to_width]) = (from, to);
     let mut rows = pixels;
-    let mut narrowed = Vec::new();
+    let mut narrowed = Vec::with_capacity(if width == to_width { 0 } else { from[0] * to_width * CHANNELS });
     if width != to_width {
         let (taps, bits) = taps(width, to_width);
         for row in pixels.chunks_exact(width * CHANNELS) {
