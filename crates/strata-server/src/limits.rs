@@ -62,7 +62,7 @@ pub const PROTO_MESSAGES_MAX: usize = 1 << 20;
 /// Chunks of one input or prompt.
 pub const CHUNKS_MAX: usize = 16_384;
 /// Pictures of one input or prompt.
-pub const IMAGES_MAX: usize = 256;
+pub const IMAGES_MAX: usize = strata_engine::limits::IMAGES_MAX;
 /// Bytes of the file of a picture: what is decoded.
 pub const IMAGE_BYTES_MAX: usize = strata_model::vision::IMAGE_BYTES_MAX;
 /// Length of where the picture of an `image_asset_pointer` is said to be.
