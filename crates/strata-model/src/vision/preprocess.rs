@@ -60,19 +60,19 @@ pub struct ImageProcessor {
 }
 
 /// What lies in a `preprocessor_config.json` that changes what comes out, and the only value of it that is computed.
-const FIXED: [(&str, fn() -> Value); 6] = [
-    ("do_resize", || true.into()),
-    ("do_rescale", || true.into()),
-    ("do_normalize", || true.into()),
-    ("do_convert_rgb", || true.into()),
-    ("do_center_crop", || false.into()),
-    ("do_pad", || false.into()),
+const FIXED: [(&str, bool); 6] = [
+    ("do_resize", true),
+    ("do_rescale", true),
+    ("do_normalize", true),
+    ("do_convert_rgb", true),
+    ("do_center_crop", false),
+    ("do_pad", false),
 ];
 
 /// What the class of transformers takes for what a file of it leaves out.
 const CLASS_PIXELS: [u64; 2] = [56 * 56, 28 * 28 * 1280];
 const CLASS_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-const CLASS_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
+const CLASS_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 /// What it has been called.
 const CLASSES: [&str; 3] = ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"];
 
@@ -93,8 +93,8 @@ impl ImageProcessor {
             return Err(unsupported("image_processor_type", class, &CLASSES.map(|name| format!("{name:?}")).join(", ")));
         }
         for (key, only) in FIXED {
-            if let Some(value) = fields.get(key).filter(|value| **value != only()) {
-                return Err(unsupported(key, value, &only().to_string()));
+            if let Some(value) = fields.get(key).filter(|value| **value != only) {
+                return Err(unsupported(key, value, &only.to_string()));
             }
         }
         let bicubic = 3;
