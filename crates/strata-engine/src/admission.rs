@@ -131,7 +131,9 @@ impl Admission {
 
     /// What an operation comes to. One that is wrong takes its place all the same, and fails there.
     fn prepare(&self, op: TrainOp) -> Op {
-        let limits = ModelLimits { vocab_size: self.sampler_limits.vocab_size, max_example_tokens: self.max_example_tokens };
+        let SamplerLimits { vocab_size, eyes, .. } = &self.sampler_limits;
+        let limits =
+            ModelLimits { vocab_size: *vocab_size, max_example_tokens: self.max_example_tokens, eyes: eyes.as_deref() };
         match op {
             TrainOp::ForwardBackward { data, loss, forward_only } => match datum::prepare(data, &loss, limits) {
                 Ok(data) => Op::Forward { data, backward: !forward_only },

@@ -201,10 +201,23 @@ pub const METADATA_BYTES_MAX: u64 = 1 << 20;
 /// One training example. Nothing in it has been checked against the model; the engine does that.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Datum {
-    /// Input token ids. Signed, as they are on the wire.
+    /// Input token ids of its text. Signed, as they are on the wire.
     pub tokens: Vec<i64>,
+    /// Pictures among them, in order.
+    pub images: Vec<Image>,
     /// Inputs of the loss by name, such as `target_tokens`, `weights`, `advantages`, `logprobs`.
     pub loss_inputs: std::collections::BTreeMap<String, LossInput>,
+}
+
+/// A picture in an input. It counts as the tokens that the model makes of it; nothing has been checked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Image {
+    /// Tokens of text before it, of those of its input.
+    pub at: usize,
+    /// The file, a PNG or JPEG.
+    pub file: Arc<[u8]>,
+    /// The tokens that the client takes it for, by which it has laid out what belongs to tokens.
+    pub expected_tokens: Option<i64>,
 }
 
 /// A tensor that a loss reads: `[tokens]` or `[tokens, k]`, row-major, densified.
@@ -272,8 +285,10 @@ pub enum Stop {
 /// What to sample.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SampleRequest {
-    /// Prompt token ids. Signed, as they are on the wire.
+    /// Token ids of the prompt's text. Signed, as they are on the wire.
     pub prompt: Vec<i64>,
+    /// Pictures among them, in order.
+    pub images: Vec<Image>,
     /// Number of independent sequences.
     pub num_samples: usize,
     /// Most tokens of each sequence; `None`: as many as the context allows.

@@ -1,12 +1,12 @@
 //! Memory, divided once at start.
 //!
 //! ```text
-//! memory = base weights + reserve + requests + KV cache + workspace + training activations + adapters
+//! memory = base weights + reserve + requests + pictures + KV cache + workspace + training activations + adapters
 //! ```
 //!
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
-//! for results. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
+//! for results. Where a model sees, pictures get a sixth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
 //! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
 //! three to one where activations would not suffice for a useful context. Of the activations a fifth is for freed tensors that wait for the
 //! next ones. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
@@ -14,6 +14,7 @@
 //! training pass, and the pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
+use strata_model::vision::DECODING_BYTES_MAX;
 
 use crate::sampler::Room;
 
@@ -28,6 +29,8 @@ const STATES_MIN: u64 = 4;
 pub(crate) const PASS_TOKENS_MAX: usize = 2048;
 /// Memory for requests, at most.
 pub(crate) const REQUEST_BYTES_MAX: u64 = 2 << 30;
+/// Tokens of pictures whose sight is kept, at most.
+const GALLERY_TOKENS_MAX: u64 = 64 << 10;
 /// The longest sequence and the longest training example must be at least this, or the model's own limit.
 pub(crate) const CONTEXT_TOKENS_MIN: usize = 256;
 
@@ -43,6 +46,18 @@ pub(crate) struct Needs {
     pub(crate) workspace_bytes: u64,
     /// The model's own longest sequence.
     pub(crate) max_position_embeddings: usize,
+    pub(crate) pictures: PictureNeeds,
+}
+
+/// What pictures take; nothing, where a model reads text alone.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PictureNeeds {
+    /// What was seen of one, for each of its tokens.
+    pub(crate) seen_bytes: u64,
+    /// Seeing one, for each of its tokens.
+    pub(crate) seeing_bytes: u64,
+    /// The most tokens that the model makes of one.
+    pub(crate) tokens_max: usize,
 }
 
 /// The division.
@@ -67,6 +82,12 @@ pub(crate) struct Budget {
     pub(crate) ledger_bytes: u64,
     /// Bodies of requests on their way in.
     pub(crate) transit_bytes: u64,
+    /// Tokens of the pictures that are seen at the same time: one, or smaller ones between its blocks.
+    pub(crate) picture_tokens: usize,
+    /// What decoding a picture may take.
+    pub(crate) decoding_bytes: u64,
+    /// What was seen of pictures and is kept.
+    pub(crate) gallery_bytes: u64,
 }
 
 /// Why an engine cannot start.
@@ -129,6 +150,8 @@ impl Budget {
         let free = free - free / 16;
         let requests = (free / 8).min(REQUEST_BYTES_MAX);
         let free = free - requests;
+        let pictures = PictureShares::of(free / 6, needs.pictures);
+        let free = free - pictures.bytes;
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
         let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
@@ -165,7 +188,35 @@ impl Budget {
             captured_bytes: adapters / 4,
             ledger_bytes: requests / 2,
             transit_bytes: requests / 2,
+            picture_tokens: pictures.tokens,
+            decoding_bytes: pictures.decoding_bytes,
+            gallery_bytes: pictures.gallery_bytes,
         }
+    }
+}
+
+/// What pictures get of the memory: a fourth to decode two at a time (where one is sent, and where one is seen), half to see them, and a fourth for what was seen.
+#[derive(Default)]
+struct PictureShares {
+    tokens: usize,
+    decoding_bytes: u64,
+    gallery_bytes: u64,
+    /// All together.
+    bytes: u64,
+}
+
+impl PictureShares {
+    fn of(share: u64, needs: PictureNeeds) -> Self {
+        if needs.seen_bytes == 0 || needs.seeing_bytes == 0 {
+            return PictureShares::default();
+        }
+        let decoding_bytes = (share / 8).min(DECODING_BYTES_MAX);
+        let gallery_bytes = (share / 4).min(needs.seen_bytes * GALLERY_TOKENS_MAX);
+        // While one is in use by a prompt there is room for another.
+        let tokens = (share / 2 / needs.seeing_bytes).min(gallery_bytes / 2 / needs.seen_bytes);
+        let tokens = tokens.min(needs.tokens_max as u64);
+        let bytes = decoding_bytes * 2 + tokens * needs.seeing_bytes + gallery_bytes;
+        PictureShares { tokens: tokens as usize, decoding_bytes, gallery_bytes, bytes }
     }
 }
 
@@ -181,19 +232,27 @@ mod tests {
         train_bytes_per_token: 200 << 10,
         workspace_bytes: 240 << 20,
         max_position_embeddings: 40_960,
+        pictures: PictureNeeds { seen_bytes: 0, seeing_bytes: 0, tokens_max: 0 },
     };
 
     #[test]
     fn the_parts_never_exceed_the_whole() {
+        let sees = PictureNeeds { seen_bytes: 64 << 10, seeing_bytes: 400 << 10, tokens_max: 16_384 };
+        let sees = Needs { pictures: sees, ..SMALL };
         let with_states = Needs { kv_state_bytes: 90 << 20, kv_page_bytes: 2 << 20, ..SMALL };
         let memories = [3 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB];
-        for (memory, needs) in memories.into_iter().flat_map(|memory| [(memory, SMALL), (memory, with_states)]) {
+        for (memory, needs) in memories.into_iter().flat_map(|memory| [SMALL, with_states, sees].map(|needs| (memory, needs))) {
             let b = Budget::divide(memory, needs).unwrap();
             let activations = b.activation_tokens as u64 * needs.train_bytes_per_token + b.pool_bytes + needs.workspace_bytes;
             let requests = b.ledger_bytes + b.transit_bytes;
+            let pictures = b.decoding_bytes * 2 + b.picture_tokens as u64 * needs.pictures.seeing_bytes + b.gallery_bytes;
+            assert_eq!(b.picture_tokens > 0 && b.decoding_bytes > 0, needs.pictures.seen_bytes > 0);
+            assert!(2 * b.picture_tokens as u64 * needs.pictures.seen_bytes <= b.gallery_bytes);
             let cache = b.cache.pages as u64 * needs.kv_page_bytes + b.cache.states as u64 * needs.kv_state_bytes;
             assert_eq!(b.cache.states > 0, needs.kv_state_bytes > 0);
-            assert!(needs.weight_bytes + cache + activations + b.adapter_bytes + b.captured_bytes + requests <= memory);
+            assert!(
+                needs.weight_bytes + cache + activations + b.adapter_bytes + b.captured_bytes + requests + pictures <= memory
+            );
             assert!(b.max_example_tokens.max(b.pass_tokens) < b.activation_tokens);
             assert!(b.max_context_tokens < b.cache.pages * PAGE_TOKENS);
         }
@@ -210,6 +269,7 @@ mod tests {
             train_bytes_per_token: 10 << 10,
             workspace_bytes: 1 << 20,
             max_position_embeddings: 2048,
+            pictures: PictureNeeds::default(),
         };
         let b = Budget::divide(16 * GIB, tiny).unwrap();
         assert_eq!(b.cache, Room { pages: 32 * KV_CONTEXTS_MAX + 1, states: 0 });

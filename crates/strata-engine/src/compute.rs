@@ -1,6 +1,7 @@
 //! What the engine asks of a model on a device. Everything that decides what runs next is written against this trait, so that a simulation can put
 //! a toy in the model's place.
 
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use strata_model::Held;
 
 use crate::api::{AdamParams, Failure, LoraSpec, TopK};
 use crate::datum::PreparedDatum;
+use crate::pictures::{Picture, PictureId};
 use crate::sampler::{DrawSettings, Drawn, Room};
 use crate::snapshot::WeightsId;
 
@@ -34,7 +36,7 @@ pub(crate) struct PassPart<'a, C: Compute> {
 }
 
 /// New tokens of a sequence that lives in the cache.
-pub(crate) struct StepSpan<'a, F> {
+pub(crate) struct StepSpan<'a, F, S> {
     /// The weights to compute with.
     pub(crate) weights: (WeightsId, &'a F),
     /// The tokens.
@@ -45,6 +47,8 @@ pub(crate) struct StepSpan<'a, F> {
     pub(crate) length_max: usize,
     /// What the sequence holds of the cache: pages enough for `past + tokens.len()` tokens, and a state where there are some.
     pub(crate) held: Held,
+    /// The pictures of the sequence, all of them, and what was seen of those whose tokens are among `tokens`.
+    pub(crate) pictures: Vec<(&'a Picture, Option<&'a S>)>,
     /// What is wanted of the predictions after some of the tokens, in their order.
     pub(crate) rows: Vec<(usize, RowTask)>,
 }
@@ -88,6 +92,8 @@ pub(crate) trait Compute {
     type State;
     /// Pages and states that hold what sequences left behind.
     type Cache;
+    /// What was seen of a picture; cheap to clone.
+    type Seen: Clone;
 
     /// Time since some moment, by which shares are measured.
     fn now(&self) -> Duration;
@@ -146,11 +152,25 @@ pub(crate) trait Compute {
     /// Notes that a failed pass has left the gradient incomplete: the next step fails and begins anew.
     fn lose_gradient(&self, learner: &mut Self::Learner, why: &str);
 
-    /// Log-probabilities of all targets, part after part; gradients are added to the learners.
+    /// Bytes of what is seen of a picture, for each of its tokens.
+    fn seen_bytes_per_token(&self) -> u64;
+
+    /// What the model sees in the file of a picture, which was found to be whole. Others may be seen in `between`.
+    ///
+    /// # Errors
+    /// If `between` breaks or the device fails.
+    fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError>;
+
+    /// Log-probabilities of all targets, part after part; gradients are added to the learners. `seen` has every picture of the examples.
     ///
     /// # Errors
     /// If `between` breaks or the device fails; gradients are then incomplete.
-    fn pass(&self, parts: &mut [PassPart<'_, Self>], between: Between<'_>) -> Result<Vec<f32>, PassError>
+    fn pass(
+        &self,
+        parts: &mut [PassPart<'_, Self>],
+        seen: &HashMap<PictureId, Self::Seen>,
+        between: Between<'_>,
+    ) -> Result<Vec<f32>, PassError>
     where
         Self: Sized;
 
@@ -179,5 +199,6 @@ pub(crate) trait Compute {
     ///
     /// # Errors
     /// If the device fails.
-    fn step(&self, cache: &mut Self::Cache, spans: &[StepSpan<'_, Self::Frozen>]) -> Result<Vec<RowResult>, String>;
+    fn step(&self, cache: &mut Self::Cache, spans: &[StepSpan<'_, Self::Frozen, Self::Seen>])
+    -> Result<Vec<RowResult>, String>;
 }

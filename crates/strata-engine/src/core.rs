@@ -7,6 +7,7 @@
 //! Nothing here knows a clock but the device's, a thread, or a file: a simulation drives it turn by turn.
 
 mod passes;
+mod sight;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -83,7 +84,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             intake,
             tenants: BTreeMap::new(),
             samplers: BTreeMap::new(),
-            batcher: Batcher::new(cache, budget.cache, page_tokens),
+            batcher: Batcher::new(&compute, cache, budget.cache, page_tokens, &budget),
             fair: Fair::default(),
             storage,
             files: Files::new(budget.captured_bytes),
@@ -154,8 +155,9 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         for size in [Room::default(), self.budget.cache] {
             // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
             let cache = c.new_cache(size).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
-            self.batcher = Batcher::new(cache, size, page_tokens);
+            self.batcher = Batcher::new(c, cache, size, page_tokens, &self.budget);
         }
+        self.note_seeing();
         let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));
         let lost: Vec<ModelId> = self.tenants.iter().filter(lost).map(|(id, _)| id.clone()).collect();
         for model_id in lost {
@@ -196,7 +198,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Who is next and with what, of those that have something to run; training only if its next example has at most `pass_tokens`.
     fn next_work(&mut self, c: &C, pass_tokens: usize) -> Option<(Standing, Client, Work)> {
         let sampling = self.batcher.runnable(c).into_iter().map(|client| (client, Work::Sampling));
-        let ready = self.tenants.values().filter(|t| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
+        let ready = self.tenants.values().filter(|t| t.due || self.has_example(t, pass_tokens));
         let mut training: Vec<(Client, Work)> = ready.map(|t| (t.client.clone(), Work::Training)).collect();
         training.dedup();
         let all = sampling.chain(training).map(|(client, work)| (self.fair.standing(&client, work), client, work));
@@ -207,6 +209,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         self.fair.serve(client, work);
         match work {
             Work::Training => self.train(c, client, pass_tokens),
+            Work::Sampling if self.see_for_samples(c, client) => {}
             Work::Sampling => {
                 let mut order = self.batcher.runnable(c);
                 order.sort_by_key(|other| (other != client, self.fair.standing(other, Work::Sampling)));
@@ -627,9 +630,13 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         state.batcher.audit()?;
         state.intake.audit()?;
         state.files.audit()?;
-        let tokens: usize = state.passes.iter().map(|p| p.tokens).sum();
+        let tokens: usize = state.passes.iter().map(|p| p.room).sum();
         if tokens > state.budget.activation_tokens {
             return Err(format!("passes of {tokens} tokens run, with room for {}", state.budget.activation_tokens));
+        }
+        let tokens: usize = state.passes.iter().filter_map(|p| p.sees.as_ref()).map(|sees| sees.tokens).sum();
+        if tokens > state.budget.picture_tokens {
+            return Err(format!("pictures of {tokens} tokens are seen, with room for {}", state.budget.picture_tokens));
         }
         let unwanted = state.samplers.keys().find(|id| !state.intake.wants_sampler(id));
         match unwanted {

@@ -6,12 +6,15 @@ use std::collections::BTreeMap;
 use crate::api::{Datum, LossInput, LossSpec, LossValues};
 use crate::limits::{DATUMS_MAX, REQUEST_TARGETS_MAX, REQUEST_TOKENS_MAX, TARGETS_PER_TOKEN_MAX};
 use crate::losses::{DatumLoss, Loss, LossInputs, check_clip};
+use crate::pictures::{self, Eyes, Measured, Picture};
 
 /// What a request is checked against.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ModelLimits {
+#[derive(Clone, Copy)]
+pub(crate) struct ModelLimits<'e> {
     pub(crate) vocab_size: usize,
     pub(crate) max_example_tokens: usize,
+    /// `None` for a model that reads text alone.
+    pub(crate) eyes: Option<&'e dyn Eyes>,
 }
 
 /// A checked training example.
@@ -19,6 +22,8 @@ pub(crate) struct ModelLimits {
 pub(crate) struct PreparedDatum {
     /// `[tokens]`.
     pub(crate) tokens: Vec<u32>,
+    /// Pictures among them, in order.
+    pub(crate) pictures: Vec<Picture>,
     /// `[tokens, targets_per_token]`.
     pub(crate) targets: Vec<u32>,
     pub(crate) targets_per_token: usize,
@@ -38,12 +43,14 @@ impl PreparedDatum {
             }
         };
         let outputs = 4 * self.targets.len();
-        (256 + 4 * (self.tokens.len() + self.targets.len() + inputs + outputs)) as u64
+        let lists = 256 + 4 * (self.tokens.len() + self.targets.len() + inputs + outputs);
+        lists as u64 + pictures::file_bytes(&self.pictures)
     }
 
     /// Lets go of what it holds: it has been computed.
     pub(crate) fn clear(&mut self) {
         self.tokens = Vec::new();
+        self.pictures = Vec::new();
         self.targets = Vec::new();
         self.loss.inputs = LossInputs::Weights(Vec::new());
     }
@@ -53,7 +60,7 @@ impl PreparedDatum {
 ///
 /// # Errors
 /// A message for the user that names the example and the value that is wrong.
-pub(crate) fn prepare(data: Vec<Datum>, spec: &LossSpec, limits: ModelLimits) -> Result<Vec<PreparedDatum>, String> {
+pub(crate) fn prepare(data: Vec<Datum>, spec: &LossSpec, limits: ModelLimits<'_>) -> Result<Vec<PreparedDatum>, String> {
     let loss = Loss::parse(&spec.name, &spec.config)?;
     if data.is_empty() {
         return Err("data is empty".into());
@@ -91,8 +98,9 @@ pub(crate) fn check_tokens(what: &str, tokens: &[i64], vocab_size: usize) -> Res
     tokens.iter().enumerate().map(check).collect()
 }
 
-fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits) -> Result<PreparedDatum, String> {
-    let n = datum.tokens.len();
+fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits<'_>) -> Result<PreparedDatum, String> {
+    let measured = Measured::new(&datum.tokens, &datum.images, limits.eyes)?;
+    let n = measured.tokens();
     if n == 0 {
         return Err("it has no tokens".into());
     }
@@ -102,18 +110,18 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits) -> Result<Prepa
             limits.max_example_tokens
         ));
     }
-    let tokens = check_tokens("tokens", &datum.tokens, limits.vocab_size)?;
-    let (shape, targets) = prepare_targets(datum, limits.vocab_size)?;
+    let (tokens, pictures) = measured.place("tokens", limits.vocab_size, limits.eyes)?;
+    let (shape, targets) = prepare_targets(datum, n, limits.vocab_size)?;
     let targets_per_token = targets.len() / n;
     let inputs = match loss {
         Loss::CrossEntropy => LossInputs::Weights(numbers(datum, "weights", &shape)?),
         _ => policy_inputs(datum, loss, &shape)?,
     };
-    Ok(PreparedDatum { tokens, targets, targets_per_token, shape, loss: DatumLoss { loss, inputs, log_sequence_ratio: 0.0 } })
+    let loss = DatumLoss { loss, inputs, log_sequence_ratio: 0.0 };
+    Ok(PreparedDatum { tokens, pictures, targets, targets_per_token, shape, loss })
 }
 
-fn prepare_targets(datum: &Datum, vocab_size: usize) -> Result<(Vec<usize>, Vec<u32>), String> {
-    let n = datum.tokens.len();
+fn prepare_targets(datum: &Datum, n: usize, vocab_size: usize) -> Result<(Vec<usize>, Vec<u32>), String> {
     let input = required(&datum.loss_inputs, "target_tokens")?;
     let per_token = match input.shape[..] {
         [rows] if rows == n => 1,
@@ -208,7 +216,7 @@ fn check_count(name: &str, actual: usize, expected: usize, shape: &[usize]) -> R
 mod tests {
     use super::*;
 
-    const LIMITS: ModelLimits = ModelLimits { vocab_size: 10, max_example_tokens: 4 };
+    const LIMITS: ModelLimits<'_> = ModelLimits { vocab_size: 10, max_example_tokens: 4, eyes: None };
 
     fn ids(values: &[i64], shape: &[usize]) -> LossInput {
         LossInput { shape: shape.to_vec(), values: LossValues::I64(values.to_vec()) }
@@ -220,7 +228,7 @@ mod tests {
 
     fn datum(tokens: &[i64], inputs: Vec<(&str, LossInput)>) -> Datum {
         let loss_inputs = inputs.into_iter().map(|(n, v)| (n.to_string(), v)).collect();
-        Datum { tokens: tokens.to_vec(), loss_inputs }
+        Datum { tokens: tokens.to_vec(), images: Vec::new(), loss_inputs }
     }
 
     fn spec(name: &str) -> LossSpec {

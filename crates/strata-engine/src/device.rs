@@ -1,10 +1,12 @@
 //! A real model behind [`Compute`].
 
+use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_model::lora::{Adapter, LoraParams};
-use strata_model::{KvCache, Model, PackedBatch, Targets, TokenLoss};
+use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage, Targets, TokenLoss};
 use strata_tensor::{RowReply, RowRequest};
 
 use crate::api::{AdamParams, Failure, LoraSpec};
@@ -12,6 +14,7 @@ use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowRes
 use crate::datum::PreparedDatum;
 use crate::learner::{self, Learner, LearnerState};
 use crate::losses::DatumLoss;
+use crate::pictures::{Picture, PictureId};
 use crate::sampler::{Room, draw};
 use crate::snapshot::WeightsId;
 
@@ -32,6 +35,7 @@ impl Compute for Device {
     type Frozen = Option<Arc<Adapter>>;
     type State = LearnerState;
     type Cache = KvCache;
+    type Seen = Rc<ImageFeatures>;
 
     fn now(&self) -> Duration {
         self.start.elapsed()
@@ -92,13 +96,28 @@ impl Compute for Device {
         learner.lose_gradient(&self.model, why);
     }
 
-    fn pass(&self, parts: &mut [PassPart<'_, Self>], between: Between<'_>) -> Result<Vec<f32>, PassError> {
+    fn seen_bytes_per_token(&self) -> u64 {
+        self.model.image_bytes().features as u64
+    }
+
+    fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError> {
+        let processor = self.model.image_processor().ok_or_else(|| PassError::Failed("the model reads text alone".into()))?;
+        let patches = processor.process(file).map_err(PassError::Failed)?;
+        self.model.image_features(&patches, between).map(Rc::new).map_err(pass_error)
+    }
+
+    fn pass(
+        &self,
+        parts: &mut [PassPart<'_, Self>],
+        seen: &HashMap<PictureId, Self::Seen>,
+        between: Between<'_>,
+    ) -> Result<Vec<f32>, PassError> {
         let mut adapters = Vec::with_capacity(parts.len());
         for part in parts.iter_mut() {
             let packed = part.learner.packed(&self.model);
             adapters.push(packed.map_err(|failure| PassError::Failed(failure.to_string()))?.1);
         }
-        fix_sequence_ratios(&self.model, parts, &adapters, between)?;
+        fix_sequence_ratios(&self.model, parts, &adapters, seen, between)?;
         let mut batch = PackedBatch::new();
         let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
         let mut loss = PassLoss { starts: Vec::new(), losses: Vec::new() };
@@ -108,7 +127,7 @@ impl Compute for Device {
             for datum in &part.data {
                 loss.starts.push(targets.ids.len());
                 loss.losses.push(&datum.loss);
-                push_datum(datum, &mut batch, &mut targets);
+                push_datum(datum, seen, &mut batch, &mut targets)?;
             }
             let gradient = part.backward.then(|| part.learner.gradient_mut(&self.model)).transpose();
             gradients.push(gradient.map_err(|failure| PassError::Failed(failure.to_string()))?);
@@ -141,7 +160,7 @@ impl Compute for Device {
         release_freed_memory();
     }
 
-    fn step(&self, cache: &mut KvCache, spans: &[StepSpan<'_, Self::Frozen>]) -> Result<Vec<RowResult>, String> {
+    fn step(&self, cache: &mut KvCache, spans: &[StepSpan<'_, Self::Frozen, Self::Seen>]) -> Result<Vec<RowResult>, String> {
         let mut batch = PackedBatch::new();
         let (mut rows, mut tasks) = (Vec::new(), Vec::new());
         for (i, span) in spans.iter().enumerate() {
@@ -149,7 +168,10 @@ impl Compute for Device {
                 batch.begin_group(span.weights.1.as_deref());
             }
             let start = batch.len();
-            batch.push_cached(&span.tokens, span.past, span.length_max, span.held.clone());
+            let images = span.pictures.iter();
+            let images: Vec<PlacedImage<'_>> =
+                images.map(|(picture, seen)| placed(picture, seen.map(|seen| &**seen))).collect();
+            batch.push_with_images(&span.tokens, span.past, span.length_max, span.held.clone(), &images);
             for (row, task) in &span.rows {
                 rows.push(start + row);
                 tasks.push(task);
@@ -195,11 +217,26 @@ fn result_of(task: &RowTask, reply: Option<RowReply>) -> RowResult {
     }
 }
 
-fn push_datum(datum: &PreparedDatum, batch: &mut PackedBatch<'_>, targets: &mut Targets) {
-    batch.push_sequence(&datum.tokens);
+fn placed<'a>(picture: &Picture, features: Option<&'a ImageFeatures>) -> PlacedImage<'a> {
+    PlacedImage { first: picture.first, grid: picture.grid, features }
+}
+
+fn push_datum<'a>(
+    datum: &PreparedDatum,
+    seen: &'a HashMap<PictureId, Rc<ImageFeatures>>,
+    batch: &mut PackedBatch<'a>,
+    targets: &mut Targets,
+) -> Result<(), PassError> {
+    let images = datum.pictures.iter().map(|picture| match seen.get(&picture.id) {
+        Some(features) => Ok(placed(picture, Some(features))),
+        None => Err(PassError::Failed("a picture of it was not seen before".into())),
+    });
+    let (tokens, images) = (&datum.tokens, images.collect::<Result<Vec<_>, _>>()?);
+    batch.push_with_images(tokens, 0, tokens.len(), Held::default(), &images);
     let start = targets.ids.len();
     targets.ids.extend_from_slice(&datum.targets);
     targets.offsets.extend((1..=datum.tokens.len()).map(|t| start + t * datum.targets_per_token));
+    Ok(())
 }
 
 /// Losses with a ratio per sequence need its log-probabilities before their derivative is known: one pass forward finds them. They are the
@@ -208,6 +245,7 @@ fn fix_sequence_ratios(
     model: &Model,
     parts: &mut [PassPart<'_, Device>],
     adapters: &[Arc<Adapter>],
+    seen: &HashMap<PictureId, Rc<ImageFeatures>>,
     between: Between<'_>,
 ) -> Result<(), PassError> {
     let needs = |datum: &PreparedDatum| datum.loss.loss.needs_sequence_ratio();
@@ -217,7 +255,7 @@ fn fix_sequence_ratios(
         let mut data = part.data.iter().filter(|d| needs(d)).peekable();
         if data.peek().is_some() {
             batch.begin_group(Some(adapter));
-            data.for_each(|d| push_datum(d, &mut batch, &mut targets));
+            data.try_for_each(|d| push_datum(d, seen, &mut batch, &mut targets))?;
         }
     }
     if batch.is_empty() {

@@ -10,12 +10,13 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use strata_model::lora::RANK_MAX;
+use strata_model::vision::ImageProcessor;
 use strata_model::{Model, PAGE_TOKENS, Tokenizer};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
 use crate::api::{CheckpointSource, Client, Failure, Refusal, Request, RequestId, SaveTarget};
-use crate::budget::{Budget, Needs, StartError};
+use crate::budget::{Budget, Needs, PictureNeeds, StartError};
 use crate::checkpoint::BaseModel;
 use crate::compute::Compute;
 use crate::core::Core;
@@ -25,6 +26,7 @@ use crate::files::Storage;
 use crate::intake::Intake;
 use crate::learner::{self, LearnerState};
 use crate::ledger::Ledger;
+use crate::pictures::{Eyes, ModelEyes};
 use crate::reply::Reply;
 use crate::sampler::SamplerLimits;
 use crate::unfinished::UnfinishedSaves;
@@ -99,6 +101,11 @@ impl EngineHandle {
                 train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
                 workspace_bytes: model.workspace_bytes() as u64,
                 max_position_embeddings: model.config().max_position_embeddings,
+                pictures: PictureNeeds {
+                    seen_bytes: model.image_bytes().features as u64,
+                    seeing_bytes: model.image_bytes().seeing as u64,
+                    tokens_max: model.image_processor().map_or(0, ImageProcessor::tokens_max),
+                },
             },
         )?;
         let info = EngineInfo {
@@ -125,6 +132,8 @@ impl EngineHandle {
                 page_tokens: PAGE_TOKENS,
                 cache: budget.cache,
                 tokenizer,
+                eyes: ModelEyes::of(&model, budget.picture_tokens, budget.decoding_bytes)
+                    .map(|eyes| Box::new(eyes) as Box<dyn Eyes>),
             },
             adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),
         };

@@ -6,6 +6,7 @@
 //! - `admission`: checks a request where it is sent; `intake`: the one keeper of order; [`ledger`]: the account of what requests hold.
 //! - `fair`: whose turn it is; `tenant`: a model in training; `sampler`: continuous batching on the paged KV cache.
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
+//! - `pictures`: pictures among the tokens of inputs; `gallery`: what was seen of them.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
 //! - `budget`: memory, divided once.
 //! - `simulation`: all of it over a toy model, a toy disk and a simulated clock.
@@ -30,12 +31,14 @@ mod disk;
 mod engine;
 mod fair;
 mod files;
+mod gallery;
 mod intake;
 mod learner;
 pub mod ledger;
 pub mod limits;
 mod losses;
 mod optimizer;
+mod pictures;
 mod reply;
 mod sampler;
 #[cfg(any(test, feature = "simulation"))]

@@ -10,6 +10,9 @@ pub const TARGETS_PER_TOKEN_MAX: usize = 1024;
 /// Targets of one `forward_backward`, all examples together.
 pub const REQUEST_TARGETS_MAX: usize = 64 << 20;
 
+/// Pictures of one input.
+pub const IMAGES_MAX: usize = 256;
+
 /// Sequences of one sampling request.
 pub const NUM_SAMPLES_MAX: usize = 4096;
 /// Most probable tokens reported for a position.

@@ -124,29 +124,25 @@ impl<C: Compute> Tenant<C> {
         self.running.is_empty() && !self.in_pass
     }
 
-    /// Tokens of the next example that a pass can take.
-    pub(crate) fn next_example(&self) -> Option<usize> {
+    /// The next example that a pass can take.
+    pub(crate) fn next_example(&self) -> Option<&PreparedDatum> {
         if self.in_pass || self.learner.is_none() || self.saving.is_some() {
             return None;
         }
         let forward = self.running.front()?;
-        forward.data.get(forward.next_datum()).map(|d| d.tokens.len())
+        forward.data.get(forward.next_datum())
     }
 
-    /// Lengths of the next examples that may share a pass, all with a gradient or all without, until they exceed `tokens`.
-    pub(crate) fn next_lengths(&self, tokens: usize) -> Vec<usize> {
-        let (mut lengths, mut total) = (Vec::new(), 0);
-        let Some(backward) = self.running.front().map(|f| f.backward) else { return lengths };
-        for forward in self.running.iter().take_while(|f| f.backward == backward) {
-            for datum in &forward.data[forward.next_datum()..] {
-                lengths.push(datum.tokens.len());
-                total += datum.tokens.len();
-                if total > tokens {
-                    return lengths;
-                }
-            }
-        }
-        lengths
+    /// The next examples that may share a pass, all with a gradient or all without, until they exceed `tokens`; and what they belong to.
+    pub(crate) fn next_examples(&self, tokens: usize) -> impl Iterator<Item = (&RequestId, &PreparedDatum)> {
+        let backward = self.running.front().map(|f| f.backward);
+        let forwards = self.running.iter().take_while(move |f| Some(f.backward) == backward);
+        let examples = forwards.flat_map(|f| f.data[f.next_datum()..].iter().map(|datum| (&f.id, datum)));
+        examples.scan(0, move |total, example| {
+            let fits = *total <= tokens;
+            *total += example.1.tokens.len();
+            fits.then_some(example)
+        })
     }
 
     /// Answers the passes that are complete.

@@ -161,7 +161,10 @@ fn several_targets_per_token_are_scored_each() {
         ("target_tokens".to_string(), LossInput { shape: vec![9, 2], values: LossValues::I64(targets) }),
         ("weights".to_string(), LossInput { shape: vec![9, 2], values: LossValues::F32([1.0, 0.0].repeat(9)) }),
     ]);
-    let two = losses(ask(&engine, train("m", 2, backward(vec![Datum { tokens: text[..9].to_vec(), loss_inputs }]))));
+    let two = losses(ask(
+        &engine,
+        train("m", 2, backward(vec![Datum { tokens: text[..9].to_vec(), images: Vec::new(), loss_inputs }])),
+    ));
     assert_eq!(two.data[0].shape, [9, 2]);
     let first: Vec<f32> = two.data[0].logprobs.iter().step_by(2).copied().collect();
     assert_eq!(bits_of(&first), bits_of(&one.data[0].logprobs));

@@ -12,7 +12,8 @@ mod shapes;
 use serde_json::{Map, Value};
 use strata_tensor::DType;
 
-use crate::architectures::{self, Family};
+use crate::architectures::{self, Family, VisionConfig};
+use crate::vision::ImageProcessor;
 use crate::{Error, Result};
 use fields::{Fields, check_size, parse_object};
 
@@ -113,6 +114,21 @@ impl ModelConfig {
             return Err(Error::Config(format!("token id {id} is not below vocab_size {}", self.vocab_size)));
         }
         self.family.config().validate(self)
+    }
+
+    /// The token that stands for a part of a picture; `None` if the model reads text alone.
+    pub fn image_token_id(&self) -> Option<u32> {
+        self.family.config().image_token()
+    }
+
+    /// The part that sees; `None` if the model reads text alone.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        self.family.config().vision()
+    }
+
+    /// How pictures are cut up, unless a file of the model says otherwise; `None` if it reads text alone.
+    pub fn image_processor(&self) -> Option<ImageProcessor> {
+        self.vision().map(VisionConfig::processor)
     }
 
     /// A `config.json` that transformers 5, and [`ModelConfig::from_json`], read back as this configuration.

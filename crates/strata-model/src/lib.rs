@@ -22,13 +22,15 @@ pub mod lora;
 mod model;
 mod source;
 mod tokenizer;
+pub mod vision;
 
 pub use architectures::{
-    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, GptOssConfig, Initial, LatentConfig,
-    LinearWork, MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, NormWeights, Observed, ParameterShape, Qwen3_5Config,
-    Qwen3_5Mlp, Qwen3MoeConfig, Router, SigmoidRouter, Work, lora_modules, parameter_shapes,
+    AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, FileTensor, GptOssConfig, ImageBytes,
+    ImageFeatures, Initial, LatentConfig, LinearWork, MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, NormWeights,
+    Observed, ParameterShape, Qwen3_5Config, Qwen3_5Mlp, Qwen3MoeConfig, Qwen3VlConfig, Qwen3VlText, Router, SigmoidRouter,
+    VisionConfig, Work, file_tensors, lora_modules, parameter_shapes,
 };
-pub use batch::{AdapterGroup, Held, PackedBatch, Span};
+pub use batch::{AdapterGroup, Held, PackedBatch, PlacedImage, Span};
 pub use chat_template::{ChatInput, ChatTemplate};
 pub use config::ModelConfig;
 pub use embedded::EMBEDDED_NAME;

@@ -12,10 +12,11 @@ use strata_tensor::{
     target_logprobs,
 };
 
-use crate::architectures::{self, BatchInputs, Decoder, Observed, Observer};
+use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Observed, Observer};
 use crate::checkpoint::{Checkpoint, first_not_finite};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
+use crate::vision::{ImageProcessor, Patches};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 use weights::{CheckpointWeights, RandomWeights, account_for, check_tied, tensors_of};
 
@@ -52,6 +53,7 @@ pub struct Model {
     config: ModelConfig,
     dtype: DType,
     decoder: Decoder,
+    image_processor: Option<ImageProcessor>,
     logits_chunk_bytes: usize,
 }
 
@@ -85,7 +87,8 @@ impl Model {
         check_tied(&checkpoint, &config)?;
         let format = WeightFormat { compute: dtype, storage };
         let decoder = Decoder::load(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
-        let model = Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
+        let image_processor = source.image_processor(&config)?;
+        let model = Model { backend, config, dtype, decoder, image_processor, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
         model.probe().map_err(|message| checkpoint.error(message))?;
         Ok(model)
     }
@@ -120,7 +123,8 @@ impl Model {
         let mut weights = RandomWeights { range: config.initializer_range, seed, index: 0 };
         architectures::check(&*backend, &config)?;
         let decoder = Decoder::load(&*backend, &config, format, &mut weights)?;
-        Ok(Model { backend, config, dtype, decoder, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
+        let image_processor = config.image_processor();
+        Ok(Model { backend, config, dtype, decoder, image_processor, logits_chunk_bytes: LOGITS_CHUNK_BYTES })
     }
 
     /// Computes two tokens, and says where the numbers stop being finite if they do.
@@ -218,6 +222,25 @@ impl Model {
     /// If the backend has no memory.
     pub fn new_kv_cache(&self, num_pages: usize, num_states: usize) -> Result<KvCache> {
         KvCache::new(self.backend(), self.decoder.cache_layouts(), self.dtype, (num_pages, num_states))
+    }
+
+    /// How pictures are cut up for this model; `None` if it reads text alone.
+    pub fn image_processor(&self) -> Option<&ImageProcessor> {
+        self.image_processor.as_ref()
+    }
+
+    /// What a picture is to this model. No bit of it depends on what else there is.
+    ///
+    /// # Errors
+    /// If the model reads text alone, the patches are not those of a picture, there is no memory, or `between`, which is called after each block, breaks.
+    pub fn image_features(&self, image: &Patches, between: &mut dyn FnMut() -> ControlFlow<()>) -> Result<ImageFeatures> {
+        self.decoder.image_features(self.backend(), image, between)
+    }
+
+    /// Bytes that a picture takes for each of its tokens. Its pixels are not in it.
+    pub fn image_bytes(&self) -> ImageBytes {
+        let ImageBytes { features, seeing } = self.decoder.image_bytes(self.backend());
+        ImageBytes { features: with_rounding(features), seeing: with_rounding(seeing) }
     }
 
     /// The longest sequence whose keys lie in the cache as those of short ones do: a sequence that may come to be longer shares no pages with shorter ones.

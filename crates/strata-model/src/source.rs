@@ -3,10 +3,14 @@
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 use crate::checkpoint::{
     Checkpoint, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name, read_text, read_text_if_exists,
 };
+use crate::config::fields::parse_object;
 use crate::embedded::{self, EMBEDDED_NAME};
+use crate::vision::ImageProcessor;
 use crate::{Error, ModelConfig, Result};
 
 /// The largest `config.json` or `generation_config.json` that is read.
@@ -105,6 +109,28 @@ impl ModelSource {
     /// If it cannot be read.
     pub fn generation_config_json(&self) -> Result<Option<Cow<'static, str>>> {
         self.optional("generation_config.json", embedded::GENERATION_CONFIG, CONFIG_BYTES_MAX)
+    }
+
+    /// How pictures are cut up for a model that sees: what `preprocessor_config.json` says, or `processor_config.json`, where newer checkpoints have it. `None` for a model that reads text alone.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or asks for something that is not computed.
+    pub fn image_processor(&self, config: &ModelConfig) -> Result<Option<ImageProcessor>> {
+        let (Some(own), Some(dir)) = (config.image_processor(), self.directory()) else { return Ok(None) };
+        for (file, part) in [("processor_config.json", Some("image_processor")), ("preprocessor_config.json", None)] {
+            let path = dir.join(file);
+            let Some(text) = read_text_if_exists(&path, CONFIG_BYTES_MAX)? else { continue };
+            let map = parse_object(file, &text)?;
+            let settings = match part {
+                None => map,
+                Some(part) => match map.get(part) {
+                    Some(Value::Object(settings)) => settings.clone(),
+                    _ => continue,
+                },
+            };
+            return ImageProcessor::read(&settings, &own).map(Some);
+        }
+        Ok(Some(own))
     }
 
     /// The weights.

@@ -2,12 +2,14 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use strata_model::checkpoint::Checkpoint;
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
-use strata_model::{Held, Model, ModelConfig, PackedBatch, Targets, TokenLoss};
+use strata_model::vision::{Grid, ImageProcessor, Patches};
+use strata_model::{Held, ImageFeatures, Model, ModelConfig, PackedBatch, PlacedImage, Targets, TokenLoss};
 use strata_tensor::{CpuBackend, DType, Isa, Memory, RowRequest};
 
 /// Bytes that are allocated, tensors apart: large ones are not allocated but mapped, and so they count themselves.
@@ -127,6 +129,186 @@ fn qwen3_5<const N: usize>(hidden: usize, delta: [usize; 5], layers: [&str; N], 
         "num_experts_per_tok": active, "moe_intermediate_size": width, "shared_expert_intermediate_size": shared
     });
     ModelConfig::from_json(&json.to_string(), None).unwrap()
+}
+
+/// Qwen3-VL. `vision`: width of the tower, of its MLP, and of its patches in pixels, heads, patches along a side of a token, and blocks that go into the decoder's first layers.
+fn qwen3_vl(hidden: usize, vision: [usize; 6], experts: bool) -> ModelConfig {
+    let [width, mlp, patch, heads, merge, deepstack] = vision;
+    let json = serde_json::json!({
+        "model_type": if experts { "qwen3_vl_moe" } else { "qwen3_vl" }, "image_token_id": 9,
+        "text_config": {
+            "vocab_size": 300, "hidden_size": hidden, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "rope_parameters": { "rope_type": "default", "mrope_section": [2, 2, 2] }
+        },
+        "vision_config": {
+            "depth": 3, "hidden_size": width, "intermediate_size": mlp, "num_heads": heads, "patch_size": patch,
+            "spatial_merge_size": merge, "out_hidden_size": hidden, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": (&[0, 1, 2][..deepstack])
+        }
+    });
+    ModelConfig::from_json(&json.to_string(), None).unwrap()
+}
+
+/// Towers each of which has something wide.
+fn seeing_models() -> Vec<ModelConfig> {
+    vec![
+        qwen3_vl(64, [48, 96, 4, 3, 2, 3], false),
+        // Patches, the MLP, the decoder, the tower itself, heads, tokens of one patch and of nine.
+        qwen3_vl(16, [8, 16, 24, 1, 2, 1], false),
+        qwen3_vl(32, [16, 900, 4, 2, 2, 0], false),
+        qwen3_vl(800, [16, 16, 4, 2, 2, 3], true),
+        qwen3_vl(16, [512, 16, 2, 4, 2, 1], false),
+        qwen3_vl(16, [240, 480, 2, 60, 2, 3], true),
+        qwen3_vl(48, [64, 128, 8, 2, 1, 2], false),
+        qwen3_vl(33, [36, 70, 5, 3, 3, 2], false),
+    ]
+}
+
+/// A picture of so many rows and columns of tokens, and those.
+fn picture(model: &Model, height: usize, width: usize) -> (Patches, Grid) {
+    let processor = model.image_processor().unwrap();
+    let token_grid = Grid { time: 1, height, width };
+    let grid = Grid { time: 1, height: height * processor.merge_size, width: width * processor.merge_size };
+    let patch = 3 * processor.temporal_patch_size * processor.patch_size * processor.patch_size;
+    (Patches { values: vec![0.25; grid.patches() * patch], grid }, token_grid)
+}
+
+#[test]
+fn seeing_a_picture_takes_no_more_memory_than_the_model_says() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
+    for (config, dtype) in seeing_models().iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
+        let model = Model::random(Arc::new(CpuBackend::with_isa(Isa::detect(), 2)), config.clone(), 1, dtype).unwrap();
+        // What is kept of the places that have embeddings is the model's.
+        model.image_features(&picture(&model, 1, 1).0, &mut || ControlFlow::Continue(())).unwrap();
+        let bytes = model.image_bytes();
+        for (height, width) in [(1, 1), (1, 20), (7, 9), (30, 30), (3, 350)] {
+            // The patches are in what is said.
+            let mut patches = None;
+            let before = peak_bytes(|| patches = Some(picture(&model, height, width).0));
+            let patches = patches.unwrap();
+            let mut features: Option<ImageFeatures> = None;
+            let live = strata_tensor::live_bytes();
+            let seeing = peak_bytes(|| {
+                features = Some(model.image_features(&patches, &mut || ControlFlow::Continue(())).unwrap());
+            });
+            let kept = strata_tensor::live_bytes() - live;
+            let tokens = height * width;
+            let said = tokens * bytes.seeing + model.workspace_bytes();
+            let context = format!("{tokens} tokens {dtype} {:?}", config.vision());
+            assert!(before + seeing <= said, "{before} + {seeing} bytes, said {said}: {context}");
+            let said_kept = tokens * bytes.features + (1 + features.unwrap().deepstack.len()) * 4096;
+            assert!(kept <= said_kept, "{kept} bytes are kept, said {said_kept}: {context}");
+            if tokens >= 900 {
+                let slack = (tokens * bytes.seeing) as f64 / (before + seeing) as f64;
+                assert!(slack < 2.5, "{slack} times what was taken: {context}");
+            }
+        }
+    }
+}
+
+/// A chunk of a PNG.
+fn chunk(name: &[u8; 4], bytes: &[u8]) -> Vec<u8> {
+    let crc = name.iter().chain(bytes).fold(!0u32, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| if crc & 1 == 1 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 })
+    });
+    [&(bytes.len() as u32).to_be_bytes()[..], name, bytes, &(!crc).to_be_bytes()].concat()
+}
+
+/// 16 bits of red, green, blue and opacity, and rows that are stored as they are.
+fn png(height: usize, width: usize) -> Vec<u8> {
+    let head = [&(width as u32).to_be_bytes()[..], &(height as u32).to_be_bytes(), &[16, 6, 0, 0, 0]].concat();
+    let rows = vec![0; height * (1 + 8 * width)];
+    let mut stored = vec![0x78, 0x01];
+    let mut blocks = rows.chunks(0xffff).peekable();
+    while let Some(block) = blocks.next() {
+        let len = block.len() as u16;
+        stored.push(u8::from(blocks.peek().is_none()));
+        stored.extend([len.to_le_bytes(), (!len).to_le_bytes()].concat());
+        stored.extend(block);
+    }
+    // The checksum of zeros.
+    stored.extend((((rows.len() % 65_521) as u32) << 16 | 1).to_be_bytes());
+    [&b"\x89PNG\r\n\x1a\n"[..], &chunk(b"IHDR", &head), &chunk(b"IDAT", &stored), &chunk(b"IEND", &[])].concat()
+}
+
+#[test]
+fn decoding_a_picture_takes_no_more_memory_than_is_said_whatever_is_in_its_file() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let processor = ImageProcessor { pixels: [16, 64], ..ImageProcessor::new(2, 1, 2) };
+    let check = |file: &[u8], pixels: usize| {
+        let taken = peak_bytes(|| drop(processor.process(file).unwrap()));
+        let said = 20 * pixels + file.len() + (256 << 10);
+        assert!(taken <= said, "{taken} bytes, said {said}, for {pixels} pixels and a file of {}", file.len());
+    };
+    for (height, width) in [(16, 16), (900, 1100), (30, 4000)] {
+        check(&png(height, width), height * width);
+    }
+    // Beside the pixels lies what unpacks to 64 MiB, or many small chunks.
+    let zeros = include_bytes!("../src/vision/samples/zeros_64_mib.zlib");
+    let profile = chunk(b"iCCP", &[&b"p\0\0"[..], zeros].concat());
+    let text = chunk(b"zTXt", &[&b"t\0\0"[..], zeros].concat());
+    let notes = chunk(b"tEXt", b"k\0v").repeat(200_000);
+    let plain = png(16, 16);
+    for beside in [profile, text, notes] {
+        const HEAD: usize = 33;
+        check(&[&plain[..HEAD], &beside, &plain[HEAD..]].concat(), 256);
+    }
+}
+
+#[test]
+fn passes_over_pictures_take_no_more_memory_than_the_model_says() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
+    for (config, dtype) in seeing_models().iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
+        for lengths in [&[(2, 2)][..], &[(20, 15)], &[(1, 1); 40], &[(20, 1), (1, 30), (7, 7)]] {
+            check_pictures(config, dtype, lengths);
+        }
+    }
+}
+
+/// Refuses passes over sequences of pictures of so many rows and columns, with little text, that take more than the model says.
+fn check_pictures(config: &ModelConfig, dtype: DType, pictures: &[(usize, usize)]) {
+    let mut model = Model::random(Arc::new(CpuBackend::with_isa(Isa::detect(), 2)), config.clone(), 1, dtype).unwrap();
+    model.set_logits_chunk_bytes(3 << 20);
+    let seen: Vec<(Grid, ImageFeatures)> = pictures
+        .iter()
+        .map(|&(height, width)| {
+            let (patches, grid) = picture(&model, height, width);
+            (grid, model.image_features(&patches, &mut || ControlFlow::Continue(())).unwrap())
+        })
+        .collect();
+    let lora = LoraConfig {
+        rank: 8,
+        alpha: 8.0,
+        attention: true,
+        mlp: true,
+        unembed: true,
+        embedding: true,
+        own: BTreeMap::new(),
+        left_out: ModuleSet::NONE,
+    };
+    let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
+    let adapter = model.pack_adapter(lora.clone(), &params).unwrap();
+    let mut batch = PackedBatch::new();
+    batch.begin_group(Some(&adapter));
+    for (grid, features) in &seen {
+        let tokens = [&[3], &vec![9; grid.patches()][..], &[4]].concat();
+        let image = PlacedImage { first: 1, grid: *grid, features: Some(features) };
+        batch.push_with_images(&tokens, 0, tokens.len(), Held::default(), &[image]);
+    }
+    let n = batch.len();
+    let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=n).collect() };
+    let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora).unwrap();
+    // The features were there before the pass, and are in what is said of it.
+    let features: usize = seen.iter().map(|(grid, features)| grid.patches() * (1 + features.deepstack.len())).sum();
+    let features = features * config.hidden_size * 4;
+    let said = n * (model.train_bytes_per_token() + model.lora_bytes_per_token(8) + 64) + model.workspace_bytes();
+    let trained = peak_bytes(|| {
+        model.forward_backward(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)]).unwrap();
+    });
+    assert!(features + trained <= said, "{features} + {trained} bytes, said {said}: {n} tokens {dtype} {config:?}");
 }
 
 /// Held by whoever counts.

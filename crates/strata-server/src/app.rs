@@ -14,6 +14,7 @@ use crate::clock;
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Completer, Futures, Retention};
+use crate::image_dirs::ImageDirs;
 use crate::limits;
 use crate::names::shown;
 use crate::registry::Registry;
@@ -30,6 +31,8 @@ pub struct ServerConfig {
     pub api_key: Option<String>,
     /// Where checkpoints live.
     pub data_dir: DataDir,
+    /// Where prompts may name pictures.
+    pub image_dirs: ImageDirs,
     /// How long a session may be silent before it ends.
     pub session_timeout: Duration,
     /// How long a poll for a result is held.
@@ -57,6 +60,7 @@ impl ServerConfig {
             address,
             api_key: None,
             data_dir,
+            image_dirs: ImageDirs::default(),
             session_timeout: Duration::from_secs(300),
             poll_hold: limits::POLL_HOLD,
             transit_bytes: limits::TRANSIT_BYTES,
@@ -122,6 +126,8 @@ pub struct App {
     pub transit: Transit,
     /// Turns at decoding large bodies.
     pub decodes: Arc<Semaphore>,
+    /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
+    pub asset_reads: Arc<Semaphore>,
     engine: Arc<dyn Submit>,
     closing: watch::Sender<bool>,
 }
@@ -138,6 +144,7 @@ impl App {
             futures: Futures::new(Retention::default()),
             transit: Transit::new(config.transit_bytes),
             decodes: Arc::new(Semaphore::new(limits::DECODES_MAX)),
+            asset_reads: Arc::new(Semaphore::new(limits::ASSET_READS_MAX)),
             closing: watch::Sender::new(false),
             config,
             model,

@@ -8,6 +8,7 @@
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
+//! - [`ImageDirs`]: the directories that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
 //!
 //! Invariants:
@@ -28,6 +29,7 @@ mod edge;
 mod error;
 mod futures;
 mod ids;
+mod image_dirs;
 pub mod limits;
 mod names;
 mod payload;
@@ -44,5 +46,6 @@ mod wire;
 pub use app::{ModelInfo, ServerConfig};
 pub use auth::KEY_PREFIX;
 pub use data_dir::{DataDir, DataDirError};
+pub use image_dirs::{ImageDirError, ImageDirs};
 pub use server::{RunningServer, Server, StartError};
 pub use wire::proto;

@@ -61,6 +61,14 @@ pub const METADATA_ENTRIES_MAX: usize = 1024;
 pub const PROTO_MESSAGES_MAX: usize = 1 << 20;
 /// Chunks of one input or prompt.
 pub const CHUNKS_MAX: usize = 16_384;
+/// Pictures of one input or prompt.
+pub const IMAGES_MAX: usize = strata_engine::limits::IMAGES_MAX;
+/// Bytes of the file of a picture: what is decoded.
+pub const IMAGE_BYTES_MAX: usize = strata_model::vision::IMAGE_BYTES_MAX;
+/// Length of where the picture of an `image_asset_pointer` is said to be.
+pub const LOCATION_BYTES_MAX: usize = 4096;
+/// Requests whose pictures are read from directories at the same time.
+pub const ASSET_READS_MAX: usize = 4;
 /// Tensors of one example.
 pub const LOSS_INPUTS_MAX: usize = 64;
 /// Settings of a loss.

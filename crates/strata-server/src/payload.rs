@@ -11,6 +11,7 @@ use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
 
 use crate::app::App;
 use crate::error::{ApiError, ApiResult};
@@ -127,17 +128,20 @@ impl Payload {
                 }
             }
         };
-        if is_small { decode() } else { blocking(&app, decode).await }
+        if is_small { decode() } else { blocking(&app.decodes, decode).await }
     }
 }
 
-/// Runs work that grows with the size of a body on a blocking thread. Few of them run at once, so that requests that wait for their turn hold
-/// their bodies and nothing else.
+/// Runs work that grows with the size of a body on a blocking thread. Few of them run at once, by `turns`, so that requests that wait for their
+/// turn hold their bodies and nothing else.
 ///
 /// # Errors
 /// Those of the work.
-pub async fn blocking<T: Send + 'static>(app: &App, work: impl FnOnce() -> ApiResult<T> + Send + 'static) -> ApiResult<T> {
-    let Ok(turn) = app.decodes.clone().acquire_owned().await else {
+pub async fn blocking<T: Send + 'static>(
+    turns: &Arc<Semaphore>,
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    let Ok(turn) = turns.clone().acquire_owned().await else {
         return Err(ApiError::Internal("the server takes no more bodies".into()));
     };
     // The turn goes along: the work goes on if the client hangs up meanwhile.

@@ -39,6 +39,15 @@ pub struct AdamwStep {
     pub step: u64,
 }
 
+/// Which GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gelu {
+    /// `x * (1 + erf(x / √2)) / 2`: `gelu` of Hugging Face, `nn.GELU()`.
+    Erf,
+    /// `x * (1 + tanh(√(2 / π) * (x + 0.044715 * x³))) / 2`: `gelu_pytorch_tanh`.
+    Tanh,
+}
+
 /// Accumulators of the gradients of one low-rank pair, f32.
 pub struct LoraGradient<'a> {
     /// Of A: `[rank, in]`, or `[vocab_size, rank]` of an embedding.
@@ -166,8 +175,21 @@ pub trait Backend: Memory + Send + Sync {
     /// Adds to f32 `dx` the gradient of [`Backend::rms_norm`] by its input.
     fn rms_norm_backward(&self, dy: &Tensor, x: &Tensor, weight: TensorRef<'_>, eps: f32, dx: &mut Tensor) -> Result<()>;
 
+    /// LayerNorm of every row of f32 `x` with f32 `weight` and `bias`, into the dtype of `y`.
+    fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()>;
+
     /// Cosines and sines for these positions, times `factor`: angles are f32 products of a position and a frequency in radians, one for each pair of a head.
-    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary>;
+    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
+        let turns: Vec<AxisFrequency> = frequencies.iter().map(|&frequency| AxisFrequency { axis: 0, frequency }).collect();
+        self.rotary_of_axes(&[positions], &turns, factor)
+    }
+
+    /// As [`Backend::rotary`], for tokens that have a position on each of several axes; each pair of a head turns by one of them. Qwen3-VL: text and what images
+    /// become by time, height and width, in an order of the model's own; patches by height in the first half of the pairs and by width in the second.
+    ///
+    /// # Errors
+    /// If axes differ in the number of tokens, or a pair turns by one that is not there.
+    fn rotary_of_axes(&self, positions: &[&[u32]], turns: &[AxisFrequency], factor: f32) -> Result<Rotary>;
 
     /// Splits f32 `qkv: [tokens, layout.width]`, normalises heads of q and k where weights are given, and rotates them.
     fn norm_rotate(
@@ -196,8 +218,8 @@ pub trait Backend: Memory + Send + Sync {
     /// Writes the keys and values of all new tokens to the pages of their sequences, one page to one sequence.
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()>;
 
-    /// Causal attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
-    /// window leaves, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
+    /// Attention of all new queries over the pages of their sequences. A query sees what was written up to its own position, from the first that its
+    /// window leaves, or with [`Sight::Whole`] all that was written of its sequence, and nothing else: what lies outside, of its sequence or left by others, does not reach its result, be it infinite or NaN. Pages before the
     /// window of every query are not read. The softmax of head `h` has one more term, `exp(sinks[h])`, that has no value (f32 `[heads]`; gpt-oss). `out`
     /// is `[tokens, heads, value width]` in the dtype of `q`; `log_normalizers: [tokens, heads]`, f32, of the softmax with its sink.
     #[allow(clippy::too_many_arguments)]
@@ -212,7 +234,7 @@ pub trait Backend: Memory + Send + Sync {
         log_normalizers: &mut Tensor,
     ) -> Result<()>;
 
-    /// Gradients of attention over whole sequences (nothing cached); `dout` and `gradient` are f32. That of keys has both parts where they are values too. Sinks are frozen, and what they do is in `log_normalizers`.
+    /// Gradients of causal attention over whole sequences (nothing cached); `dout` and `gradient` are f32. That of keys has both parts where they are values too. Sinks are frozen, and what they do is in `log_normalizers`.
     #[allow(clippy::too_many_arguments)]
     fn attention_backward(
         &self,
@@ -231,11 +253,14 @@ pub trait Backend: Memory + Send + Sync {
     /// Gradient of [`Backend::swiglu`] by its input, into the dtype of `dgate_up`; `dy` is f32.
     fn swiglu_backward(&self, dy: &Tensor, gate_up: &Tensor, dgate_up: &mut Tensor) -> Result<()>;
 
+    /// `gelu(x)` of every element of f32 `x`, into the dtype of `y`.
+    fn gelu(&self, x: &Tensor, kind: Gelu, y: &mut Tensor) -> Result<()>;
+
     /// `y = x` in the dtype of `y`: f32 rounded for a matmul, or widened back.
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
 
-    /// `y += x`, f32.
-    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()>;
+    /// `y += x`, f32 of as many elements.
+    fn add(&self, x: TensorRef<'_>, y: TensorMut<'_>) -> Result<()>;
 
     /// Log-probabilities of the targets of every row of f32 `logits: [rows, vocab]`. Also writes the logarithm of the sum of the exponentials of
     /// each row to `log_normalizers: [rows]`, f32, for [`Backend::logits_gradient`].

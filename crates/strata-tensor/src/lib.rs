@@ -36,9 +36,9 @@ pub mod testing;
 mod weights;
 
 pub use backend::{
-    AdamwStep, AttentionGeometry, AttentionSpan, Backend, DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan, Draw,
-    HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary, RotaryStyle,
-    RowReply, RowRequest, Turn,
+    AdamwStep, AttentionGeometry, AttentionSpan, AxisFrequency, Backend, DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan,
+    Draw, Gelu, HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary,
+    RotaryStyle, RowReply, RowRequest, Sight, Turn,
 };
 pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;

@@ -157,7 +157,7 @@ impl<'b> Backward<'b> {
             None => self.gradients[node] = Some(gradient),
             Some(present) => {
                 let mut sum = unshare(self.backend, in_f32(self.backend, present)?)?;
-                self.backend.add(&*in_f32(self.backend, gradient)?, &mut sum)?;
+                self.backend.add(in_f32(self.backend, gradient)?.as_ref().as_ref(), sum.as_mut())?;
                 self.gradients[node] = Some(Rc::new(sum));
             }
         }
@@ -200,7 +200,8 @@ pub(crate) fn in_dtype(backend: &dyn Backend, tensor: Rc<Tensor>, dtype: DType) 
     Ok(Rc::new(converted))
 }
 
-fn unshare(backend: &dyn Backend, tensor: Rc<Tensor>) -> Result<Tensor> {
+/// The tensor itself, copied if someone else holds it too.
+pub(crate) fn unshare(backend: &dyn Backend, tensor: Rc<Tensor>) -> Result<Tensor> {
     Rc::try_unwrap(tensor).or_else(|shared| backend.duplicate(shared.as_ref().as_ref()))
 }
 
@@ -251,6 +252,11 @@ impl<'a> Tape<'a> {
     pub(crate) fn records(&mut self, inputs: &[&Var], has_weights: bool) -> bool {
         self.num_ops += 1;
         self.recording && (has_weights || inputs.iter().any(|v| v.node.is_some()))
+    }
+
+    /// Another value in the place of one, whose gradient is the gradient of that one too.
+    pub(crate) fn with_gradient_of(&self, node: Option<usize>, value: Tensor) -> Var {
+        Var { value: Rc::new(value), node }
     }
 
     /// A value with its way back.

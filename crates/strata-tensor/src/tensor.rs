@@ -154,6 +154,15 @@ impl Tensor {
         self.shape.len() * self.dtype.size_bytes()
     }
 
+    /// The same elements in another shape of as many.
+    ///
+    /// # Panics
+    /// If there are more or fewer.
+    pub(crate) fn reshaped(self, shape: Shape) -> Tensor {
+        assert_eq!(shape.len(), self.shape.len(), "a tensor of shape {} as {shape}", self.shape);
+        Tensor { shape, ..self }
+    }
+
     /// A borrowed view of the whole tensor.
     pub fn as_ref(&self) -> TensorRef<'_> {
         TensorRef { shape: self.shape, dtype: self.dtype, first: 0, storage: &self.storage }

@@ -3,23 +3,41 @@
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::sight::Seen;
 use super::{INNER_PASS_FRACTION, PASS_BASE_TOKENS, State, cancelled};
 use crate::api::{Client, Failure, ModelId};
 use crate::compute::{Compute, PassError, PassPart};
+use crate::datum::PreparedDatum;
 use crate::fair::{Standing, Work, company_limit};
 use crate::files::Storage;
+use crate::pictures::PictureId;
 use crate::tenant::{RunningForward, Tenant};
 
-/// A training pass that runs.
+/// A training pass that runs, or a picture that is being seen.
 pub(super) struct PassInWork {
     /// Who takes part, and with how many tokens.
     pub(super) clients: Vec<(Client, usize)>,
-    pub(super) tokens: usize,
+    /// Tokens of the largest pass that may run within it, where there is room.
+    pub(super) inner: usize,
+    /// What it takes of the memory for training, in tokens.
+    pub(super) room: usize,
+    /// What it is charged as.
+    pub(super) work: Work,
     pub(super) uids: Vec<u64>,
+    /// The picture, if it is one.
+    pub(super) sees: Option<Sees>,
     /// Up to when its time was charged.
     pub(super) charged_until: Duration,
+}
+
+/// A picture that is being seen.
+pub(super) struct Sees {
+    pub(super) id: PictureId,
+    pub(super) tokens: usize,
+    pub(super) owner: Arc<str>,
 }
 
 /// What a pass takes from one tenant.
@@ -39,21 +57,32 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Runs what the model of a session needs that has waited longest: an operation on its adapter, or a pass.
     pub(super) fn train(&mut self, c: &C, client: &Client, pass_tokens: usize) {
         let of_client = self.tenants.iter().filter(|(_, t)| t.client == *client);
-        let ready = of_client.filter(|(_, t)| t.due || t.next_example().is_some_and(|n| n <= pass_tokens));
+        let ready = of_client.filter(|(_, t)| t.due || self.has_example(t, pass_tokens));
         match ready.min_by_key(|(_, t)| t.served) {
             Some((model_id, tenant)) if tenant.due => {
                 let model_id = model_id.clone();
                 self.take_turn(c, &model_id);
             }
-            _ => self.run_pass(c, client, pass_tokens),
+            Some((model_id, _)) => {
+                let model_id = model_id.clone();
+                if let Some(seen) = self.see_for_pass(c, &model_id, pass_tokens) {
+                    self.run_pass(c, client, pass_tokens, seen);
+                }
+            }
+            None => {}
         }
     }
 
-    /// Runs one pass for a session, and for others what goes with it.
-    fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize) {
-        let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
-        let room = self.budget.activation_tokens.saturating_sub(in_work);
-        let mut parts = self.choose_parts(primary, tokens_max, room);
+    /// Whether a pass of at most so many tokens can take an example of a tenant.
+    pub(super) fn has_example(&self, tenant: &Tenant<C>, pass_tokens: usize) -> bool {
+        let next = tenant.next_example().filter(|datum| datum.tokens.len() <= pass_tokens);
+        let unseen = |datum: &PreparedDatum| datum.pictures.iter().find(|picture| !self.batcher.has_seen(picture)).cloned();
+        next.is_some_and(|datum| unseen(datum).is_none_or(|picture| self.batcher.may_see(&tenant.client.owner, &picture)))
+    }
+
+    /// Runs one pass for a session, whose next pictures were `seen`, and for others what goes with it.
+    fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize, mut seen: Seen<C>) {
+        let mut parts = self.choose_parts(primary, tokens_max, self.room(), &mut seen);
         if parts.is_empty() {
             return;
         }
@@ -67,19 +96,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
         let tokens = clients.iter().map(|(_, tokens)| tokens).sum();
         let uids = parts.iter().map(|p| p.uid).collect();
-        self.passes.push(PassInWork { clients, tokens, uids, charged_until: c.now() });
+        let (room, inner, work, sees) = (tokens, tokens / INNER_PASS_FRACTION, Work::Training, None);
+        self.passes.push(PassInWork { clients, inner, room, work, uids, sees, charged_until: c.now() });
         let depth = self.passes.len();
         let done = {
             let mut work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
-            // What panics between layers is no part of this pass.
-            let mut between = || {
-                catch_unwind(AssertUnwindSafe(|| self.between(c))).unwrap_or_else(|_| {
-                    tracing::error!("the engine panicked between the layers of a pass; samples in work fail, models stay");
-                    self.recover(c, depth);
-                    ControlFlow::Continue(())
-                })
-            };
-            catch_unwind(AssertUnwindSafe(|| c.pass(&mut work, &mut between)))
+            let mut between = || self.guarded_between(c, depth);
+            catch_unwind(AssertUnwindSafe(|| c.pass(&mut work, &seen, &mut between)))
         };
         // An inner pass that panicked may have left itself behind.
         self.passes.truncate(depth);
@@ -108,14 +131,21 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     /// Takes examples for a pass: from the session whose turn it is at least one, from others what costs nobody more than taking turns would.
     /// A sequence longer than a pass is the only one of its pass.
-    fn choose_parts(&mut self, primary: &Client, tokens_max: usize, room: usize) -> Vec<Part<C>> {
+    /// Examples with pictures are taken if those are among what was `seen`, or were seen before.
+    fn choose_parts(&mut self, primary: &Client, tokens_max: usize, room: usize, seen: &mut Seen<C>) -> Vec<Part<C>> {
         let (most, most_of_one) = (self.budget.pass_tokens.min(tokens_max), tokens_max);
-        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|n| n <= most_of_one));
+        let is_seen =
+            |datum: &PreparedDatum| datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(p));
+        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one));
         let mut models: Vec<(bool, Standing, u64, ModelId)> = ready
             .map(|(id, t)| (t.client != *primary, self.fair.standing(&t.client, Work::Training), t.served, id.clone()))
             .collect();
         models.sort();
-        let queues: Vec<Vec<usize>> = models.iter().map(|(.., id)| self.tenants[id].next_lengths(most)).collect();
+        let lengths = |id| {
+            let examples = self.tenants[id].next_examples(most).take_while(|(_, datum)| is_seen(datum));
+            examples.map(|(_, datum)| datum.tokens.len()).collect()
+        };
+        let queues: Vec<Vec<usize>> = models.iter().map(|(.., id)| lengths(id)).collect();
         let wants = models.iter().zip(&queues).map(|((.., id), queue)| (&self.tenants[id].client, queue.iter().sum()));
         let limit = company_limit(wants, PASS_BASE_TOKENS).map_or(most, |company| company.min(most));
         let counts = share(&queues, limit, room);
@@ -127,6 +157,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             {
                 tenant.served = self.served;
                 parts.extend(Part::take_from(model_id, tenant, count));
+            }
+        }
+        for picture in parts.iter().flat_map(Part::examples).flat_map(|datum| &datum.pictures) {
+            if !seen.contains_key(&picture.id)
+                && let Some(known) = self.batcher.seen(&picture.id)
+            {
+                seen.insert(picture.id, known);
             }
         }
         parts
@@ -160,6 +197,21 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         self.begin_ops(c, &model_id);
     }
 
+    /// As `between`, of pass `depth`. What panics between layers is no part of it.
+    pub(super) fn guarded_between(&mut self, c: &C, depth: usize) -> ControlFlow<()> {
+        catch_unwind(AssertUnwindSafe(|| self.between(c))).unwrap_or_else(|_| {
+            tracing::error!("the engine panicked between the layers of a pass; samples in work fail, models stay");
+            self.recover(c, depth);
+            ControlFlow::Continue(())
+        })
+    }
+
+    /// Tokens for which training has memory now.
+    fn room(&self) -> usize {
+        let in_work: usize = self.passes.iter().map(|p| p.room).sum();
+        self.budget.activation_tokens.saturating_sub(in_work)
+    }
+
     /// Between two layers of a pass: what has arrived is taken, and who is due before the pass runs.
     fn between(&mut self, c: &C) -> ControlFlow<()> {
         self.charge_pass(c);
@@ -169,16 +221,15 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 return ControlFlow::Break(());
             }
             let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
-            let tokens = pass.tokens;
             // Whoever has had least of those in the pass waits for it.
-            let Some(due) = pass.clients.iter().map(|(client, _)| self.fair.standing(client, Work::Training)).min() else {
+            let (work, inner, sees) = (pass.work, pass.inner, pass.sees.is_some());
+            let Some(due) = pass.clients.iter().map(|(client, _)| self.fair.standing(client, work)).min() else {
                 return ControlFlow::Continue(());
             };
-            let in_work: usize = self.passes.iter().map(|p| p.tokens).sum();
-            let room = self.budget.activation_tokens.saturating_sub(in_work);
-            let inner = (tokens / INNER_PASS_FRACTION).min(room);
+            let inner = inner.min(self.room());
             match self.next_work(c, inner) {
-                Some((standing, client, work)) if standing < due => {
+                // Neither drawing nor reading stops while there is the other: those who have a picture seen take turns with it.
+                Some((standing, client, work)) if standing < due || sees && work == Work::Sampling && standing == due => {
                     self.run(c, &client, work, inner);
                     if let Some(pass) = self.passes.last_mut() {
                         pass.charged_until = c.now();
@@ -191,17 +242,20 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     fn pass_is_for_nobody(&self) -> bool {
         let Some(pass) = self.passes.last() else { return false };
+        if let Some(sees) = &pass.sees {
+            return !self.is_shown(&sees.id);
+        }
         !pass.uids.iter().any(|uid| self.tenants.values().any(|t| t.uid == *uid))
     }
 
     /// Charges the innermost pass for the time since it was last charged.
-    fn charge_pass(&mut self, c: &C) {
+    pub(super) fn charge_pass(&mut self, c: &C) {
         let now = c.now();
         let Some(pass) = self.passes.last_mut() else { return };
         let time = now.saturating_sub(pass.charged_until);
         pass.charged_until = now;
-        let clients = std::mem::take(&mut pass.clients);
-        self.charge(&clients, Work::Training, time);
+        let (clients, work) = (std::mem::take(&mut pass.clients), pass.work);
+        self.charge(&clients, work, time);
         if let Some(pass) = self.passes.last_mut() {
             pass.clients = clients;
         }
@@ -224,12 +278,17 @@ impl<C: Compute> Part<C> {
         Some(Part { model_id, uid: tenant.uid, client: tenant.client.clone(), learner, ops, count, backward })
     }
 
+    /// The examples that are in the pass.
+    fn examples(&self) -> impl Iterator<Item = &PreparedDatum> {
+        self.ops.iter().flat_map(|f| &f.data[f.next_datum()..]).take(self.count)
+    }
+
     fn lengths(&self) -> impl Iterator<Item = usize> {
-        self.ops.iter().flat_map(|f| f.data[f.next_datum()..].iter().map(|d| d.tokens.len())).take(self.count)
+        self.examples().map(|datum| datum.tokens.len())
     }
 
     fn num_targets(&self) -> usize {
-        self.ops.iter().flat_map(|f| f.data[f.next_datum()..].iter().map(|d| d.targets.len())).take(self.count).sum()
+        self.examples().map(|datum| datum.targets.len()).sum()
     }
 
     fn work(&mut self) -> PassPart<'_, C> {

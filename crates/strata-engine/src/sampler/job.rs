@@ -5,8 +5,8 @@ use strata_model::Held;
 use crate::api::{
     Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK,
 };
-use crate::datum::check_tokens;
 use crate::limits::{NUM_SAMPLES_MAX, TOPK_MAX};
+use crate::pictures::{self, Measured, Picture};
 use crate::reply::PendingReply;
 use crate::snapshot::WeightsId;
 
@@ -23,6 +23,8 @@ pub(crate) const REQUEST_BYTES: u64 = 2048;
 pub(crate) struct Plan {
     page_tokens: usize,
     pub(crate) prompt: Vec<u32>,
+    /// Pictures in the prompt, in order.
+    pub(crate) pictures: Vec<Picture>,
     pub(crate) num_samples: usize,
     /// Tokens of each sample at most; at least 1, and they fit the context.
     pub(crate) max_tokens: usize,
@@ -43,8 +45,8 @@ impl Plan {
     /// # Errors
     /// A message for the user that names what is wrong.
     pub(crate) fn new(request: &SampleRequest, limits: &SamplerLimits) -> Result<Self, String> {
-        let prompt = check_tokens("prompt", &request.prompt, limits.vocab_size)?;
-        let length = prompt.len();
+        let measured = Measured::new(&request.prompt, &request.images, limits.eyes.as_deref())?;
+        let length = measured.tokens();
         if length == 0 {
             return Err("the prompt is empty".into());
         }
@@ -52,6 +54,7 @@ impl Plan {
             let max = limits.max_context_tokens;
             return Err(format!("a prompt of {length} tokens leaves no room in a context of {max}"));
         }
+        let (prompt, pictures) = measured.place("prompt", limits.vocab_size, limits.eyes.as_deref())?;
         let room = limits.max_context_tokens - length;
         let max_tokens = request.max_tokens.unwrap_or(room).min(room);
         if max_tokens == 0 {
@@ -101,6 +104,7 @@ impl Plan {
             is_long: length + max_tokens > limits.short_sequence_max,
             states: limits.cache.states.min(1),
             prompt,
+            pictures,
         };
         // The partly filled page of a prompt is there twice: for the prompt and for its first sample.
         let need = plan.prompt_room() + plan.own_room();
@@ -150,9 +154,10 @@ impl Plan {
         tokens / self.page_tokens
     }
 
-    /// Tokens of full page `page` of the prompt.
-    pub(crate) fn page(&self, page: usize) -> &[u32] {
-        &self.prompt[page * self.page_tokens..(page + 1) * self.page_tokens]
+    /// What full page `page` of the prompt is known by.
+    pub(crate) fn page(&self, page: usize) -> Vec<u32> {
+        let range = page * self.page_tokens..(page + 1) * self.page_tokens;
+        self.prompt[range.clone()].iter().copied().chain(pictures::marks(&self.pictures, range)).collect()
     }
 
     /// Where the full pages of the prompt end that another request with the same prompt can begin behind.
@@ -174,7 +179,7 @@ impl Plan {
         let per_token = 12 + 8 + stop_text + topk_bytes(self.settings.report_topk);
         let per_sample = 256 + self.max_tokens as u64 * per_token;
         let scores = if self.prompt_logprobs { 12 } else { 0 } + topk_bytes(self.topk_prompt);
-        REQUEST_BYTES + prompt * (4 + scores) + self.num_samples as u64 * per_sample
+        REQUEST_BYTES + pictures::file_bytes(&self.pictures) + prompt * (4 + scores) + self.num_samples as u64 * per_sample
     }
 }
 
@@ -393,9 +398,10 @@ impl Sequence {
         }
     }
 
-    /// Tokens of full page `page` of prompt and sample together.
+    /// What full page `page` of prompt and sample together is known by.
     pub(crate) fn page(&self, plan: &Plan, page: usize) -> Vec<u32> {
-        (page * plan.page_tokens..(page + 1) * plan.page_tokens).map(|position| self.token(plan, position)).collect()
+        let range = page * plan.page_tokens..(page + 1) * plan.page_tokens;
+        range.clone().map(|position| self.token(plan, position)).chain(pictures::marks(&plan.pictures, range)).collect()
     }
 
     /// Appends a token, and says whether the sequence ends with it.

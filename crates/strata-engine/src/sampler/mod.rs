@@ -24,6 +24,7 @@ mod pages;
 mod plan;
 mod pool;
 mod room;
+mod sight;
 mod snapshots;
 mod states;
 mod stop;
@@ -36,7 +37,10 @@ use std::sync::Arc;
 use strata_model::Tokenizer;
 
 use crate::api::{Client, Failure, RequestId, StopReason};
+use crate::budget::Budget;
 use crate::compute::{Compute, RowResult, StepSpan};
+use crate::gallery::Gallery;
+use crate::pictures::{Eyes, PictureId};
 use crate::snapshot::WeightsId;
 
 use cost::StepCost;
@@ -72,13 +76,26 @@ pub(crate) struct SamplerLimits {
     pub(crate) cache: Room,
     /// Needed for stop strings.
     pub(crate) tokenizer: Option<Arc<Tokenizer>>,
+    /// Needed for pictures.
+    pub(crate) eyes: Option<Box<dyn Eyes>>,
 }
+
+/// What is held of what was seen, by job and place of the picture in its prompt.
+type Sights<S> = BTreeMap<(u64, usize), (PictureId, S)>;
 
 /// All sampling of an engine.
 pub(crate) struct Batcher<C: Compute> {
     page_tokens: usize,
     cache: C::Cache,
     pool: CachePool,
+    /// What was seen of pictures.
+    gallery: Gallery<C::Seen>,
+    sights: Sights<C::Seen>,
+    seen_bytes_per_token: u64,
+    /// For whom pictures are being seen, and their tokens.
+    pub(crate) seeing: Vec<(Arc<str>, usize)>,
+    /// Tokens of all pictures that are seen at the same time.
+    picture_tokens: usize,
     jobs: BTreeMap<u64, Job<C::Frozen>>,
     by_id: HashMap<RequestId, u64>,
     next_job: u64,
@@ -142,11 +159,16 @@ pub(crate) struct StepDone {
 
 impl<C: Compute> Batcher<C> {
     /// A sampler over a cache of this size.
-    pub(crate) fn new(cache: C::Cache, size: Room, page_tokens: usize) -> Self {
+    pub(crate) fn new(compute: &C, cache: C::Cache, size: Room, page_tokens: usize, budget: &Budget) -> Self {
         Batcher {
             page_tokens,
             cache,
             pool: CachePool::new(size),
+            gallery: Gallery::new(budget.gallery_bytes),
+            sights: BTreeMap::new(),
+            seen_bytes_per_token: compute.seen_bytes_per_token(),
+            seeing: Vec::new(),
+            picture_tokens: budget.picture_tokens,
             jobs: BTreeMap::new(),
             by_id: HashMap::new(),
             next_job: 0,
@@ -206,9 +228,10 @@ impl<C: Compute> Batcher<C> {
         self.page_tokens
     }
 
-    /// Empties the prefix cache.
+    /// Empties the prefix cache, and forgets pictures.
     pub(crate) fn forget_prefixes(&mut self) {
         self.pool.forget_idle();
+        self.gallery.forget_idle();
     }
 
     /// Gives the memory of free pages back to the system.
@@ -220,12 +243,15 @@ impl<C: Compute> Batcher<C> {
     /// Admits what has room, and answers the sessions that have something to run.
     pub(crate) fn runnable(&mut self, compute: &C) -> Vec<Client> {
         self.admit(compute);
+        self.let_go_of_sights();
         for (job, error) in std::mem::take(&mut self.broken) {
             tracing::error!(error, "a page or a state was not copied");
             self.fail_job(job, Failure::Server(format!("sampling step: {error}")));
         }
-        let prefilling = self.prefilling.iter().map(|job| self.jobs[job].session);
-        let active: HashSet<u64> = prefilling.chain(self.running.iter().map(|s| s.session)).collect();
+        let prefilling = self.prefilling.iter().filter(|job| self.may_go_on(**job, self.jobs[*job].computed));
+        let prefilling = prefilling.map(|job| self.jobs[job].session);
+        let running = self.running.iter().filter(|s| self.may_go_on(s.job, s.cached));
+        let active: HashSet<u64> = prefilling.chain(running.map(|s| s.session)).collect();
         self.sessions.iter().filter(|(_, s)| active.contains(&s.number)).map(|(client, _)| client.clone()).collect()
     }
 
@@ -239,8 +265,8 @@ impl<C: Compute> Batcher<C> {
         // Sequences with the same weights lie together, so that each adapter multiplies one run of tokens.
         parts.sort_by_key(|p| self.jobs[&self.job_of(p)].weights.0);
         let mut targets = Vec::new();
-        let spans: Vec<StepSpan<'_, C::Frozen>> =
-            parts.iter().map(|part| span(&self.jobs, &self.running, part, &mut targets)).collect();
+        let spans: Vec<StepSpan<'_, C::Frozen, C::Seen>> =
+            parts.iter().map(|part| span((&self.jobs, &self.sights), &self.running, part, &mut targets)).collect();
         let num_tokens = spans.iter().map(|span| span.tokens.len()).sum();
         let (cache, start) = (&mut self.cache, compute.now());
         let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
@@ -249,6 +275,7 @@ impl<C: Compute> Batcher<C> {
         let error = match done {
             Ok(Ok(results)) if results.len() == targets.len() => {
                 self.advance(&parts);
+                self.let_go_of_sights();
                 self.keep_snapshots(compute, &parts);
                 self.take_results(compute, targets, results);
                 return StepDone { tokens };
@@ -285,7 +312,7 @@ impl<C: Compute> Batcher<C> {
                     let full_before = job.computed / self.page_tokens;
                     job.computed += tokens;
                     for page in full_before..job.computed / self.page_tokens {
-                        job.prefix = self.pool.register(job.prefix, job.plan.page(page), job.held.pages[page]);
+                        job.prefix = self.pool.register(job.prefix, &job.plan.page(page), job.held.pages[page]);
                     }
                 }
             }
@@ -419,6 +446,7 @@ impl<C: Compute> Batcher<C> {
     /// Takes a job that holds nothing any more out of all tables.
     fn forget(&mut self, id: u64) -> Option<Job<C::Frozen>> {
         let job = self.jobs.remove(&id)?;
+        self.let_go_of_sights();
         self.by_id.remove(&job.asked.id);
         if let Some(session) = self.sessions.get_mut(&job.asked.client) {
             session.jobs.retain(|&other| other != id);
@@ -483,6 +511,7 @@ impl<C: Compute> Batcher<C> {
         let promised = self.running.iter().map(|s| s.reserved).sum::<Room>()
             + self.jobs.values().map(|j| j.reserved + j.idle_room()).sum::<Room>();
         self.pool.audit(held, promised)?;
+        self.audit_sights()?;
         let lanes = self.running.len() + self.jobs.values().map(|j| j.idle_lanes).sum::<usize>();
         if lanes != self.lanes || lanes > SEQUENCES_MAX {
             return Err(format!("{lanes} samples hold promises, {} are counted", self.lanes));

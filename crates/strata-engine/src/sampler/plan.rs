@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, HashMap};
 use strata_model::Held;
 
 use super::job::{Job, Sequence};
-use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS};
+use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS, Sights};
 use crate::api::Client;
 use crate::compute::{Compute, RowTask, StepSpan};
 use crate::fair::company_limit;
+use crate::pictures::is_seen;
 
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
@@ -43,12 +44,18 @@ impl<C: Compute> Batcher<C> {
         running.sort_by_key(|(_, s)| (s.last_step, s.started));
         for (i, sequence) in running {
             let work = works.entry(sequence.session).or_default();
-            let missing = sequence.known(&self.jobs[&sequence.job].plan) - sequence.cached;
-            if missing > 0 { work.again.push((i, missing)) } else { work.decodes.push(i) }
+            let known = sequence.known(&self.jobs[&sequence.job].plan);
+            match self.seen_until(sequence.job, sequence.cached).min(known) - sequence.cached {
+                0 if known > sequence.cached => {}
+                0 => work.decodes.push(i),
+                missing => work.again.push((i, missing)),
+            }
         }
         for id in &self.prefilling {
             let job = &self.jobs[id];
-            works.entry(job.session).or_default().prompts.push((*id, job.plan.prompt.len() - job.computed));
+            let until = if job.looked_up { self.seen_until(*id, job.computed) } else { job.plan.prompt.len() };
+            let missing = until.min(job.plan.prompt.len()) - job.computed;
+            works.entry(job.session).or_default().prompts.push((*id, missing));
         }
         works
     }
@@ -96,8 +103,12 @@ impl<C: Compute> Batcher<C> {
                 self.broken.push((id, error));
                 continue;
             }
+            let until = self.jobs.get(&id).map_or(0, |job| self.seen_until(id, job.computed).min(job.plan.prompt.len()));
             let Some(job) = self.jobs.get_mut(&id) else { continue };
-            let mut tokens = left.min(job.plan.prompt.len() - job.computed);
+            let mut tokens = left.min(until - job.computed);
+            if tokens == 0 {
+                continue;
+            }
             if self.pool.has_room_for_snapshot() {
                 // A snapshot can be taken of what is there at the end of a step.
                 let next_fork = job.forks.iter().find(|&&fork| fork > job.computed);
@@ -114,10 +125,10 @@ impl<C: Compute> Batcher<C> {
     }
 
     /// Takes over what the cache has of the prompt of a job that is about to begin.
-    fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
+    pub(super) fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
         let Some(job) = self.jobs.get_mut(&id).filter(|job| !job.looked_up) else { return Ok(()) };
         job.looked_up = true;
-        let pages = (0..job.plan.cacheable_pages()).map(|page| job.plan.page(page).to_vec());
+        let pages = (0..job.plan.cacheable_pages()).map(|page| job.plan.page(page));
         let found = self.pool.find_promised(job.prefix, pages);
         job.reserved.pages -= found.pages.len();
         job.prefix = found.prefix;
@@ -202,12 +213,12 @@ fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
 }
 
 /// A part of a step in the form that the device takes, and where its rows go.
-pub(super) fn span<'s, F>(
-    jobs: &'s BTreeMap<u64, Job<F>>,
+pub(super) fn span<'s, F, S>(
+    (jobs, sights): (&'s BTreeMap<u64, Job<F>>, &'s Sights<S>),
     running: &'s [Sequence],
     part: &Part,
     targets: &mut Vec<RowFor>,
-) -> StepSpan<'s, F> {
+) -> StepSpan<'s, F, S> {
     let id = match *part {
         Part::Prompt { job, .. } => job,
         Part::Again { sequence, .. } | Part::Decode { sequence } => running[sequence].job,
@@ -215,6 +226,8 @@ pub(super) fn span<'s, F>(
     let job = &jobs[&id];
     let plan = &job.plan;
     let weights = (job.weights.0, &job.weights.1);
+    let pictures =
+        plan.pictures.iter().enumerate().map(|(i, picture)| (picture, sights.get(&(id, i)).map(|(_, seen)| seen))).collect();
     match *part {
         Part::Decode { sequence } => {
             let s = &running[sequence];
@@ -226,19 +239,23 @@ pub(super) fn span<'s, F>(
                 past: s.cached,
                 length_max: plan.length_max(),
                 held: s.held.clone(),
+                pictures,
                 rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
             }
         }
         Part::Again { sequence, tokens } => {
             let s = &running[sequence];
             let tokens = (s.cached..s.cached + tokens).map(|position| s.token(plan, position)).collect();
-            StepSpan { weights, tokens, past: s.cached, length_max: plan.length_max(), held: s.held.clone(), rows: Vec::new() }
+            let (held, length_max) = (s.held.clone(), plan.length_max());
+            StepSpan { weights, tokens, past: s.cached, length_max, held, pictures, rows: Vec::new() }
         }
         Part::Prompt { tokens, .. } => {
             let first = job.computed;
             let mut rows = Vec::new();
             // The row of a position predicts the one after it.
-            for position in (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len()) {
+            let scored = (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len());
+            // What a picture shows is given, and not predicted.
+            for position in scored.filter(|&position| !is_seen(&plan.pictures, position)) {
                 rows.push((position - 1 - first, RowTask::Score { token: plan.prompt[position], topk: plan.topk_prompt }));
                 targets.push(RowFor::Score { job: id, position });
             }
@@ -248,7 +265,8 @@ pub(super) fn span<'s, F>(
                 targets.push(RowFor::First { job: id });
             }
             let tokens = plan.prompt[first..first + tokens].to_vec();
-            StepSpan { weights, tokens, past: first, length_max: plan.length_max(), held: job.held.clone(), rows }
+            let (held, length_max) = (job.held.clone(), plan.length_max());
+            StepSpan { weights, tokens, past: first, length_max, held, pictures, rows }
         }
     }
 }

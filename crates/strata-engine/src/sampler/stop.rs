@@ -99,6 +99,7 @@ mod tests {
             page_tokens: 64,
             cache: Room { pages: 10, states: 0 },
             tokenizer: Some(Arc::new(tokenizer)),
+            eyes: None,
         }
     }
 

@@ -16,6 +16,7 @@ use crate::core::Core;
 use crate::engine::{EngineHandle, EngineInfo};
 use crate::intake::Intake;
 use crate::ledger::Ledger;
+use crate::pictures::Eyes;
 use crate::sampler::{Room, SamplerLimits};
 
 mod disk;
@@ -79,6 +80,8 @@ pub struct Faults {
     pub adapter: u32,
     /// A save or a load fails or hangs.
     pub disk: u32,
+    /// Seeing a picture fails or panics.
+    pub see: u32,
     /// Copying a page fails or panics, the latter of which nothing expects.
     pub page: u32,
 }
@@ -106,6 +109,8 @@ pub struct Limits {
     pub captured_bytes: u64,
     /// Bytes of requests and results.
     pub ledger_bytes: u64,
+    /// Tokens of pictures whose sight is kept; a picture has half of them at most. 0 for a model that reads text alone.
+    pub gallery_tokens: usize,
 }
 
 impl Limits {
@@ -122,6 +127,7 @@ impl Limits {
             adapter_bytes: 4000,
             captured_bytes: 1000,
             ledger_bytes: 64 << 20,
+            gallery_tokens: 128,
         }
     }
 
@@ -156,7 +162,16 @@ impl Limits {
             captured_bytes: self.captured_bytes,
             ledger_bytes: self.ledger_bytes,
             transit_bytes: self.ledger_bytes,
+            picture_tokens: self.gallery_tokens / 2,
+            decoding_bytes: 0,
+            gallery_bytes: self.gallery_tokens as u64 * toy::SEEN_BYTES,
         }
+    }
+
+    /// What is known of pictures before they are seen.
+    pub(crate) fn eyes(&self) -> Option<Box<dyn Eyes>> {
+        let tokens_max = self.gallery_tokens / 2;
+        (tokens_max > 0).then(|| Box::new(oracle::ToyEyes { tokens_max }) as Box<dyn Eyes>)
     }
 }
 
@@ -186,6 +201,7 @@ impl Engine {
                 page_tokens: limits.page_tokens,
                 cache: limits.cache(),
                 tokenizer: None,
+                eyes: limits.eyes(),
             },
             adapter_bytes: Box::new(toy::adapter_bytes),
         };
@@ -197,7 +213,7 @@ impl Engine {
             backend: "toy".into(),
             transit_bytes: limits.ledger_bytes,
         };
-        let toy = Toy::new(shared.clone(), limits.page_tokens);
+        let toy = Toy::new(shared.clone(), limits.page_tokens, limits.gallery_tokens / 2);
         let cache = toy.new_cache(limits.cache()).expect("a toy always has memory");
         let core =
             Core::new(toy, cache, intake, Disk::new(shared.clone(), contents.clone()), limits.budget(), limits.page_tokens);

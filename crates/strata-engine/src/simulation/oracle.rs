@@ -7,7 +7,10 @@ use crate::api::{
     AdamParams, Datum, DatumOutput, ForwardBackwardOutput, LossSpec, SampleOutput, SampleRequest, SampledSequence, Stop,
 };
 use crate::api::{LoraSpec, StopReason, TopK};
+use strata_model::vision::Grid;
+
 use crate::datum::{self, ModelLimits, PreparedDatum};
+use crate::pictures::{Eyes, Measured, Picture, PictureId, is_seen};
 use crate::sampler::{DrawSettings, Drawn};
 
 /// Rows of the toy's vocabulary.
@@ -18,6 +21,58 @@ pub const END_OF_SEQUENCE: [u32; 2] = [3, 11];
 pub const BASE: u64 = 0x5eed;
 /// What a sequence is before its first token.
 pub(super) const EMPTY: u64 = 0x0123_4567_89ab_cdef;
+
+/// The token that stands for a part of a picture.
+pub const IMAGE_TOKEN: u32 = 7;
+/// The most tokens of a picture, whatever room there is.
+pub const PICTURE_TOKENS_MAX: usize = 12;
+
+/// The toy's eyes. A file of a picture is its number of tokens, and then anything; one that ends in 255 is broken.
+pub(crate) struct ToyEyes {
+    pub(crate) tokens_max: usize,
+}
+
+impl Eyes for ToyEyes {
+    fn image_token(&self) -> u32 {
+        IMAGE_TOKEN
+    }
+
+    fn tokens_max(&self) -> usize {
+        self.tokens_max
+    }
+
+    fn grid(&self, file: &[u8]) -> Result<Grid, String> {
+        match file.first() {
+            Some(&width) if (1..=PICTURE_TOKENS_MAX).contains(&usize::from(width)) => {
+                Ok(Grid { time: 1, height: 1, width: width.into() })
+            }
+            _ => Err("toy: no picture".into()),
+        }
+    }
+
+    fn check(&self, _: &PictureId, file: &[u8]) -> Result<(), String> {
+        if file.last() == Some(&255) { Err("toy: broken picture".into()) } else { Ok(()) }
+    }
+}
+
+/// What the toy sees in a file.
+pub(super) fn see(file: &[u8]) -> u64 {
+    file.iter().fold(EMPTY, |hash, byte| mix(hash, u64::from(*byte)))
+}
+
+/// What takes the place of the token of a picture: no token of text.
+pub(super) fn seen_token(seen: u64, row: usize) -> u32 {
+    mix(seen, row as u64) as u32 | 0x8000_0000
+}
+
+/// Puts what is seen in the place of the tokens of pictures.
+fn with_pictures(mut tokens: Vec<u32>, pictures: &[Picture]) -> Vec<u32> {
+    for picture in pictures {
+        let seen = see(&picture.file);
+        picture.tokens().enumerate().for_each(|(row, position)| tokens[position] = seen_token(seen, row));
+    }
+    tokens
+}
 
 /// Mixes a value into a hash (the finaliser of SplitMix64).
 pub(super) fn mix(hash: u64, value: u64) -> u64 {
@@ -77,7 +132,10 @@ impl Sequence {
 
 /// What a sample request gets from these weights; its tokens must be in the vocabulary. How much the prefix cache had is left at 0.
 pub fn expected_sample(weights: u64, request: &SampleRequest, max_context_tokens: usize) -> SampleOutput {
-    let prompt: Vec<u32> = request.prompt.iter().map(|&t| t as u32).collect();
+    let (eyes, vocab_size) = (ToyEyes { tokens_max: usize::MAX }, VOCAB as usize);
+    let measured = Measured::new(&request.prompt, &request.images, Some(&eyes)).expect("the request was accepted");
+    let (prompt, pictures) = measured.place("prompt", vocab_size, Some(&eyes)).expect("the request was accepted");
+    let prompt = with_pictures(prompt, &pictures);
     let length = prompt.len();
     let settings = DrawSettings {
         seed: request.seed,
@@ -94,7 +152,7 @@ pub fn expected_sample(weights: u64, request: &SampleRequest, max_context_tokens
     let (mut prompt_logprobs, mut prompt_topk) = (vec![None; length], vec![TopK::new(); length]);
     let mut sequence = Sequence::new(weights);
     for (position, &token) in prompt.iter().enumerate() {
-        if position >= first_scored {
+        if position >= first_scored && !is_seen(&pictures, position) {
             prompt_logprobs[position] = Some(logprob(sequence.folded, token));
             prompt_topk[position] = top_k(sequence.folded, request.topk_prompt_logprobs);
         }
@@ -139,7 +197,8 @@ pub fn expected_sample(weights: u64, request: &SampleRequest, max_context_tokens
 pub(super) fn train(weights: u64, datum: &mut PreparedDatum) -> (Vec<f32>, u64) {
     let mut sequence = Sequence::new(weights);
     let mut logprobs = Vec::with_capacity(datum.targets.len());
-    for (&token, targets) in datum.tokens.iter().zip(datum.targets.chunks(datum.targets_per_token)) {
+    let tokens = with_pictures(datum.tokens.clone(), &datum.pictures);
+    for (&token, targets) in tokens.iter().zip(datum.targets.chunks(datum.targets_per_token)) {
         let row = sequence.push(token);
         logprobs.extend(targets.iter().map(|&target| logprob(row, target)));
     }
@@ -194,7 +253,8 @@ impl Numbers {
         forward_only: bool,
         max_example_tokens: usize,
     ) -> Result<ForwardBackwardOutput, String> {
-        let limits = ModelLimits { vocab_size: VOCAB as usize, max_example_tokens };
+        let eyes = ToyEyes { tokens_max: usize::MAX };
+        let limits = ModelLimits { vocab_size: VOCAB as usize, max_example_tokens, eyes: Some(&eyes) };
         let mut outputs = Vec::new();
         let mut sum = 0.0;
         for mut datum in datum::prepare(data, loss, limits)? {

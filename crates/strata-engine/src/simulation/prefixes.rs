@@ -1,9 +1,10 @@
-//! What of a prompt need not be computed again, where sequences have states and where they have none.
+//! What of a prompt need not be computed again, where sequences have states and where they have none; and what of its pictures need not be seen again.
 
 use std::sync::{Arc, Mutex};
 
-use crate::api::{Client, Outcome, Request, Response, SampleOutput, SampleRequest, Stop};
+use crate::api::{Client, Image, Outcome, Request, Response, SampleOutput, SampleRequest, Stop};
 
+use super::toy::Worked;
 use super::{Engine, Limits};
 
 struct Asker {
@@ -18,7 +19,11 @@ fn client() -> Client {
 impl Asker {
     /// Pages are of 4 tokens.
     fn new(states: usize) -> Self {
-        let mut asker = Asker { engine: Engine::new(Limits { states, ..Limits::roomy(1) }), sent: 0 };
+        Asker::over(Limits { states, ..Limits::roomy(1) })
+    }
+
+    fn over(limits: Limits) -> Self {
+        let mut asker = Asker { engine: Engine::new(limits), sent: 0 };
         asker.ask(Request::CreateSampler { sampler_id: "base".into(), source: None });
         asker
     }
@@ -40,8 +45,14 @@ impl Asker {
 
     /// Samples after a prompt. How many tokens of it were found, and the answer.
     fn sample(&mut self, prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
+        self.sample_of(&[], prompt, max_tokens)
+    }
+
+    /// As [`Asker::sample`], with pictures at the beginning.
+    fn sample_of(&mut self, pictures: &[&[u8]], prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
         let sample = SampleRequest {
             prompt: prompt.to_vec(),
+            images: pictures.iter().map(|&file| Image { at: 0, file: file.into(), expected_tokens: None }).collect(),
             num_samples: 1,
             max_tokens: Some(max_tokens),
             seed: 1,
@@ -58,6 +69,18 @@ impl Asker {
             Response::Sampled(output) => (output.prompt_cache_hit_tokens, output),
             other => panic!("{other:?}"),
         }
+    }
+}
+
+impl Asker {
+    /// Tokens of the pictures that were seen.
+    fn sights(&self) -> Vec<usize> {
+        let log = self.engine.shared.log.borrow();
+        log.iter()
+            .filter_map(
+                |(_, worked)| if let Worked::Sight { block: 0, file } = worked { Some(usize::from(file[0])) } else { None },
+            )
+            .collect()
     }
 }
 
@@ -109,4 +132,36 @@ fn with_no_state_to_spare_prompts_are_computed_again() {
     let second = asker.sample(&prompt, 3).1;
     assert_eq!(first.sequences[0].tokens, second.sequences[0].tokens);
     assert_eq!(asker.engine.evictions(), 0);
+}
+
+#[test]
+fn a_picture_is_seen_once_whoever_shows_it() {
+    for states in [0, 8] {
+        let mut asker = Asker::new(states);
+        let (a, b): (&[u8], &[u8]) = (&[9, 1], &[9, 2]);
+        let (none, first) = asker.sample_of(&[a, b], &tokens(1, 4), 3);
+        assert_eq!((none, asker.sights()), (0, vec![9, 9]));
+        // Other text behind it, and the pictures the other way round: what was seen serves, what was computed does not.
+        asker.sample_of(&[a], &tokens(2, 7), 3);
+        let (none, other) = asker.sample_of(&[b, a], &tokens(1, 4), 3);
+        assert_eq!((none, asker.sights().len()), (0, 2), "with {states} states");
+        assert_ne!(first.sequences[0].logprobs, other.sequences[0].logprobs);
+        // The same again is found in the cache: four pages and a half of pictures, and half a page of text.
+        let (found, again) = asker.sample_of(&[a, b], &tokens(1, 4), 3);
+        assert_eq!((found, again.sequences), (20, first.sequences), "with {states} states");
+    }
+}
+
+#[test]
+fn pictures_that_find_no_room_together_are_seen_one_after_another() {
+    let limits = Limits { gallery_tokens: 18, ..Limits::roomy(1) };
+    let mut small = Asker::over(limits);
+    let mut roomy = Asker::new(0);
+    let pictures: Vec<Vec<u8>> = (0..5).map(|n| vec![9, n]).collect();
+    let pictures: Vec<&[u8]> = pictures.iter().map(|file| &file[..]).collect();
+    let [one, other] = [&mut small, &mut roomy].map(|asker| asker.sample_of(&pictures, &tokens(1, 4), 3).1);
+    assert_eq!((one, small.sights().len()), (other, 5));
+    // Two of them are still there.
+    small.sample_of(&pictures[3..], &tokens(1, 4), 3);
+    assert_eq!(small.sights().len(), 5);
 }

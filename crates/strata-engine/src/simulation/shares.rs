@@ -6,12 +6,15 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::api::{AdamParams, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, Stop, TrainOp};
+use crate::api::{
+    AdamParams, Client, Datum, Image, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, Stop, TrainOp,
+};
 
 use crate::engine::EngineHandle;
 
-use super::toy::{BASE_COST, LAYERS, OPTIM_COST, TOKEN_COST, Worked};
-use super::{Engine, Limits, Rng, oracle};
+use super::oracle::{self, PICTURE_TOKENS_MAX};
+use super::toy::{BASE_COST, LAYERS, OPTIM_COST, SEEING_COST, TOKEN_COST, Worked};
+use super::{Engine, Limits, Rng};
 
 /// Pages of the cache: 800 tokens.
 const PAGES: usize = 200;
@@ -23,6 +26,10 @@ enum Load {
     Samples(usize, usize, usize, usize),
     /// Models, operations of each, examples of each, tokens of each.
     Training(usize, usize, usize, usize),
+    /// Requests, pictures of each, each of them another.
+    Pictures(usize, usize),
+    /// Operations of a model, examples of each with a picture.
+    PictureTraining(usize, usize),
     /// Models, optimizer steps of each.
     Steps(usize, usize),
     /// Models, snapshots of each with a step before.
@@ -48,7 +55,14 @@ fn datum(number: u64, length: usize, rng: &mut Rng) -> Datum {
     let mut loss_inputs = BTreeMap::new();
     loss_inputs.insert("target_tokens".to_string(), input(LossValues::I64(ids(rng))));
     loss_inputs.insert("weights".to_string(), input(LossValues::F32(vec![number as f32; length])));
-    Datum { tokens: ids(rng), loss_inputs }
+    Datum { tokens: ids(rng), images: Vec::new(), loss_inputs }
+}
+
+/// A picture that no other request has.
+fn picture(request: u64, n: usize) -> Image {
+    let mut file = vec![PICTURE_TOKENS_MAX as u8];
+    file.extend(request.to_le_bytes().into_iter().chain([n as u8, 0]));
+    Image { at: 0, file: file.into(), expected_tokens: None }
 }
 
 impl Clients {
@@ -69,11 +83,17 @@ impl Clients {
         let session = &who.session;
         let sampler_id = format!("{session}:base");
         match load {
-            Load::Samples(requests, num_samples, prompt, max_tokens) => {
+            Load::Samples(..) | Load::Pictures(..) => {
+                let (requests, num_samples, prompt, max_tokens, pictures) = match load {
+                    Load::Samples(requests, num_samples, prompt, max_tokens) => (requests, num_samples, prompt, max_tokens, 0),
+                    Load::Pictures(requests, pictures) => (requests, 1, 4, 8, pictures),
+                    _ => return self.sent.get(),
+                };
                 self.send(who, Request::CreateSampler { sampler_id: sampler_id.clone(), source: None });
                 for _ in 0..requests {
                     let sample = SampleRequest {
                         prompt: (0..prompt).map(|_| rng.below(u64::from(oracle::VOCAB)) as i64).collect(),
+                        images: (0..pictures).map(|n| picture(self.sent.get(), n)).collect(),
                         num_samples,
                         max_tokens: Some(max_tokens),
                         seed: self.sent.get() + 1,
@@ -92,6 +112,19 @@ impl Clients {
             Load::Training(models, ops, examples, tokens) => self.train(who, models, ops, |_, number, rng| {
                 vec![TrainOp::ForwardBackward {
                     data: (0..examples).map(|_| datum(number, tokens, rng)).collect(),
+                    loss: LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() },
+                    forward_only: false,
+                }]
+            }),
+            Load::PictureTraining(ops, examples) => self.train(who, 1, ops, |_, number, rng| {
+                let example = |n: usize| {
+                    let mut datum = datum(number, 20, rng);
+                    datum.tokens.truncate(20 - PICTURE_TOKENS_MAX);
+                    datum.images = vec![picture(number, n)];
+                    datum
+                };
+                vec![TrainOp::ForwardBackward {
+                    data: (0..examples).map(example).collect(),
                     loss: LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() },
                     forward_only: false,
                 }]
@@ -138,6 +171,7 @@ fn latency(states: usize, large: &[(Client, Load)], small: (Client, Load), momen
     for (who, load) in large {
         clients.load(who, *load, &mut Rng::new(5));
     }
+    let shows = matches!(small.1, Load::Pictures(..) | Load::PictureTraining(..));
     // It comes at its moment, also in the middle of a pass.
     let begun = Rc::new(Cell::new(None));
     let (others, noted, shared) = (clients.clone(), begun.clone(), engine.shared.clone());
@@ -159,7 +193,12 @@ fn latency(states: usize, large: &[(Client, Load)], small: (Client, Load), momen
             let log = engine.shared.log.borrow();
             let steps = log.iter().filter_map(|(_, w)| if let Worked::Step { tokens, .. } = w { Some(*tokens) } else { None });
             let passes = log.iter().filter_map(|(_, w)| if let Worked::Pass { tokens, .. } = w { Some(*tokens) } else { None });
-            let (step, pass) = (steps.max().unwrap_or(0) as u32, passes.max().unwrap_or(0) as u32);
+            let sights = log
+                .iter()
+                .filter_map(|(_, w)| if let Worked::Sight { file, .. } = w { Some(usize::from(file[0])) } else { None });
+            // Of a tower, too, whoever comes waits for a block; and who shows a picture, for the one that is being seen.
+            let sight = (sights.max().unwrap_or(0) * SEEING_COST * if shows { LAYERS as usize } else { 1 }) as u32;
+            let (step, pass) = (steps.max().unwrap_or(0) as u32, (passes.max().unwrap_or(0) as u32).max(sight));
             let wait = BASE_COST + TOKEN_COST * step + (BASE_COST + TOKEN_COST * pass) / LAYERS + OPTIM_COST;
             return (end - at, wait);
         }
@@ -187,10 +226,19 @@ fn a_small_request_waits_for_no_backlog() {
         Load::Training(1, 40, 8, 100),
         Load::Training(4, 40, 8, 10),
         Load::Training(2, 10, 1, 700),
+        Load::Pictures(100, 3),
+        Load::PictureTraining(40, 8),
         Load::Steps(4, 300),
         Load::Snapshots(4, 200),
     ];
-    let smalls = [Load::Samples(1, 1, 8, 16), Load::Training(1, 1, 1, 8), Load::Steps(1, 1), Load::Samples(1, 2, 40, 30)];
+    let smalls = [
+        Load::Samples(1, 1, 8, 16),
+        Load::Training(1, 1, 1, 8),
+        Load::Steps(1, 1),
+        Load::Samples(1, 2, 40, 30),
+        Load::Pictures(1, 1),
+        Load::PictureTraining(1, 1),
+    ];
     let mut rng = Rng::new(seed());
     let mut slow = Vec::new();
     // A cache without states, and one that has few.

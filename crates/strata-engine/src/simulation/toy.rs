@@ -2,13 +2,18 @@
 //! notes whom it works for.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::time::Duration;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, StepSpan};
+use sha2::{Digest, Sha256};
+
 use crate::losses::LossInputs;
+use crate::pictures::PictureId;
 use crate::sampler::Room;
 use crate::snapshot::WeightsId;
 
@@ -21,6 +26,10 @@ pub(super) const LAYERS: u32 = 4;
 pub(super) const BASE_COST: Duration = Duration::from_micros(80);
 /// What a token costs in a step, and in a layer of a pass.
 pub(super) const TOKEN_COST: Duration = Duration::from_micros(10);
+/// Tokens of a pass that seeing a token of a picture costs as much as.
+pub(super) const SEEING_COST: usize = 3;
+/// Bytes of what is seen of a token of a picture.
+pub(super) const SEEN_BYTES: u64 = 10;
 /// What an optimizer step costs.
 pub(super) const OPTIM_COST: Duration = Duration::from_micros(300);
 /// What freezing an adapter costs.
@@ -51,6 +60,10 @@ pub(super) struct Shared {
     pub(super) failed_steps: Cell<u64>,
     /// Bytes of adapters and their copies that are alive.
     pub(super) live_bytes: Cell<u64>,
+    /// Tokens of the pictures that are being seen.
+    pub(super) seeing: Cell<usize>,
+    /// Times that seeing a picture was made to fail.
+    pub(super) failed_sights: Cell<u64>,
 }
 
 /// A piece of work, by the numbers of the requests in it: the seed of a sample, the first loss input of an example.
@@ -68,6 +81,11 @@ pub(super) enum Worked {
     GoesOn {
         requests: Vec<u64>,
     },
+    /// A block of the tower that sees a picture, by its file.
+    Sight {
+        block: u32,
+        file: Vec<u8>,
+    },
 }
 
 impl Shared {
@@ -83,6 +101,8 @@ impl Shared {
             failed: RefCell::default(),
             failed_steps: Cell::default(),
             live_bytes: Cell::default(),
+            seeing: Cell::default(),
+            failed_sights: Cell::default(),
         }
     }
 
@@ -209,17 +229,25 @@ pub(super) struct Cache {
     states: Vec<(u64, usize)>,
 }
 
+/// What was seen of a picture.
+pub(super) struct Sight {
+    id: PictureId,
+    seen: u64,
+}
+
 /// The toy.
 pub(super) struct Toy {
     pub(super) shared: Rc<Shared>,
     pub(super) page_tokens: usize,
+    /// For how many tokens of pictures there is memory at a time.
+    picture_tokens: usize,
     base: Frozen,
 }
 
 impl Toy {
-    pub(super) fn new(shared: Rc<Shared>, page_tokens: usize) -> Self {
+    pub(super) fn new(shared: Rc<Shared>, page_tokens: usize, picture_tokens: usize) -> Self {
         let base = Frozen(Rc::new(FrozenWeights { weights: oracle::BASE, _memory: Memory::new(&shared, 0) }));
-        Toy { shared, page_tokens, base }
+        Toy { shared, page_tokens, picture_tokens, base }
     }
 
     fn params(&self, rank: usize, numbers: Numbers) -> Rc<Params> {
@@ -241,7 +269,7 @@ impl Toy {
         self.shared.spend(BASE_COST / LAYERS + TOKEN_COST / LAYERS * tokens as u32);
     }
 
-    fn run_span(&self, cache: &mut Cache, span: &StepSpan<'_, Frozen>, out: &mut Vec<RowResult>) {
+    fn run_span(&self, cache: &mut Cache, span: &StepSpan<'_, Frozen, Rc<Sight>>, out: &mut Vec<RowResult>) {
         let weights = span.weights.1.0.weights;
         let mut folded = EMPTY;
         let size = cache.page_tokens;
@@ -264,7 +292,8 @@ impl Toy {
                 self.shared.violate(format!("state {state} is not what {position} tokens left behind"));
             }
             if let Some(new) = position.checked_sub(span.past) {
-                cache.pages[page][offset] = oracle::cell(folded, weights, span.tokens[new], position);
+                let token = self.token_at(span, new, position);
+                cache.pages[page][offset] = oracle::cell(folded, weights, token, position);
             } else if cache.pages[page][offset] == STALE {
                 self.shared.violate(format!("position {position} is read from page {page}, where nothing was written"));
             }
@@ -277,6 +306,18 @@ impl Toy {
         }
         if let Some(state) = span.held.state {
             cache.states[state as usize] = (folded, last);
+        }
+    }
+
+    /// The token at a position of a sequence, or what is seen there.
+    fn token_at(&self, span: &StepSpan<'_, Frozen, Rc<Sight>>, new: usize, position: usize) -> u32 {
+        match span.pictures.iter().find(|(picture, _)| picture.tokens().contains(&position)) {
+            Some((picture, Some(sight))) if sight.id == picture.id => oracle::seen_token(sight.seen, position - picture.first),
+            Some(_) => {
+                self.shared.violate(format!("position {position} is that of a picture that was not seen"));
+                0
+            }
+            None => span.tokens[new],
         }
     }
 
@@ -294,6 +335,28 @@ impl Toy {
     }
 }
 
+impl Toy {
+    fn see_blocks(&self, file: &[u8], between: Between<'_>) -> Result<Rc<Sight>, PassError> {
+        let tokens = usize::from(file[0]);
+        let fails_at = self.shared.chance(self.shared.faults.get().see).then(|| self.shared.rng.borrow_mut().below(4) as u32);
+        for block in 0..LAYERS {
+            if fails_at == Some(block) {
+                self.shared.failed_sights.set(self.shared.failed_sights.get() + 1);
+                return Err(PassError::Failed(self.shared.fail()));
+            }
+            self.shared.note(Worked::Sight { block, file: file.to_vec() });
+            self.layer(SEEING_COST * tokens);
+            if block + 1 < LAYERS {
+                self.shared.moment.set(self.shared.moment.get() + 1);
+                if between() == ControlFlow::Break(()) {
+                    return Err(PassError::Interrupted);
+                }
+            }
+        }
+        Ok(Rc::new(Sight { id: Sha256::digest(file).into(), seen: oracle::see(file) }))
+    }
+}
+
 /// The number of the request that an example belongs to.
 fn number_of(datum: &crate::datum::PreparedDatum) -> u64 {
     let inputs = match &datum.loss.inputs {
@@ -308,6 +371,7 @@ impl Compute for Toy {
     type Frozen = Frozen;
     type State = State;
     type Cache = Cache;
+    type Seen = Rc<Sight>;
 
     fn now(&self) -> Duration {
         self.shared.now.get()
@@ -394,7 +458,31 @@ impl Compute for Toy {
         learner.lost = Some(why.into());
     }
 
-    fn pass(&self, parts: &mut [PassPart<'_, Self>], between: Between<'_>) -> Result<Vec<f32>, PassError> {
+    fn seen_bytes_per_token(&self) -> u64 {
+        SEEN_BYTES
+    }
+
+    fn see(&self, file: &[u8], between: Between<'_>) -> Result<Rc<Sight>, PassError> {
+        let (before, tokens) = (self.shared.seeing.get(), usize::from(file[0]));
+        self.shared.seeing.set(before + tokens);
+        if before + tokens > self.picture_tokens {
+            self.shared.violate(format!("pictures of {before} and {tokens} tokens are seen at a time"));
+        }
+        let done = catch_unwind(AssertUnwindSafe(|| self.see_blocks(file, between)));
+        self.shared.seeing.set(before);
+        done.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+
+    fn pass(
+        &self,
+        parts: &mut [PassPart<'_, Self>],
+        seen: &HashMap<PictureId, Rc<Sight>>,
+        between: Between<'_>,
+    ) -> Result<Vec<f32>, PassError> {
+        let pictures = parts.iter().flat_map(|part| &part.data).flat_map(|datum| &datum.pictures);
+        if pictures.into_iter().any(|picture| seen.get(&picture.id).is_none_or(|sight| sight.id != picture.id)) {
+            self.shared.violate("a pass has a picture that was not seen".into());
+        }
         let data = || parts.iter().flat_map(|p| &p.data);
         let requests: Vec<u64> = data().map(|d| number_of(d)).collect();
         let tokens: usize = data().map(|d| d.tokens.len()).sum();
@@ -461,7 +549,7 @@ impl Compute for Toy {
         free_states.iter().for_each(|&state| cache.states[state as usize] = (STALE, 0));
     }
 
-    fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen>]) -> Result<Vec<RowResult>, String> {
+    fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen, Rc<Sight>>]) -> Result<Vec<RowResult>, String> {
         let tokens = spans.iter().map(|s| s.tokens.len()).sum();
         let samples: Vec<u64> = spans.iter().flat_map(|s| &s.rows).filter_map(|(_, task)| seed_of(task)).collect();
         self.shared.note(Worked::Step { samples: samples.clone(), tokens });

@@ -96,7 +96,7 @@ pub fn ids(values: Vec<i64>) -> LossInput {
 pub fn datum(tokens: &[i64], inputs: Vec<(&str, LossInput)>) -> Datum {
     let mut loss_inputs: BTreeMap<String, LossInput> = inputs.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
     loss_inputs.insert("target_tokens".into(), ids(tokens[1..].to_vec()));
-    Datum { tokens: tokens[..tokens.len() - 1].to_vec(), loss_inputs }
+    Datum { tokens: tokens[..tokens.len() - 1].to_vec(), images: Vec::new(), loss_inputs }
 }
 
 /// Next-token cross-entropy over a sequence, every target with the same weight.
@@ -188,6 +188,7 @@ pub fn snapshot(engine: &EngineHandle, model: &str, seq_id: u64, sampler: &str) 
 pub fn sample_request(prompt: Vec<i64>, num_samples: usize, max_tokens: usize, seed: u64) -> SampleRequest {
     SampleRequest {
         prompt,
+        images: Vec::new(),
         num_samples,
         max_tokens: Some(max_tokens),
         seed,

@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, KvValues, Linear, LoraGroup, QkvLayout, Tape,
-    TensorRef, Var, attention_pages_bytes,
+    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, KvValues, Linear, LoraGroup, QkvLayout, Sight,
+    Tape, TensorRef, Var, attention_pages_bytes,
 };
 
 use super::BatchInputs;
@@ -85,6 +85,7 @@ impl AttentionConfig {
             scale: (1.0 / (self.head_dim as f64).sqrt()) as f32,
             eps,
             window,
+            sees: Sight::Before,
         }
     }
 }

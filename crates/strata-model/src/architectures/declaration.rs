@@ -435,6 +435,34 @@ impl Declaration {
         id
     }
 
+    /// Matrices of these names, `[rows, ...]` each, that carry no LoRA and are kept as they are, as a stack.
+    pub(crate) fn frozen_matrices(
+        &mut self,
+        label: &'static str,
+        names: impl Iterator<Item = String>,
+        shape: &[usize],
+    ) -> MatrixId {
+        let names: Vec<String> = names.collect();
+        let id = self.matrix(label, names.len(), shape[1..].iter().product(), shape[0]);
+        self.matrices[id.0].is_exact = true;
+        for (layer, name) in names.into_iter().enumerate() {
+            let place = Place::Matrix { id, layer, first: 0 };
+            self.parameters.push(Parameter { name, shape: shape.to_vec(), form: Form::Own, layer: None, place });
+        }
+        id
+    }
+
+    /// Tensors of these names, as a stack of vectors.
+    pub(crate) fn frozen_vectors(&mut self, names: impl Iterator<Item = String>, shape: &[usize]) -> VectorId {
+        let names: Vec<String> = names.collect();
+        let id = self.vector(names.len(), shape.iter().product());
+        for (layer, name) in names.into_iter().enumerate() {
+            let place = Place::Vector { id, layer, first: 0 };
+            self.parameters.push(Parameter { name, shape: shape.to_vec(), form: Form::Own, layer: None, place });
+        }
+        id
+    }
+
     /// Names what adapters may have in the place of a module: paths within a decoder layer, and rows, in order.
     pub(crate) fn parts(&mut self, module: usize, parts: impl IntoIterator<Item = (&'static str, usize)>) {
         self.modules[module].parts = parts.into_iter().map(|(path, rows)| ModulePart { path, rows }).collect();
@@ -537,7 +565,12 @@ impl Weights {
     /// Writes rows of a parameter, the first of which is row `first`, to their place.
     fn store(&mut self, backend: &dyn Backend, place: Place, first: usize, rows: HostRef<'_>) -> Result<()> {
         match place {
-            Place::Matrix { id, layer, first: at } => backend.upload_rows(&mut self.matrices[id.0], layer, at + first, rows)?,
+            Place::Matrix { id, layer, first: at } => {
+                // A kernel of a convolution is a row.
+                let shape = [rows.shape().leading(), rows.shape().row_len()];
+                let rows = HostRef::from_bytes(rows.as_bytes(), &shape, rows.dtype())?;
+                backend.upload_rows(&mut self.matrices[id.0], layer, at + first, rows)?;
+            }
             Place::Vector { id, layer, first: at } => {
                 let start = at + first * rows.shape().row_len();
                 let elements = start..start + rows.shape().len();

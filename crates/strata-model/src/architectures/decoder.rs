@@ -9,11 +9,13 @@ use strata_tensor::{
 
 use super::blocks::Pass;
 use super::declaration::{Declaration, MatrixId, VectorId, Weights};
+use super::vision_tower::{ImageBytes, ImageFeatures, VisionTower};
 use super::{BatchInputs, Observed, Observer, WeightSource};
 use crate::config::Rope;
 use crate::kv_cache::{LayerAccess, LayerLayout};
 use crate::lora::{LoraModule, Part};
-use crate::{KvCache, ModelConfig, Result};
+use crate::vision::Patches;
+use crate::{Error, KvCache, ModelConfig, Result};
 
 /// What brings the tokens of a sequence together in a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -67,6 +69,7 @@ pub(crate) struct Plan {
     unembed_module: usize,
     embedding_module: usize,
     rope: Rope,
+    vision: Option<VisionTower>,
 }
 
 impl Plan {
@@ -87,7 +90,9 @@ impl Plan {
         let unembed_module = d.module(UNEMBEDDING, Part::Unembed, c.hidden_size, c.vocab_size);
         // The last, so that fresh adapters, which never have it, are what they were: their numbers depend on places in the list.
         let embedding_module = d.module(EMBEDDING, Part::Embedding, c.vocab_size, c.hidden_size);
-        Plan { declaration: d, layers, norm, lm_head, unembed_module, embedding_module, rope: family.rope().clone() }
+        let vision = family.vision().map(|vision| VisionTower::declare(&mut d, vision, c.hidden_size));
+        let rope = family.rope().clone();
+        Plan { declaration: d, layers, norm, lm_head, unembed_module, embedding_module, rope, vision }
     }
 
     /// What layer `l` mixes tokens with.
@@ -140,6 +145,7 @@ impl Decoder {
             None => Ok(()),
         };
         let mut x = tape.embedding(table, inputs.embedding_lora(self.plan.embedding_module), &inputs.batch.tokens)?;
+        x = tape.replace_rows(x, &inputs.image_rows(|features| Some(&features.embeddings)))?;
         see(Observed::Embeddings, &x)?;
         for l in 0..self.num_layers {
             x = match &mut cache {
@@ -150,6 +156,7 @@ impl Decoder {
                 }
             };
             see(Observed::LayerOutput(l), &x)?;
+            x = tape.add_rows(x, &inputs.image_rows(|features| features.deepstack.get(l)))?;
             if cache.is_none() {
                 go_on(between)?;
             }
@@ -157,6 +164,28 @@ impl Decoder {
         let x = pass.norm(tape, &x, self.plan.norm, 0)?;
         see(Observed::FinalNorm, &x)?;
         Ok(x)
+    }
+
+    /// What a picture is to the decoder.
+    ///
+    /// # Errors
+    /// If the model does not see, or the patches are not those of a picture.
+    pub(crate) fn image_features(
+        &self,
+        backend: &dyn Backend,
+        image: &Patches,
+        between: &mut Between<'_>,
+    ) -> Result<ImageFeatures> {
+        match &self.plan.vision {
+            Some(tower) => tower.features(backend, &self.weights, self.dtype, image, between),
+            None => Err(Error::Batch("the model reads text alone".into())),
+        }
+    }
+
+    /// As [`crate::Model::image_bytes`].
+    pub(crate) fn image_bytes(&self, backend: &dyn Backend) -> ImageBytes {
+        let bytes = |tower: &VisionTower| tower.bytes_per_token(backend, self.hidden_size, self.dtype);
+        self.plan.vision.as_ref().map_or(ImageBytes::default(), bytes)
     }
 
     /// The unembedding, and its place among [`Decoder::lora_modules`].
@@ -197,7 +226,7 @@ impl Decoder {
         let layer = self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype);
         // Rows of odd width are copied for products of pairs.
         let copied = self.plan.declaration.widths().filter(|width| width % 2 == 1).max().unwrap_or(0);
-        stream + layer + narrow * copied
+        stream + layer + narrow * copied + self.image_bytes(backend).features
     }
 
     /// What a pass takes whatever its tokens, logits aside.
@@ -211,7 +240,8 @@ impl Decoder {
             }
             Mixer::DeltaNet(g) => backend.delta_scratch_bytes(&g, DELTA_CHUNK),
         };
+        let seeing = self.plan.vision.as_ref().map_or(0, |tower| tower.fixed_bytes(backend, self.dtype));
         // One op at a time has its own.
-        self.mixers().map(mixer).max().unwrap_or(0).max(products)
+        self.mixers().map(mixer).max().unwrap_or(0).max(products).max(seeing)
     }
 }

@@ -4,7 +4,7 @@
 use serde_json::{Map, Value};
 use strata_tensor::{
     AttentionGeometry, AttentionSight, Backend, DType, KV_PAGE_TOKENS, KvAccess, KvValues, LatentAttention, LatentRotary,
-    RotaryStyle, Tape, Var, attention_pages_bytes,
+    RotaryStyle, Sight, Tape, Var, attention_pages_bytes,
 };
 
 use super::blocks::{Pass, TokenBytes};
@@ -147,6 +147,7 @@ impl LatentConfig {
             scale: self.scale(),
             eps: LATENT_EPS,
             window: None,
+            sees: Sight::Before,
         }
     }
 }

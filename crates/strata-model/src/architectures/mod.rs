@@ -4,11 +4,13 @@
 //! `decoder`, and what several have because it is the same mathematics is in `blocks` and `dense`.
 
 mod blocks;
+mod composite;
 mod declaration;
 mod decoder;
 mod deepseek_v3;
 mod delta_net;
 mod dense;
+mod files;
 mod glm4_moe_lite;
 mod gpt_oss;
 mod latent;
@@ -19,15 +21,18 @@ mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_moe;
+mod qwen3_vl;
+mod vision_tower;
 
 use std::rc::Rc;
 
 use serde_json::{Map, Value};
 use strata_tensor::{
-    AttentionSpan, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup, LoraProjection,
-    LoraSite, Rotary, Tensor,
+    AttentionSpan, AxisFrequency, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup,
+    LoraProjection, LoraSite, Rotary, Tensor, TensorRef,
 };
 
+use crate::batch::ImageRows;
 use crate::config::fields::{Fields, unsupported};
 use crate::config::quantization;
 use crate::config::{Rope, RopeTable};
@@ -42,11 +47,14 @@ pub use blocks::{AttentionConfig, MlpConfig};
 pub(crate) use decoder::Decoder;
 pub use deepseek_v3::DeepseekV3Config;
 pub use dense::DenseConfig;
+pub use files::{FileTensor, file_tensors};
 pub use gpt_oss::GptOssConfig;
 pub use latent::LatentConfig;
 pub use moe::{MoeConfig, MoeLayout, Router, SigmoidRouter};
 pub use qwen3_5::{Qwen3_5Config, Qwen3_5Mlp};
 pub use qwen3_moe::Qwen3MoeConfig;
+pub use qwen3_vl::{Qwen3VlConfig, Qwen3VlText};
+pub use vision_tower::{ImageBytes, ImageFeatures, VisionConfig};
 
 /// A family, with what its models have beside what all models have.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,6 +77,8 @@ pub enum Family {
     GptOss(GptOssConfig),
     /// Qwen3.5 and Qwen3.5-MoE.
     Qwen3_5(Qwen3_5Config),
+    /// Qwen3-VL and Qwen3-VL-MoE.
+    Qwen3Vl(Qwen3VlConfig),
 }
 
 /// What is asked of a family's own configuration.
@@ -101,19 +111,36 @@ pub(crate) trait FamilyConfig {
     fn part_of_composite(&self) -> Option<&'static str> {
         None
     }
+
+    /// The part that sees.
+    fn vision(&self) -> Option<&VisionConfig> {
+        None
+    }
+
+    /// The token that stands for a part of a picture.
+    fn image_token(&self) -> Option<u32> {
+        None
+    }
+
+    /// The axis by whose positions a pair of a head turns: time, rows or columns of pictures. Text has the same on all.
+    fn axis_of_pair(&self, _pair: usize) -> usize {
+        0
+    }
 }
 
 /// Reads the configuration of one family. `generation`: the keys of `generation_config.json`.
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 12] = [
+const REGISTRY: [(&str, Read); 14] = [
     ("qwen3", qwen3::read),
     ("qwen3_moe", qwen3_moe::read),
     ("qwen3_5_text", qwen3_5::read),
     ("qwen3_5", qwen3_5::read_composite),
     ("qwen3_5_moe_text", qwen3_5::read_moe),
     ("qwen3_5_moe", qwen3_5::read_moe_composite),
+    ("qwen3_vl", qwen3_vl::read),
+    ("qwen3_vl_moe", qwen3_vl::read_moe),
     ("gpt_oss", gpt_oss::read),
     ("qwen2", qwen2::read),
     ("llama", llama::read),
@@ -153,6 +180,7 @@ impl Family {
             Family::Glm4MoeLite(_) => "glm4_moe_lite",
             Family::GptOss(_) => "gpt_oss",
             Family::Qwen3_5(c) => c.model_type(),
+            Family::Qwen3Vl(c) => c.model_type(),
         }
     }
 
@@ -164,6 +192,7 @@ impl Family {
             Family::DeepseekV3(c) | Family::Glm4MoeLite(c) => c,
             Family::GptOss(c) => c,
             Family::Qwen3_5(c) => c,
+            Family::Qwen3Vl(c) => c,
         }
     }
 
@@ -179,6 +208,7 @@ impl Family {
             Family::Glm4MoeLite(c) => glm4_moe_lite::write(c, map),
             Family::GptOss(c) => gpt_oss::write(c, map),
             Family::Qwen3_5(c) => qwen3_5::write(c, map),
+            Family::Qwen3Vl(c) => qwen3_vl::write(model, c, map),
         }
     }
 }
@@ -385,6 +415,7 @@ impl<'a> BatchInputs<'a> {
                 config.max_position_embeddings
             )));
         }
+        check_images(config, batch)?;
         let group_sequences = batch
             .groups
             .iter()
@@ -393,9 +424,21 @@ impl<'a> BatchInputs<'a> {
                 within.map(|s| s.tokens.clone()).collect()
             })
             .collect();
-        let rotary = Rc::new(angles(backend, config.family.config().rope(), batch)?);
+        let rotary = Rc::new(angles(backend, config.family.config(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
         Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, group_sequences }))
+    }
+
+    /// Rows of what is known of the pictures of the batch, with their tokens; of what `of` answers `None` for, none.
+    pub(crate) fn image_rows(
+        &self,
+        of: impl Fn(&'a ImageFeatures) -> Option<&'a Tensor>,
+    ) -> Vec<(std::ops::Range<usize>, TensorRef<'a>)> {
+        let rows = |image: &ImageRows<'a>| {
+            let features = of(image.features)?;
+            Some((image.tokens.clone(), features.as_ref().rows(image.first..image.first + image.tokens.len())))
+        };
+        self.batch.images.iter().filter_map(rows).collect()
     }
 
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.
@@ -445,16 +488,44 @@ impl<'a> BatchInputs<'a> {
     }
 }
 
+/// Refuses pictures for a model that reads text alone, and such as have other tokens than the sequence has for them.
+fn check_images(config: &ModelConfig, batch: &PackedBatch<'_>) -> Result<()> {
+    let Some(first) = batch.images.first() else { return Ok(()) };
+    let family = config.family.config();
+    let (Some(vision), Some(token)) = (family.vision(), family.image_token()) else {
+        return Err(Error::Batch(format!("a picture at token {} for a model that reads text alone", first.tokens.start)));
+    };
+    for image in &batch.images {
+        let ImageFeatures { embeddings, deepstack } = image.features;
+        let fits = |features: &Tensor| {
+            features.shape().row_len() == config.hidden_size && features.rows() >= image.first + image.tokens.len()
+        };
+        if !fits(embeddings) || !deepstack.iter().all(fits) || deepstack.len() != vision.deepstack.len() {
+            let rows = image.first..image.first + image.tokens.len();
+            return Err(Error::Batch(format!("a picture of {} has no tokens {rows:?}", embeddings.shape())));
+        }
+        if let Some(other) = batch.tokens[image.tokens.clone()].iter().find(|&&other| other != token) {
+            return Err(Error::Batch(format!("token {other} is in the place of a picture, where {token} is to be")));
+        }
+    }
+    Ok(())
+}
+
 /// The angles of a batch: of each sequence those of its length, where that matters.
-fn angles(backend: &dyn Backend, rope: &Rope, batch: &PackedBatch<'_>) -> Result<Rotary> {
-    let turn =
-        |positions: &[u32], RopeTable { frequencies, factor }: &RopeTable| backend.rotary(positions, frequencies, *factor);
+fn angles(backend: &dyn Backend, family: &dyn FamilyConfig, batch: &PackedBatch<'_>) -> Result<Rotary> {
+    let rope = family.rope();
+    let axes = batch.positions.each_ref().map(Vec::as_slice);
+    let turn = |RopeTable { frequencies, factor }: &RopeTable| {
+        let turn = |(pair, &frequency): (usize, &f32)| AxisFrequency { axis: family.axis_of_pair(pair), frequency };
+        let turns: Vec<AxisFrequency> = frequencies.iter().enumerate().map(turn).collect();
+        backend.rotary_of_axes(&axes, &turns, *factor)
+    };
     let any = |long: bool| batch.spans.iter().find(|s| rope.is_long(s.length_max) == long).map(|s| rope.table(s.length_max));
     let (short, long) = match (any(false), any(true)) {
         (Some(short), Some(long)) => (short, long),
-        (short, long) => return Ok(turn(&batch.positions, &short.or(long).unwrap_or_else(|| rope.table(0)))?),
+        (short, long) => return Ok(turn(&short.or(long).unwrap_or_else(|| rope.table(0)))?),
     };
-    let (mut all, of_long) = (turn(&batch.positions, &short)?, turn(&batch.positions, &long)?);
+    let (mut all, of_long) = (turn(&short)?, turn(&long)?);
     for s in batch.spans.iter().filter(|s| rope.is_long(s.length_max)) {
         for (all, of_long) in [(&mut all.cos, &of_long.cos), (&mut all.sin, &of_long.sin)] {
             backend.copy(of_long.as_ref().rows(s.tokens.clone()), all.rows_mut(s.tokens.clone()))?;

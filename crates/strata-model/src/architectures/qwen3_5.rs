@@ -8,23 +8,19 @@ use serde_json::{Map, Value, json};
 use strata_tensor::{Backend, DType, DeltaGeometry, ExpertActivation, Tape, Var};
 
 use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
+use super::composite;
 use super::declaration::{Declaration, NormWeights, VectorId};
 use super::decoder::{DecoderLayers, Mixer};
 use super::delta_net::DeltaNet;
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
 use super::{Family, FamilyConfig};
-use crate::config::fields::{Defaults, Fields, check_size, unsupported, wrong_kind};
+use crate::config::fields::{Defaults, Fields, check_size, unsupported};
 use crate::config::{
-    CONVOLUTION_TOKENS_MAX, EXPERTS_MAX, HEAD_DIM_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX, Rope, quantization,
+    CONVOLUTION_TOKENS_MAX, EXPERTS_MAX, HEAD_DIM_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX, Rope,
 };
 use crate::kv_cache::LayerAccess;
 use crate::{Error, ModelConfig, Result};
-
-/// What names begin with of the part that sees, and of layers that predict further tokens.
-const LEFT_ASIDE: [&str; 2] = ["model.visual.", "mtp."];
-/// What the names of the text's parameters begin with in a composite.
-const PART_OF_COMPOSITE: &str = "model.language_model.";
 
 /// What a Qwen3.5 model has beside what all models have.
 #[derive(Clone, Debug, PartialEq)]
@@ -105,7 +101,7 @@ impl FamilyConfig for Qwen3_5Config {
     }
 
     fn left_aside(&self, _: &ModelConfig) -> Vec<String> {
-        LEFT_ASIDE.map(String::from).into()
+        [composite::VISION_PREFIX, "mtp."].map(String::from).into()
     }
 
     fn norm_weights(&self) -> NormWeights {
@@ -113,7 +109,7 @@ impl FamilyConfig for Qwen3_5Config {
     }
 
     fn part_of_composite(&self) -> Option<&'static str> {
-        Some(PART_OF_COMPOSITE)
+        Some(composite::TEXT_PREFIX)
     }
 }
 
@@ -156,42 +152,12 @@ pub(super) fn read_moe(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> 
 
 /// As `Qwen3_5Config`, of which the part that reads and writes text.
 pub(super) fn read_composite(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig> {
-    read(&Fields { map: &text_of_composite(fields, TEXT)? }, generation)
+    read(&Fields { map: &composite::text_of(fields, TEXT)? }, generation)
 }
 
 /// As `Qwen3_5MoeConfig`, of which the part that reads and writes text.
 pub(super) fn read_moe_composite(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig> {
-    read_moe(&Fields { map: &text_of_composite(fields, MOE_TEXT)? }, generation)
-}
-
-/// The keys of `text_config`, and those of the composite that count for its text.
-fn text_of_composite(fields: &Fields<'_>, model_type: &str) -> Result<Map<String, Value>> {
-    const KEY: &str = "text_config";
-    let mut text = match fields.get(KEY) {
-        None => Map::new(),
-        Some(Value::Object(text)) => text.clone(),
-        Some(other) => return Err(wrong_kind(KEY, other, "an object")),
-    };
-    quantization::check(&Fields { map: &text })?;
-    if let Some(other) = text.get("model_type").filter(|value| *value != model_type) {
-        return Err(unsupported(&format!("{KEY}.model_type"), other, &format!("{model_type:?}")));
-    }
-    // The composite has the unembedding, and what it says of it counts, whatever its text says.
-    let tied = fields.map.get("tie_word_embeddings").cloned().unwrap_or(false.into());
-    text.insert("tie_word_embeddings".into(), tied);
-    // What generation takes of a configuration is the composite's, and of its text what the composite does not say.
-    for key in ["bos_token_id", "eos_token_id"] {
-        if let Some(value) = fields.get(key) {
-            text.insert(key.into(), value.clone());
-        }
-    }
-    let of_text = Fields { map: &text };
-    if of_text.get("dtype").or(of_text.get("torch_dtype")).is_none()
-        && let Some(dtype) = fields.get("dtype").or(fields.get("torch_dtype"))
-    {
-        text.insert("dtype".into(), dtype.clone());
-    }
-    Ok(text)
+    read_moe(&Fields { map: &composite::text_of(fields, MOE_TEXT)? }, generation)
 }
 
 /// What both have.

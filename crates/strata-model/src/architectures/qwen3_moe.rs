@@ -91,11 +91,16 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         activation: ExpertActivation::SwiGlu,
         layout: MoeLayout::PerExpert,
     };
-    let step = fields.size("decoder_sparse_step", 1, NUM_LAYERS_MAX)?;
-    let dense_layers = mlp_only_layers(fields)?;
-    let sparse = (0..num_layers).map(|l| (l + 1).is_multiple_of(step) && !dense_layers.contains(&(l as u64))).collect();
+    let sparse = sparse_layers(fields, num_layers)?;
     let family = Family::Qwen3Moe(Qwen3MoeConfig { dense: DenseConfig { attention, mlp }, moe, sparse });
     fields.model(generation, &defaults, family)
+}
+
+/// Which layers have experts.
+pub(super) fn sparse_layers(fields: &Fields<'_>, num_layers: usize) -> Result<Vec<bool>> {
+    let step = fields.size("decoder_sparse_step", 1, NUM_LAYERS_MAX)?;
+    let dense_layers = mlp_only_layers(fields)?;
+    Ok((0..num_layers).map(|l| (l + 1).is_multiple_of(step) && !dense_layers.contains(&(l as u64))).collect())
 }
 
 fn mlp_only_layers(fields: &Fields<'_>) -> Result<Vec<u64>> {

@@ -18,8 +18,15 @@ use crate::{Error, Result};
 
 const PUBLIC_ENDPOINT: &str = "https://huggingface.co";
 /// Files to have before the weights: without the first two a model cannot be used, the others are taken where they exist.
-const SMALL_FILES: [&str; 5] =
-    ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"];
+const SMALL_FILES: [&str; 7] = [
+    "config.json",
+    "tokenizer.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+];
 /// How many of [`SMALL_FILES`] must exist.
 const REQUIRED_FILES: usize = 2;
 /// The revision that is used.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use safetensors::Dtype;
-use strata_tensor::{DType, Element, Error, HostRef, HostTensor, Result};
+use strata_tensor::{DType, Element, Error, HostRef, HostTensor, Result, Shape};
 
 /// Element types that weights may have in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +100,9 @@ impl<'a> SourceTensor<'a> {
         }
         // Cannot overflow: the whole tensor lies in memory.
         let row_bytes = self.bytes.len() / leading.max(1);
-        let mut shape = self.shape.to_vec();
+        // A kernel of a convolution over time, height and width has more axes than tensors here: it is a row.
+        let row_len = self.shape[1..].iter().product();
+        let mut shape = if self.shape.len() > Shape::MAX_RANK { vec![leading, row_len] } else { self.shape.to_vec() };
         shape[0] = rows.len();
         read(&self.bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, self.dtype, dtype)
     }

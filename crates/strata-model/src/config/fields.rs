@@ -137,7 +137,7 @@ impl<'a> Fields<'a> {
 }
 
 /// The keys of a file.
-pub(super) fn parse_object(file: &str, json: &str) -> Result<Map<String, Value>> {
+pub(crate) fn parse_object(file: &str, json: &str) -> Result<Map<String, Value>> {
     match serde_json::from_str(json) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(other) => Err(Error::Config(format!("{file} holds {}, not an object", shorten(&other)))),
@@ -169,7 +169,7 @@ fn token_ids(key: &str, value: &Value, vocab_size: usize) -> Result<Vec<u32>> {
     }
 }
 
-fn token_id(key: &str, value: &Value, vocab_size: usize) -> Result<u32> {
+pub(crate) fn token_id(key: &str, value: &Value, vocab_size: usize) -> Result<u32> {
     let id = value.as_u64().ok_or_else(|| wrong_kind(key, value, "a token id"))?;
     if id >= vocab_size as u64 {
         return Err(Error::Config(format!("{key} {id} is not below vocab_size {vocab_size}")));

@@ -10,7 +10,7 @@ struct NamedShape {
     config: fn() -> Value,
 }
 
-const SHAPES: [NamedShape; 19] = [
+const SHAPES: [NamedShape; 21] = [
     // The Qwen3 technical report (arXiv:2505.09388), tables 1 and 2.
     NamedShape { name: "qwen3-0.6b", config: || qwen3(1024, 3072, 28, 16, true) },
     NamedShape { name: "qwen3-1.7b", config: || qwen3(2048, 6144, 28, 16, true) },
@@ -19,6 +19,9 @@ const SHAPES: [NamedShape; 19] = [
     NamedShape { name: "qwen3-14b", config: || qwen3(5120, 17_408, 40, 40, false) },
     NamedShape { name: "qwen3-32b", config: || qwen3(5120, 25_600, 64, 64, false) },
     NamedShape { name: "qwen3-30b-a3b", config: qwen3_moe },
+    // Qwen3-VL, as published.
+    NamedShape { name: "qwen3-vl-8b", config: qwen3_vl },
+    NamedShape { name: "qwen3-vl-30b-a3b", config: qwen3_vl_moe },
     // Qwen3.5, as its configuration classes in transformers have it.
     NamedShape { name: "qwen3.5-9b", config: || qwen3_5("qwen3_5_text") },
     NamedShape { name: "qwen3.5-35b-a3b", config: || qwen3_5("qwen3_5_moe_text") },
@@ -64,6 +67,43 @@ fn qwen3_moe() -> Value {
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true
         }),
     )
+}
+
+fn qwen3_vl() -> Value {
+    let text = json!({
+        "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8
+    });
+    qwen3_vl_of("qwen3_vl", text)
+}
+
+fn qwen3_vl_moe() -> Value {
+    let text = json!({
+        "model_type": "qwen3_vl_moe_text", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": true
+    });
+    qwen3_vl_of("qwen3_vl_moe", text)
+}
+
+/// What both have.
+fn qwen3_vl_of(model_type: &str, text: Value) -> Value {
+    let common = json!({
+        "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 262_144, "bos_token_id": 151_643,
+        "eos_token_id": 151_645, "dtype": "bfloat16",
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": true
+        }
+    });
+    json!({
+        "model_type": model_type, "image_token_id": 151_655, "tie_word_embeddings": false,
+        "vision_config": {
+            "model_type": model_type, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+            "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304,
+            "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [8, 16, 24]
+        },
+        "text_config": with(common, text)
+    })
 }
 
 fn qwen3_5(model_type: &str) -> Value {
@@ -149,17 +189,21 @@ fn with(mut object: Value, more: Value) -> Value {
 impl ModelConfig {
     /// The configuration of a public model by its short name, such as `qwen3-0.6b`. `None`: no such name.
     pub fn named_shape(name: &str) -> Option<ModelConfig> {
-        Self::shape_with(name, json!({}))
+        let shape = SHAPES.iter().find(|s| s.name == name)?;
+        ModelConfig::from_json(&(shape.config)().to_string(), None).ok()
     }
 
     /// As [`ModelConfig::named_shape`], with the first `num_layers` decoder layers only: a layer of a model that is too large for the machine.
     pub fn named_shape_of_layers(name: &str, num_layers: usize) -> Option<ModelConfig> {
-        Self::shape_with(name, json!({ "num_hidden_layers": num_layers }))
-    }
-
-    fn shape_with(name: &str, changes: Value) -> Option<ModelConfig> {
         let shape = SHAPES.iter().find(|s| s.name == name)?;
-        ModelConfig::from_json(&with((shape.config)(), changes).to_string(), None).ok()
+        let mut config = (shape.config)();
+        // The layers that are told what the tower has seen are the first.
+        if let Some(deepstack) = config.pointer_mut("/vision_config/deepstack_visual_indexes").and_then(Value::as_array_mut) {
+            deepstack.truncate(num_layers);
+        }
+        let of_text = if config.get("text_config").is_some() { &mut config["text_config"] } else { &mut config };
+        of_text["num_hidden_layers"] = num_layers.into();
+        ModelConfig::from_json(&config.to_string(), None).ok()
     }
 
     /// The names that [`ModelConfig::named_shape`] knows, family by family, the smallest model of each first.

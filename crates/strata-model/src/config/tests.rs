@@ -1,3 +1,5 @@
+mod vision;
+
 use serde_json::{Value, json};
 use strata_tensor::{DType, DeltaGeometry, ExpertActivation};
 

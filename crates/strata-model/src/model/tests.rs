@@ -1,6 +1,7 @@
 //! Passes over a small random model.
 
 mod embedding;
+mod images;
 mod tied;
 
 use std::collections::BTreeMap;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use strata_tensor::{DType, HostRef, HostTensor, random};
+use strata_tensor::{DType, HostRef, HostTensor, Shape, random};
 
 use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, WeightSource};
 use crate::checkpoint::{
@@ -62,10 +62,9 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
         // The experts of a layer have it together; it is asked for once.
         Some(fused) if fused.expert > 0 || fused.first > 0 => {}
         Some(fused) => {
-            let shape = [fused.num_experts, fused.rows, fused.columns];
-            let flipped = [fused.num_experts, fused.columns, fused.rows];
-            let is_flipped = checkpoint.shape(&fused.name) == Some(&flipped[..]) && shape != flipped;
-            reader.require(&fused.name, if is_flipped { &flipped } else { &shape });
+            let [first, second] =
+                if is_flipped(checkpoint, fused) { [fused.columns, fused.rows] } else { [fused.rows, fused.columns] };
+            reader.require(&fused.name, &[fused.num_experts, first, second]);
         }
         None => match Mxfp4::of(checkpoint, p) {
             Some(quantized) => {
@@ -103,6 +102,21 @@ fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p
     match &parameter.form {
         Form::Expert(fused) if !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name) => Some(fused),
         Form::Expert(_) | Form::Own | Form::ZeroCentred | Form::Flipped => None,
+    }
+}
+
+/// Whether a tensor has its experts as `[columns, rows]`. One that is as wide as high does not tell, and lies as the other of its layer does, which is never so, too: the one is twice
+/// as high as the other is wide.
+fn is_flipped(checkpoint: &Checkpoint, fused: &FusedExpert) -> bool {
+    let FusedExpert { name, rows, columns, .. } = fused;
+    let has = |name: &str, matrix: [usize; 2]| checkpoint.shape(name).and_then(|shape| shape.get(1..)) == Some(&matrix[..]);
+    if rows != columns {
+        return has(name, [*columns, *rows]);
+    }
+    match (name.strip_suffix("gate_up_proj"), name.strip_suffix("down_proj")) {
+        (Some(layer), _) => has(&format!("{layer}down_proj"), [rows / 2, *columns]),
+        (_, Some(layer)) => has(&format!("{layer}gate_up_proj"), [*rows, 2 * columns]),
+        _ => false,
     }
 }
 
@@ -201,7 +215,7 @@ impl CheckpointWeights<'_> {
         let expert = tensor.read_rows(fused.expert..fused.expert + 1, dtype)?;
         let bytes = expert.as_ref().as_bytes();
         let mut own = HostTensor::zeros(&[rows, fused.columns], dtype);
-        if tensor.shape[1] == fused.rows {
+        if !is_flipped(self.checkpoint, fused) {
             let first = fused.first * fused.columns * size;
             own.bytes_mut().copy_from_slice(&bytes[first..][..rows * fused.columns * size]);
         } else {
@@ -343,7 +357,10 @@ impl WeightSource for RandomWeights {
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];
             random_parameter(initial, self.range, [self.seed, self.index], rows.start * row_len, &mut values);
-            let mut slice_shape = shape.to_vec();
+            let mut slice_shape = vec![rows.len(), row_len];
+            if shape.len() <= Shape::MAX_RANK {
+                slice_shape = shape.to_vec();
+            }
             slice_shape[0] = rows.len();
             store(rows.start, HostTensor::from_f32(&values, &slice_shape, dtype)?.as_ref())?;
         }

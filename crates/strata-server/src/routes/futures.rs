@@ -78,6 +78,6 @@ async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes, &mut dyn Write) -
         (Err(_), Some(refusal)) => Err(refusal),
         (Err(error), None) => Err(ApiError::Internal(format!("rendering a result: {error}"))),
     };
-    let text = if is_small { render()? } else { blocking(app, render).await? };
+    let text = if is_small { render()? } else { blocking(&app.decodes, render).await? };
     Ok(([(CONTENT_TYPE, "application/json")], text).into_response())
 }

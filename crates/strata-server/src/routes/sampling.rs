@@ -6,15 +6,18 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
-use strata_engine::api::{Refusal, Request, Response};
+use strata_engine::api::{Refusal, Request, Response, SampleRequest};
 
 use crate::app::{App, refused, unexpected};
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, Begun};
 use crate::limits;
 use crate::names::{CheckpointId, shown};
-use crate::payload::Payload;
+use crate::payload::{Payload, blocking};
 use crate::registry::{State as SamplerState, Weights, sampling_session_id};
+use crate::transit::Charge;
+use crate::wire::budget::Budget;
+use crate::wire::input::Asset;
 use crate::wire::json::CreateSamplingSession;
 use crate::wire::sample::Sample;
 use crate::wire::{guard, proto};
@@ -83,13 +86,14 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
         };
         Ok((sampler_id.0, seq_id, asked.into_request(budget)?))
     };
-    let ((sampler_id, seq_id, sample), _held) = body.decode(work).await?;
+    let ((sampler_id, seq_id, (sample, assets)), held) = body.decode(work).await?;
     let request_id = format!("{sampler_id}:{seq_id}");
     let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| format!("{request_id}:{i}")).collect();
     let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
     if app.futures.is_known(&request_id) {
         return Ok(acknowledgement);
     }
+    let (sample, _held) = if assets.is_empty() { (sample, held) } else { with_assets(&app, sample, assets, held).await? };
     let (weights, client) = app.registry.begin_sample(&sampler_id)?;
     let Begun::New(completer) = app.futures.begin(&request_id, &client) else {
         app.registry.end_sample(&sampler_id);
@@ -118,4 +122,25 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
             Err(refused(refusal))
         }
     }
+}
+
+/// Reads the pictures that a prompt points to. They count as what the request becomes decoded.
+async fn with_assets(
+    app: &Arc<App>,
+    mut sample: SampleRequest,
+    assets: Vec<Asset>,
+    held: Charge,
+) -> ApiResult<(SampleRequest, Charge)> {
+    let (dirs, bytes_max) = (app.config.image_dirs.clone(), app.config.request_bytes_max());
+    let read = move || {
+        let budget = Budget::resumed(bytes_max, held);
+        for Asset { chunk, image, location } in assets {
+            sample.images[image].file = dirs.read(&location, &budget).map_err(|reason| {
+                let wrong = || ApiError::bad(format!("prompt: model_input chunk {chunk} (image_asset_pointer): {reason}"));
+                budget.refusal().unwrap_or_else(wrong)
+            })?;
+        }
+        Ok((sample, budget.into_charge()))
+    };
+    blocking(&app.asset_reads, read).await
 }

@@ -4,6 +4,7 @@ mod allocations;
 mod checkpoints;
 mod edge;
 mod engine;
+mod images;
 mod requests;
 mod server;
 mod simulation;

@@ -162,9 +162,9 @@ async fn a_refused_operation_keeps_its_place_in_the_order() {
     let mut bad_step = optim_step(&model_id, 2);
     bad_step["adam_params"]["learning_rate"] = json!("fast");
     server.ok("optim_step", bad_step).await;
-    let image = proto::ChunkKind::Image(proto::Opaque {});
-    assert_eq!(server.pass(pass_body(&model_id, 1, image), None).await.status, StatusCode::OK);
-    for (seq_id, word) in [(1, "image"), (2, "fast")] {
+    let sound = proto::ChunkKind::Dmel(proto::Opaque {});
+    assert_eq!(server.pass(pass_body(&model_id, 1, sound), None).await.status, StatusCode::OK);
+    for (seq_id, word) in [(1, "dmel"), (2, "fast")] {
         let outcome = server.retrieve(&format!("{model_id}:{seq_id}")).await.json();
         assert_eq!(outcome["category"], json!("user"));
         assert!(outcome["error"].as_str().unwrap().contains(word), "{outcome}");

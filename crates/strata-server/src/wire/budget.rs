@@ -29,6 +29,12 @@ impl Budget {
         }
     }
 
+    /// A budget of `bytes_max`, of which what `charge` holds has been taken.
+    pub fn resumed(bytes_max: usize, charge: Charge) -> Self {
+        let taken = charge.bytes();
+        Budget { used: Cell::new(taken), charged: Cell::new(taken), ..Budget::new(bytes_max, charge) }
+    }
+
     /// Takes bytes that are about to be allocated.
     ///
     /// # Errors

@@ -1,8 +1,8 @@
 //! JSON straight into typed values, held to a [`Budget`] as it is read.
 //!
 //! [`Guarded`] stands between serde_json and the types: it counts what lists, maps and texts are about to take before they take it, and
-//! passes on no text above a limit, because serde puts the whole of an unexpected text into its error. What a type does not ask for is
-//! skipped and costs nothing.
+//! passes on no text above a limit, because serde puts the whole of an unexpected text into its error. Files in base64 alone are longer, and
+//! go to a type that takes any text. What a type does not ask for is skipped and costs nothing.
 //!
 //! Peak memory: no more than three times the budget and the body together, as a vector that grows is there twice for a moment.
 
@@ -13,6 +13,7 @@ use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAcces
 use crate::limits;
 use crate::names::cut;
 use crate::wire::budget::{Budget, map_bytes};
+use crate::wire::picture;
 
 /// Parses a body.
 ///
@@ -46,6 +47,8 @@ enum Kind {
     Struct,
     /// The name of a field of a struct, which is looked at only.
     Field,
+    /// A file in base64, which has a limit of its own and becomes the bytes that it encodes.
+    File,
 }
 
 /// Whatever a type hopes for, it is shown what is there: asked for a type that is not, serde_json puts the text that it found into its error
@@ -76,7 +79,6 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
         deserialize_char,
         deserialize_str,
         deserialize_string,
-        deserialize_bytes,
         deserialize_byte_buf,
         deserialize_unit,
         deserialize_seq,
@@ -85,6 +87,12 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
         let visitor = self.visitor(visitor, Kind::Value);
+        self.inner.deserialize_any(visitor)
+    }
+
+    /// What asks for bytes is shown the base64 that a file is written in.
+    fn deserialize_bytes<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        let visitor = self.visitor(visitor, Kind::File);
         self.inner.deserialize_any(visitor)
     }
 
@@ -157,6 +165,9 @@ impl<'b, V> GuardedVisitor<'b, V> {
     }
 
     fn text<E: Error>(&self, text: &str) -> Result<(), E> {
+        if self.kind == Kind::File {
+            return self.budget.take(picture::bytes_out_of_base64(text)).map_err(E::custom);
+        }
         if text.len() > limits::TEXT_BYTES_MAX {
             return Err(E::custom(format!("a text of {} bytes is above the limit of {}", text.len(), limits::TEXT_BYTES_MAX)));
         }

@@ -1,8 +1,9 @@
 //! What decoded requests hold in memory, which is what they cost while they wait.
 
-use strata_engine::api::{Datum, LossInput, LossSpec, LossValues, SampleRequest, SaveTarget, Stop, TrainOp};
+use strata_engine::api::{Datum, Image, LossInput, LossSpec, LossValues, SampleRequest, SaveTarget, Stop, TrainOp};
 
 use crate::wire::budget::map_bytes;
+use crate::wire::picture;
 
 /// Something whose size in memory can be told.
 pub trait HeldBytes {
@@ -36,9 +37,14 @@ impl HeldBytes for Datum {
         let inputs = self.loss_inputs.iter().map(|(name, input)| name.capacity() + input.held_bytes() - size_of::<LossInput>());
         size_of::<Datum>()
             + vec_bytes(&self.tokens)
+            + images_bytes(&self.images)
             + map_bytes::<String, LossInput>(self.loss_inputs.len())
             + inputs.sum::<usize>()
     }
+}
+
+fn images_bytes(images: &Vec<Image>) -> usize {
+    vec_bytes(images) + images.iter().map(|image| picture::held_bytes(image.file.len())).sum::<usize>()
 }
 
 impl HeldBytes for LossInput {
@@ -83,7 +89,7 @@ impl HeldBytes for SampleRequest {
             Stop::Tokens(tokens) => vec_bytes(tokens),
             Stop::Strings(texts) => vec_bytes(texts) + texts.iter().map(String::capacity).sum::<usize>(),
         };
-        size_of::<SampleRequest>() + vec_bytes(&self.prompt) + stop
+        size_of::<SampleRequest>() + vec_bytes(&self.prompt) + images_bytes(&self.images) + stop
     }
 }
 
@@ -99,7 +105,8 @@ mod tests {
                 ("target_tokens".to_owned(), input(LossValues::I64(vec![0; n]))),
                 ("weights".to_owned(), input(LossValues::F32(vec![0.0; n]))),
             ];
-            Datum { tokens: vec![0; n], loss_inputs: loss_inputs.into() }
+            let image = Image { at: 0, file: vec![0; 5 * n].into(), expected_tokens: None };
+            Datum { tokens: vec![0; n], images: vec![image], loss_inputs: loss_inputs.into() }
         };
         for (datums, tokens) in [(1, 1), (100, 3), (3, 100_000)] {
             let make = || {

@@ -13,7 +13,7 @@ use crate::names::shown;
 use crate::registry::Metadata;
 use crate::wire::bounded::{Excerpt, List, Map, MetadataTexts, Numbers, Present, Text};
 use crate::wire::budget::{Budget, map_bytes};
-use crate::wire::proto::not_text;
+use crate::wire::input::{Input, ModelInput};
 use crate::wire::tensor::{self, CsrIndices};
 
 /// An id of something on this server.
@@ -283,48 +283,6 @@ pub struct CreateSamplingSession {
     pub model_path: Option<TinkerPath>,
 }
 
-/// A prompt or an input, in chunks.
-#[derive(Debug, Deserialize)]
-pub(super) struct ModelInput {
-    chunks: List<Chunk, { limits::CHUNKS_MAX }>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Chunk {
-    #[serde(default, rename = "type")]
-    kind: Option<Name>,
-    #[serde(default)]
-    tokens: Option<List<i64, { limits::PROMPT_TOKENS_MAX }>>,
-}
-
-impl ModelInput {
-    /// Its tokens.
-    ///
-    /// # Errors
-    /// If a chunk is not text, or there are more than an input may have.
-    pub(super) fn into_tokens(self, budget: &Budget) -> Result<Vec<i64>, String> {
-        let mut parts = Vec::new();
-        budget.take_values::<Vec<i64>>(self.chunks.0.len())?;
-        for (i, chunk) in self.chunks.0.into_iter().enumerate() {
-            match (chunk.kind.as_deref().unwrap_or("encoded_text"), chunk.tokens) {
-                ("encoded_text", Some(tokens)) => parts.push(tokens.0),
-                ("encoded_text", None) => return Err(format!("model_input chunk {i} has no tokens")),
-                (other, _) => return Err(not_text(i, other)),
-            }
-        }
-        let total = parts.iter().map(Vec::len).sum();
-        at_most("tokens of one input", total, limits::PROMPT_TOKENS_MAX)?;
-        if parts.len() == 1 {
-            // Grown by doubling: half of it may be empty, and it is about to wait.
-            let mut tokens = parts.swap_remove(0);
-            tokens.shrink_to_fit();
-            return Ok(tokens);
-        }
-        budget.take_values::<i64>(total)?;
-        Ok(parts.concat())
-    }
-}
-
 /// A seed as any integer of up to 64 bits; drawn if there is none.
 ///
 /// # Errors
@@ -405,13 +363,14 @@ impl ForwardBackward {
     /// The operation it asks for; `forward_only` also where the path says so.
     ///
     /// # Errors
-    /// If an example has chunks that are not text, or a tensor that contradicts itself or goes beyond the budget.
+    /// If an example has chunks that are neither text nor pictures, or a tensor that contradicts itself, or goes beyond the budget.
     pub fn into_op(self, forward_only: bool, budget: &Budget) -> Result<api::TrainOp, String> {
         let input = self.forward_backward_input;
         budget.take_values::<api::Datum>(input.data.0.len())?;
         let mut data = Vec::with_capacity(input.data.0.len());
         for (i, datum) in input.data.0.into_iter().enumerate() {
-            let tokens = datum.model_input.into_tokens(budget).map_err(|error| format!("datum {i}: {error}"))?;
+            let input = datum.model_input.into_input(budget).and_then(Input::without_assets);
+            let (tokens, images) = input.map_err(|error| format!("datum {i}: {error}"))?;
             budget.take(map_bytes::<String, api::LossInput>(datum.loss_fn_inputs.0.len()))?;
             let mut loss_inputs = BTreeMap::new();
             for (name, tensor) in datum.loss_fn_inputs.0 {
@@ -419,7 +378,7 @@ impl ForwardBackward {
                 let tensor = tensor.map_err(|error| format!("datum {i}: loss_fn_inputs[{:?}]: {error}", shown(&name)))?;
                 loss_inputs.insert(name, tensor);
             }
-            data.push(api::Datum { tokens, loss_inputs });
+            data.push(api::Datum { tokens, images, loss_inputs });
         }
         let config = input.loss_fn_config.map(|config| config.0).unwrap_or_default();
         Ok(api::TrainOp::ForwardBackward {

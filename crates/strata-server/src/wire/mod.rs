@@ -5,7 +5,9 @@ pub mod budget;
 pub mod guard;
 #[cfg(test)]
 pub mod held;
+pub mod input;
 pub mod json;
+pub mod picture;
 pub mod proto;
 pub mod render;
 pub mod sample;

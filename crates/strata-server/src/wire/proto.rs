@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use axum::body::Bytes;
 
-pub use request::{decode_forward_backward, decode_head, not_text};
+pub use request::{decode_forward_backward, decode_head};
 pub use response::{encode_forward_backward, encode_sample};
 
 /// Element types of tensors on the wire.
@@ -108,10 +108,10 @@ pub enum ChunkKind {
     /// Token ids.
     #[prost(message, tag = "1")]
     EncodedText(EncodedText),
-    /// A picture; a text model refuses it.
+    /// A picture.
     #[prost(message, tag = "2")]
-    Image(Opaque),
-    /// Sound; a text model refuses it.
+    Image(Image),
+    /// Sound, which is refused.
     #[prost(message, tag = "3")]
     Dmel(Opaque),
 }
@@ -122,6 +122,23 @@ pub struct EncodedText {
     /// i32, little endian.
     #[prost(bytes = "bytes", tag = "1")]
     pub tokens: Bytes,
+}
+
+/// A picture.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct Image {
+    /// Its file.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub data: Bytes,
+    /// `png` or `jpeg`. A string on the wire; here it stays where it is, like the file, and costs nothing.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub format: Bytes,
+    /// The tokens that the client takes it for.
+    #[prost(int32, optional, tag = "3")]
+    pub expected_tokens: Option<i32>,
+    /// A size to scale it to, which is refused.
+    #[prost(message, optional, tag = "4")]
+    pub override_dimensions: Option<Opaque>,
 }
 
 /// A message whose content is not looked at.

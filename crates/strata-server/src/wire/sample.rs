@@ -9,7 +9,8 @@ use strata_engine::api;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::wire::budget::Budget;
-use crate::wire::json::{Id, ModelInput, at_most, null_is_default, seed};
+use crate::wire::input::{Asset, Input, ModelInput};
+use crate::wire::json::{Id, at_most, null_is_default, seed};
 
 /// Body of `asample`.
 #[derive(Debug, Deserialize)]
@@ -139,18 +140,19 @@ impl<'de> Deserialize<'de> for StopItem {
 }
 
 impl Sample {
-    /// What to sample.
+    /// What to sample, and the pictures of its prompt that have yet to be read: their files are empty until then.
     ///
     /// # Errors
     /// If something in it is impossible whatever the model, or not supported.
-    pub fn into_request(self, budget: &Budget) -> ApiResult<api::SampleRequest> {
+    pub fn into_request(self, budget: &Budget) -> ApiResult<(api::SampleRequest, Vec<Asset>)> {
         self.check(budget).map_err(ApiError::BadRequest)
     }
 
-    fn check(self, budget: &Budget) -> Result<api::SampleRequest, String> {
+    fn check(self, budget: &Budget) -> Result<(api::SampleRequest, Vec<Asset>), String> {
         let params = self.sampling_params;
-        let prompt = self.prompt.into_tokens(budget).map_err(|error| format!("prompt: {error}"))?;
-        if prompt.is_empty() {
+        let input = self.prompt.into_input(budget).map_err(|error| format!("prompt: {error}"))?;
+        let Input { tokens: prompt, images, assets } = input;
+        if prompt.is_empty() && images.is_empty() {
             return Err("the prompt is empty; it needs at least one token".into());
         }
         let num_samples = self.num_samples.unwrap_or(1);
@@ -181,12 +183,14 @@ impl Sample {
         }
         at_most("topk_prompt_logprobs", self.topk_prompt_logprobs, limits::TOPK_MAX)?;
         at_most("topk_sample_logprobs", self.topk_sample_logprobs, limits::TOPK_MAX)?;
+        // How many tokens a picture is, the engine knows.
+        let last_n_end = if images.is_empty() { prompt.len() } else { usize::MAX };
         if let Some(n) = self.prompt_logprobs_last_n
-            && !(1..prompt.len()).contains(&n)
+            && !(1..last_n_end).contains(&n)
         {
             return Err(format!(
                 "prompt_logprobs_last_n {n} is not between 1 and {}, the prompt's length less one",
-                prompt.len() - 1
+                last_n_end - 1
             ));
         }
         let stop = match params.stop {
@@ -204,8 +208,9 @@ impl Sample {
             }
             api::Stop::Tokens(_) | api::Stop::EndOfSequence => {}
         }
-        Ok(api::SampleRequest {
+        let request = api::SampleRequest {
             prompt,
+            images,
             num_samples,
             max_tokens: params.max_tokens,
             seed: seed(params.seed.as_ref())?,
@@ -217,7 +222,8 @@ impl Sample {
             prompt_logprobs_last_n: self.prompt_logprobs_last_n,
             topk_prompt_logprobs: self.topk_prompt_logprobs,
             topk_sample_logprobs: self.topk_sample_logprobs,
-        })
+        };
+        Ok((request, assets))
     }
 }
 
@@ -235,6 +241,7 @@ mod tests {
             body[key] = value.clone();
         }
         with_budget(1 << 20, |budget| parse::<Sample>(body.to_string().as_bytes(), budget)?.check(budget))
+            .map(|(request, _)| request)
     }
 
     #[test]
@@ -254,6 +261,14 @@ mod tests {
         assert_eq!(stop(json!(["x", "y"])), Ok(api::Stop::Strings(vec!["x".into(), "y".into()])));
         assert!(stop(json!({"a": 1})).unwrap_err().contains("stop must be"));
         assert!(stop(json!([""])).unwrap_err().contains("empty string"));
+    }
+
+    #[test]
+    fn a_prompt_may_be_a_picture_alone_and_the_engine_knows_how_long_it_is() {
+        let image = json!({"type": "image", "data": "iVBO", "format": "png"});
+        let request = sample(json!({"prompt": {"chunks": [image]}, "prompt_logprobs_last_n": 9})).unwrap();
+        assert_eq!((request.prompt.len(), request.images.len(), request.prompt_logprobs_last_n), (0, 1, Some(9)));
+        assert!(sample(json!({"prompt": {"chunks": [image]}, "prompt_logprobs_last_n": 0})).is_err());
     }
 
     #[test]

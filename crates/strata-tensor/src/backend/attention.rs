@@ -15,6 +15,16 @@ pub struct AttentionSpan<'a> {
     pub pages: &'a [u32],
 }
 
+/// What a token sees of its sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sight {
+    /// Itself and the tokens before it.
+    #[default]
+    Before,
+    /// All of it, as in encoders of images: sequences are whole, in no cache, there is no window, and nothing goes back.
+    Whole,
+}
+
 /// Shapes and settings of an attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionGeometry {
@@ -32,6 +42,8 @@ pub struct AttentionGeometry {
     pub eps: f32,
     /// How many keys a query sees at most, its own included: one at position `p` those from `p + 1 - window` on. `None`: all up to its own. At least 1.
     pub window: Option<usize>,
+    /// Which tokens of its sequence a query sees.
+    pub sees: Sight,
 }
 
 impl AttentionGeometry {
@@ -48,6 +60,14 @@ impl AttentionGeometry {
     /// The first position that a query at `position` sees.
     pub fn first_visible(&self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// The positions that a query at `position` sees in a sequence of `len` tokens.
+    pub(crate) fn visible(&self, position: usize, len: usize) -> Range<usize> {
+        match self.sees {
+            Sight::Before => self.first_visible(position)..position + 1,
+            Sight::Whole => 0..len,
+        }
     }
 
     /// Columns of the fused projection of [`QkvLayout::fused`]: queries, then keys, then values.
@@ -164,6 +184,15 @@ impl QkvLayout {
             rotary_style: RotaryStyle::Halves,
         }
     }
+}
+
+/// What one pair of numbers of a head turns by: the position on one axis times a frequency in radians.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AxisFrequency {
+    /// Which of the positions of a token: in text with images time, height or width, say.
+    pub axis: usize,
+    /// Radians for each position.
+    pub frequency: f32,
 }
 
 /// Cosines and sines of rotary embedding for the tokens of a batch, `[tokens, rotary_dim / 2]` each, f32.

@@ -1,9 +1,9 @@
-//! Attention from a fused projection: per-head norm, rotary embedding, then causal attention over pages of keys and values.
+//! Attention from a fused projection: per-head norm, rotary embedding, then attention over pages of keys and values, causal or to whole sequences.
 
 use std::rc::Rc;
 
 use super::{check, check_f32, check_vector};
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary, Sight};
 use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, KvValues, Result, Tensor, TensorRef};
 
@@ -50,7 +50,8 @@ impl<'a> Tape<'a> {
     /// `dtype`. Values are their own.
     ///
     /// # Errors
-    /// If shapes, the layout, the sequences or their pages do not fit, or the tape would have to go back through a cache.
+    /// If shapes, the layout, the sequences or their pages do not fit, or the tape would have to go back through a cache or through [`Sight::Whole`], which
+    /// is also refused with a cache or a window.
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
         let (g, layout) = (input.geometry, input.layout);
         self.backend().check_attention(&g)?;
@@ -113,7 +114,7 @@ impl<'a> Tape<'a> {
     /// where they are a part of the keys; all in one dtype, in which the result is too, `[tokens, heads * value width]`.
     ///
     /// # Errors
-    /// If shapes, dtypes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
+    /// As [`Tape::attention`], and if dtypes do not fit.
     pub fn attend(&mut self, q: Var, k: Var, v: Option<Var>, sight: &AttentionSight<'a>, kv: KvAccess<'_>) -> Result<Var> {
         let (g, backend, dtype) = (sight.geometry, self.backend(), q.value().dtype());
         backend.check_attention(&g)?;
@@ -269,7 +270,8 @@ pub(super) fn check_spans(spans: &[AttentionSpan<'_>], tokens: usize) -> Result<
     Ok(())
 }
 
-/// Refuses a cache that gradients would have to go through or that does not fit, and sequences whose cache is not there.
+/// Refuses a cache that gradients would have to go through or that does not fit, and sequences whose cache is not there; and a cache or gradients where
+/// tokens see all of their sequence.
 pub(super) fn check_access(
     spans: &[AttentionSpan<'_>],
     g: &AttentionGeometry,
@@ -278,6 +280,12 @@ pub(super) fn check_access(
     records: bool,
 ) -> Result<()> {
     match kv {
+        KvAccess::Cache(_) if g.sees == Sight::Whole => {
+            Err(Error::Unsupported("a cache of sequences whose tokens see those that come later".into()))
+        }
+        KvAccess::None if g.sees == Sight::Whole && records => Err(Error::Unsupported(
+            "gradients through attention to whole sequences: it is for encoders, which are frozen".into(),
+        )),
         KvAccess::Cache(_) if records => Err(Error::Unsupported("gradients through a KV cache".into())),
         KvAccess::Cache(pages) => check_pages(spans, g, dtype, pages),
         KvAccess::None => match spans.iter().find(|s| s.past > 0) {

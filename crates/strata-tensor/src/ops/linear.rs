@@ -32,7 +32,7 @@ impl<'a> Tape<'a> {
         let backend = self.backend();
         let (y, low) = if self.wants_next_value() {
             let (mut y, low) = forward(backend, x.value(), &layer)?;
-            backend.add(residual.value(), &mut y)?;
+            backend.add(residual.value().as_ref(), y.as_mut())?;
             (y, low)
         } else {
             check_layer(OP, x.value(), &layer)?;

@@ -3,11 +3,13 @@
 mod attention;
 mod delta;
 mod embedding;
+mod gelu;
 mod latent;
 mod linear;
 mod loss;
 mod moe;
 mod norm;
+mod rows;
 mod swiglu;
 #[cfg(test)]
 mod tests;
@@ -35,6 +37,14 @@ fn check(op: &'static str, tensor: &Tensor, dtype: DType, columns: usize) -> Res
     }
     if tensor.shape().row_len() != columns || columns == 0 {
         return Err(Error::Shape { op, expected: format!("[rows, {}]", columns.max(1)), actual: tensor.shape().to_string() });
+    }
+    Ok(())
+}
+
+/// Refuses to go back through an op that only goes forward.
+fn check_forward_only(op: &'static str, records: bool) -> Result<()> {
+    if records {
+        return Err(Error::Unsupported(format!("gradients through {op}: it is for encoders, which are frozen")));
     }
     Ok(())
 }

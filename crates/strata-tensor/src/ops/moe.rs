@@ -70,7 +70,7 @@ impl<'a> Tape<'a> {
         if self.wants_next_value() {
             backend.experts(x.value(), routed.weights.value(), &dispatch, &layer, &mut y)?;
             if let Some(residual) = residual {
-                backend.add(residual.value(), &mut y)?;
+                backend.add(residual.value().as_ref(), y.as_mut())?;
             }
         }
         let y = Rc::new(y);

@@ -1,8 +1,8 @@
-//! RMSNorm (Zhang & Sennrich, 2019, arXiv:1910.07467), and the residual addition.
+//! RMSNorm (Zhang & Sennrich, 2019, arXiv:1910.07467), LayerNorm (Ba et al., 2016, arXiv:1607.06450), and the residual addition.
 
 use std::rc::Rc;
 
-use super::{check_f32, check_vector};
+use super::{check_f32, check_forward_only, check_vector};
 use crate::tape::{Tape, Var, in_f32};
 use crate::{DType, Error, Result, TensorRef};
 
@@ -29,6 +29,23 @@ impl<'a> Tape<'a> {
         }))
     }
 
+    /// LayerNorm of every row of f32 `x: [tokens, n]` with frozen f32 `weight: [n]` and `bias: [n]`, in the dtype of the matmul that reads it.
+    ///
+    /// # Errors
+    /// If the width of `x` is not that of weight and bias, any is not f32, or the tape would have to go back.
+    pub fn layer_norm(&mut self, x: &Var, weight: TensorRef<'a>, bias: TensorRef<'a>, eps: f32, dtype: DType) -> Result<Var> {
+        const OP: &str = "layer_norm";
+        let width = weight.shape().len();
+        check_f32(OP, x.value(), width)?;
+        check_vector(OP, weight, width)?;
+        check_vector(OP, bias, width)?;
+        let records = self.records(&[x], false);
+        check_forward_only(OP, records)?;
+        let mut y = self.backend().scratch(x.value().shape().dims(), dtype)?;
+        self.backend().layer_norm(x.value(), weight, bias, eps, &mut y)?;
+        Ok(self.constant(y))
+    }
+
     /// `x + y`, both f32 of one shape.
     ///
     /// # Errors
@@ -43,7 +60,7 @@ impl<'a> Tape<'a> {
         let records = self.records(&[x, &y], false);
         let (x_node, y_node) = (x.node(), y.node());
         let mut sum = y.into_tensor(self.backend())?;
-        self.backend().add(x.value(), &mut sum)?;
+        self.backend().add(x.value().as_ref(), sum.as_mut())?;
         let sum = Rc::new(sum);
         if !records {
             return Ok(self.shared_constant(sum));

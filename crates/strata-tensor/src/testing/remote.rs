@@ -523,8 +523,13 @@ impl Backend for RemoteBackend {
         self.change(dx, |dx| self.cpu.rms_norm_backward(&dy, &x, weight.as_ref(), eps, dx))
     }
 
-    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
-        let Rotary { cos, sin } = self.cpu.rotary(positions, frequencies, factor)?;
+    fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        let (x, weight, bias) = (self.fetch(x.as_ref())?, self.fetch(weight)?, self.fetch(bias)?);
+        self.change(y, |y| self.cpu.layer_norm(&x, weight.as_ref(), bias.as_ref(), eps, y))
+    }
+
+    fn rotary_of_axes(&self, positions: &[&[u32]], turns: &[AxisFrequency], factor: f32) -> Result<Rotary> {
+        let Rotary { cos, sin } = self.cpu.rotary_of_axes(positions, turns, factor)?;
         Ok(Rotary { cos: self.keep_tensor(&cos)?, sin: self.keep_tensor(&sin)? })
     }
 
@@ -608,14 +613,20 @@ impl Backend for RemoteBackend {
         self.change(dgate_up, |dgate_up| self.cpu.swiglu_backward(&dy, &gate_up, dgate_up))
     }
 
+    fn gelu(&self, x: &Tensor, kind: Gelu, y: &mut Tensor) -> Result<()> {
+        let x = self.fetch(x.as_ref())?;
+        self.change(y, |y| self.cpu.gelu(&x, kind, y))
+    }
+
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
         let x = self.fetch(x.as_ref())?;
         self.change(y, |y| self.cpu.convert(&x, y))
     }
 
-    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
-        let x = self.fetch(x.as_ref())?;
-        self.change(y, |y| self.cpu.add(&x, y))
+    fn add(&self, x: TensorRef<'_>, y: TensorMut<'_>) -> Result<()> {
+        let (x, mut here) = (self.fetch(x)?, self.fetch(y.as_ref())?);
+        self.cpu.add(x.as_ref(), here.as_mut())?;
+        self.send(&here, y)
     }
 
     fn target_logprobs(&self, logits: &Tensor, targets: LogprobTargets<'_>, log_normalizers: &mut Tensor) -> Result<Vec<f32>> {

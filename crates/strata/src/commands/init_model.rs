@@ -9,7 +9,7 @@ use clap::builder::PossibleValuesParser;
 use indicatif::HumanBytes;
 use safetensors::tensor::{Dtype, View, serialize_to_file};
 use strata_model::checkpoint::{Existing, write_atomically};
-use strata_model::{Error, ModelConfig, ModelSource, ParameterShape, parameter_shapes, random_parameter};
+use strata_model::{Error, FileTensor, ModelConfig, ModelSource, file_tensors, random_parameter};
 use strata_tensor::{DType, HostTensor};
 
 /// Settings of `strata init-model`.
@@ -66,12 +66,11 @@ fn write_checkpoint(dir: &Path, config: &ModelConfig, seed: u64, dtype: DType) -
             write_text(&dir.join("chat_template.jinja"), &text)?;
         }
     }
+    if let Some(processor) = config.image_processor() {
+        write_text(&dir.join("preprocessor_config.json"), &processor.to_json())?;
+    }
     let range = config.initializer_range;
-    let shapes = parameter_shapes(config).into_iter().enumerate();
-    let tensors = shapes.map(|(index, of)| {
-        let name = of.name.clone();
-        (name, RandomTensor { of, dtype, range, key: [seed, index as u64] })
-    });
+    let tensors = file_tensors(config).into_iter().map(|of| (of.name.clone(), RandomTensor { of, dtype, range, seed }));
     let path = dir.join("model.safetensors");
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     serialize_to_file(tensors, Some(metadata), &path)
@@ -82,12 +81,12 @@ fn write_text(path: &Path, text: &str) -> strata_model::Result<()> {
     std::fs::write(path, text).map_err(|source| Error::Io { path: path.into(), source })
 }
 
-/// A parameter that is drawn when its turn to be written comes, so that one at a time is in memory.
+/// A tensor that is drawn when its turn to be written comes, so that one at a time is in memory.
 struct RandomTensor {
-    of: ParameterShape,
+    of: FileTensor,
     dtype: DType,
     range: f32,
-    key: [u64; 2],
+    seed: u64,
 }
 
 impl View for RandomTensor {
@@ -103,13 +102,16 @@ impl View for RandomTensor {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let len: usize = self.of.shape.iter().product();
         let mut bytes = Vec::with_capacity(self.data_len());
-        for first in (0..len).step_by(SLICE_ELEMENTS) {
-            let mut values = vec![0.0; SLICE_ELEMENTS.min(len - first)];
-            random_parameter(self.of.initial, self.range, self.key, first, &mut values);
-            let rounded = HostTensor::from_f32(&values, &[values.len()], self.dtype).expect("the shape is that of the values");
-            bytes.extend_from_slice(rounded.as_ref().as_bytes());
+        for (index, of) in &self.of.parts {
+            let len: usize = of.shape.iter().product();
+            for first in (0..len).step_by(SLICE_ELEMENTS) {
+                let mut values = vec![0.0; SLICE_ELEMENTS.min(len - first)];
+                random_parameter(of.initial, self.range, [self.seed, *index as u64], first, &mut values);
+                let rounded =
+                    HostTensor::from_f32(&values, &[values.len()], self.dtype).expect("the shape is that of the values");
+                bytes.extend_from_slice(rounded.as_ref().as_bytes());
+            }
         }
         bytes.into()
     }
@@ -121,9 +123,11 @@ impl View for RandomTensor {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
     use std::sync::Arc;
 
-    use strata_model::{Model, PackedBatch, Targets};
+    use strata_model::vision::{Grid, Patches};
+    use strata_model::{Held, Model, PackedBatch, PlacedImage, Targets};
     use strata_tensor::CpuBackend;
     use tempfile::TempDir;
 
@@ -153,6 +157,54 @@ mod tests {
         let random = |seed| Model::random(backend.clone(), source.config().unwrap(), seed, DType::BF16).unwrap();
         assert_eq!(logprobs(&written), logprobs(&random(7)));
         assert_ne!(logprobs(&written), logprobs(&random(8)));
+    }
+
+    /// Of experts, too, which are drawn one by one and written together.
+    #[test]
+    fn a_written_model_that_sees_is_the_random_one_and_says_how_it_sees() {
+        for model_type in ["qwen3_vl", "qwen3_vl_moe"] {
+            let dir = TempDir::new().unwrap();
+            let config = serde_json::json!({
+                "model_type": model_type, "image_token_id": 5, "text_config": {
+                    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+                    "num_key_value_heads": 1, "head_dim": 12, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6
+                },
+                "vision_config": {
+                    "depth": 2, "hidden_size": 8, "intermediate_size": 12, "num_heads": 1, "patch_size": 2, "out_hidden_size": 16,
+                    "num_position_embeddings": 9, "deepstack_visual_indexes": [1]
+                }
+            });
+            let path = dir.path().join("config.json");
+            std::fs::write(&path, config.to_string()).unwrap();
+            let out = dir.path().join("out");
+            run(Args { out: out.clone(), shape: None, config: Some(path), seed: 7, dtype: "f32".into() }).unwrap();
+            let source = ModelSource::Directory(out.clone());
+            let backend = Arc::new(CpuBackend::new(Some(1)).unwrap());
+            let written = Model::load(backend.clone(), &source, None).unwrap();
+            let random = Model::random(backend, source.config().unwrap(), 7, DType::F32).unwrap();
+            let seen = |model: &Model| {
+                let processor = model.image_processor().unwrap();
+                let grid = Grid { time: 1, height: 4, width: 6 };
+                let patches = Patches { values: (0..24 * 24).map(|i| (i % 9) as f32 / 8.0).collect(), grid };
+                let features = model.image_features(&patches, &mut || ControlFlow::Continue(())).unwrap();
+                let mut batch = PackedBatch::new();
+                let image = PlacedImage { first: 1, grid: processor.token_grid(&grid), features: Some(&features) };
+                batch.push_with_images(&[1, 5, 5, 5, 5, 5, 5, 2], 0, 8, Held::default(), &[image]);
+                let logprobs = model.forward(&batch, &Targets { ids: vec![3; 8], offsets: (0..=8).collect() }).unwrap();
+                (processor.clone(), logprobs)
+            };
+            assert_eq!(seen(&written), seen(&random));
+            // The file says so, and not the default alone.
+            assert!(std::fs::read_to_string(out.join("preprocessor_config.json")).unwrap().contains("16777216"));
+            let checkpoint = source.checkpoint().unwrap();
+            let names: Vec<&str> = checkpoint.names().collect();
+            let experts = "model.language_model.layers.1.mlp.experts.gate_up_proj";
+            assert_eq!(names.contains(&experts), model_type == "qwen3_vl_moe", "{names:?}");
+            let is_of_composite = |name: &&str| {
+                ["model.language_model.", "model.visual.", "lm_head."].iter().any(|prefix| name.starts_with(prefix))
+            };
+            assert!(names.iter().all(is_of_composite), "{names:?}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use indicatif::HumanBytes;
 use strata_model::checkpoint::HubOptions;
+use strata_model::vision::ImageProcessor;
 use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, ParameterShape, Work, parameter_shapes};
 use strata_tensor::{DType, WeightStorage};
 
@@ -30,12 +31,19 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let checkpoint = source.checkpoint()?;
     Model::check_files(&source)?;
     let dtype = Model::compute_dtype(&checkpoint, &config);
-    print!("{}", describe(&source.served_name(), &config, dtype, Quantize::storage(args.quantize)));
+    let processor = source.image_processor(&config)?;
+    print!("{}", describe(&source.served_name(), &config, processor.as_ref(), dtype, Quantize::storage(args.quantize)));
     Ok(())
 }
 
 /// One screen about a model.
-fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStorage) -> String {
+fn describe(
+    name: &str,
+    config: &ModelConfig,
+    processor: Option<&ImageProcessor>,
+    dtype: DType,
+    storage: WeightStorage,
+) -> String {
     let work = Work::of(config);
     let mut text = String::new();
     let mut line = |what: &str, value: String| writeln!(text, "{what:<14}{value}").expect("a string takes all that is written");
@@ -47,6 +55,16 @@ fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStora
     }
     for linear in &work.linears {
         line("", linear_line(linear));
+    }
+    if let Some((vision, processor)) = config.vision().zip(processor) {
+        let [least, most] = processor.tokens();
+        line(
+            "sees with",
+            format!("{} blocks of width {}, of {:.3} billion parameters", vision.depth, vision.hidden_size, seeing(config)),
+        );
+        line("", format!("patches of {0} × {0} pixels, {1} × {1} of them a token", vision.patch_size, vision.merge_size));
+        line("", format!("{least} to {most} tokens a picture"));
+        line("", "frozen: adapters are of the language model alone".into());
     }
     let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
     line("vocabulary", format!("{}, unembedding {tied}", config.vocab_size));
@@ -71,6 +89,12 @@ fn describe(name: &str, config: &ModelConfig, dtype: DType, storage: WeightStora
     };
     line("", format!("{} of cache for 1,000 tokens{states}", HumanBytes(1000 * per_token)));
     text
+}
+
+/// Parameters of the part that sees, in billions.
+fn seeing(config: &ModelConfig) -> f64 {
+    let parameters = parameter_shapes(config).into_iter().filter(|of| of.name.starts_with("model.visual."));
+    parameters.map(|of| of.elements()).sum::<u64>() as f64 / 1e9
 }
 
 /// Bytes that a token leaves behind, and that a sequence does, however long.
@@ -130,7 +154,7 @@ mod tests {
     #[test]
     fn a_model_is_described_by_what_it_has() {
         let config = ModelConfig::named_shape("qwen3-30b-a3b").unwrap();
-        let text = describe("Qwen/Qwen3-30B-A3B", &config, DType::BF16, WeightStorage::Dense);
+        let text = describe("Qwen/Qwen3-30B-A3B", &config, None, DType::BF16, WeightStorage::Dense);
         for part in [
             "Qwen/Qwen3-30B-A3B",
             "qwen3_moe",
@@ -141,7 +165,8 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
-        let of_states = describe("small", &ModelConfig::named_shape("qwen3.5-9b").unwrap(), DType::BF16, WeightStorage::Dense);
+        let of_states =
+            describe("small", &ModelConfig::named_shape("qwen3.5-9b").unwrap(), None, DType::BF16, WeightStorage::Dense);
         for part in [
             "layers 0-2: gated delta net: 32 heads, states of 128 × 128",
             "layer 3: attention: queries 4096 wide, 2048 cached a token",
@@ -151,8 +176,26 @@ mod tests {
         ] {
             assert!(of_states.contains(part), "{part:?} is not in\n{of_states}");
         }
-        let small = describe("small", &config, DType::BF16, WeightStorage::Int8);
+        let small = describe("small", &config, None, DType::BF16, WeightStorage::Int8);
         assert!(small.contains("kept int8") && !small.contains("56.87"), "{small}");
+    }
+
+    #[test]
+    fn a_model_that_sees_says_with_what() {
+        let config = ModelConfig::named_shape("qwen3-vl-8b").unwrap();
+        let processor = config.image_processor();
+        let text = describe("small", &config, processor.as_ref(), DType::BF16, WeightStorage::Dense);
+        for part in [
+            "qwen3_vl",
+            "sees with     27 blocks of width 1152, of 0.576 billion parameters",
+            "patches of 16 × 16 pixels, 2 × 2 of them a token",
+            "64 to 16384 tokens a picture",
+            "8.767 billion",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        let text = describe("small", &ModelConfig::named_shape("qwen3-8b").unwrap(), None, DType::BF16, WeightStorage::Dense);
+        assert!(!text.contains("sees"), "{text}");
     }
 
     #[test]

@@ -5,9 +5,9 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use indicatif::HumanBytes;
-use strata_server::{DataDir, KEY_PREFIX, Server, ServerConfig};
+use strata_server::{DataDir, ImageDirs, KEY_PREFIX, Server, ServerConfig};
 
 use crate::base_model::{self, BaseModel, Naming, Resources};
 use crate::commands::shutdown::{self, Signals};
@@ -38,6 +38,9 @@ pub struct Args {
     /// Where checkpoints live [default: $XDG_DATA_HOME/strata, or ~/.local/share/strata].
     #[arg(long, env = "STRATA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
+    /// Directory of pictures that prompts may name, as file:///DIR/NAME.png; several are given one by one, or separated by colons.
+    #[arg(long, env = "STRATA_IMAGE_DIR", value_name = "DIR", value_delimiter = ':')]
+    pub image_dir: Vec<PathBuf>,
     /// What the model may use.
     #[command(flatten)]
     pub resources: Resources,
@@ -67,7 +70,7 @@ pub struct Args {
 /// Serves until it is told to stop, and then until the checkpoints that were asked for are written.
 ///
 /// # Errors
-/// If the settings contradict each other, the model cannot be loaded, the address is taken or another server has the data directory; at the
+/// If the settings contradict each other, a directory of pictures cannot be read, the model cannot be loaded, the address is taken or another server has the data directory; at the
 /// end, if checkpoints were not written.
 pub fn run(args: Args) -> anyhow::Result<()> {
     logging::init(args.log_format);
@@ -87,6 +90,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // Before anything in it is changed, and before the model is loaded for nothing.
     let data_dir = DataDir::claim(&data_dir)?;
     let mut config = ServerConfig::new(address, data_dir.clone());
+    config.image_dirs = ImageDirs::open(&args.image_dir).context("--image-dir")?;
     config.api_key = args.api_key.clone();
     config.session_timeout = args.session_timeout;
     config.header_timeout = args.header_timeout;

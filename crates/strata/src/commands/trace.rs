@@ -4,14 +4,18 @@
 //! each sequence alone also checks that packing changes nothing.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::tensor::{Dtype, TensorView};
 use strata_model::checkpoint::{adapter_tensors, read_adapter};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams};
-use strata_model::{Held, Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, Targets, TokenLoss};
+use strata_model::vision::{Grid, Patches};
+use strata_model::{
+    Held, ImageFeatures, Model, ModelSource, Observed, PAGE_TOKENS, PackedBatch, PlacedImage, Targets, TokenLoss,
+};
 use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
 use crate::base_model::{Numerics, Quantize};
@@ -21,7 +25,7 @@ use crate::base_model::{Numerics, Quantize};
 pub struct Args {
     /// Checkpoint directory.
     pub model: PathBuf,
-    /// JSON file with a list of lists of token ids.
+    /// JSON file with a list of lists of token ids. A picture among them is an object, {"image": "picture.png"}, which stands for all of its tokens; its path is relative to the file.
     #[arg(long)]
     pub tokens: PathBuf,
     /// PEFT adapter directory.
@@ -67,6 +71,7 @@ pub fn run(args: Args) -> Result<()> {
     let packed = adapter.as_ref().map(|(_, packed)| packed.as_ref());
 
     let mut values = Values::default();
+    trace_images(&model, &sequences, &mut values)?;
     trace_forward(&model, packed, &sequences, &mut values)?;
     let targets = next_token_targets(&sequences);
     let logprobs = match &adapter {
@@ -74,8 +79,8 @@ pub fn run(args: Args) -> Result<()> {
         _ => model.forward(&batch_of(packed, &sequences), &targets)?,
     };
     let mut rest = logprobs.as_slice();
-    for (n, tokens) in sequences.iter().enumerate() {
-        let (own, after) = rest.split_at(tokens.len() - 1);
+    for (n, sequence) in sequences.iter().enumerate() {
+        let (own, after) = rest.split_at(sequence.tokens.len() - 1);
         values.push_f32(format!("s.{n}.next_logprobs"), vec![own.len()], own);
         rest = after;
     }
@@ -90,7 +95,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Says how far the log-probabilities of quantized weights are from those of the weights they were made of.
-fn print_error(dense: &Model, model: &Model, adapter: Option<&Path>, sequences: &[Vec<u32>], logprobs: &[f32]) -> Result<()> {
+fn print_error(dense: &Model, model: &Model, adapter: Option<&Path>, sequences: &[Sequence], logprobs: &[f32]) -> Result<()> {
     let adapter = match adapter {
         Some(dir) => {
             let adapter = read_adapter(dense.backend(), dir, dense.lora_modules())?;
@@ -111,31 +116,82 @@ fn print_error(dense: &Model, model: &Model, adapter: Option<&Path>, sequences: 
     Ok(())
 }
 
-fn read_tokens(path: &Path, model: &Model) -> Result<Vec<Vec<u32>>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
-    let sequences: Vec<Vec<u32>> = serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
-    ensure!(!sequences.is_empty(), "{}: there are no sequences", path.display());
-    let vocab_size = model.config().vocab_size;
-    for (n, tokens) in sequences.iter().enumerate() {
-        ensure!(!tokens.is_empty(), "{}: sequence {n} is empty", path.display());
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab_size) {
-            bail!("{}: token {token} of sequence {n} is outside the vocabulary of {vocab_size}", path.display());
-        }
-    }
-    Ok(sequences)
+/// A sequence, and the pictures in it.
+struct Sequence {
+    tokens: Vec<u32>,
+    images: Vec<SeenImage>,
 }
 
-fn batch_of<'a>(adapter: Option<&'a Adapter>, sequences: &[Vec<u32>]) -> PackedBatch<'a> {
+/// A picture of a sequence: where its first token is, its tokens, its patches, and what the model sees.
+struct SeenImage {
+    first: usize,
+    grid: Grid,
+    patches: Patches,
+    features: ImageFeatures,
+}
+
+impl Sequence {
+    fn images(&self) -> Vec<PlacedImage<'_>> {
+        self.images.iter().map(|i| PlacedImage { first: i.first, grid: i.grid, features: Some(&i.features) }).collect()
+    }
+}
+
+/// A part of a sequence in a file.
+#[derive(serde::Deserialize)]
+#[serde(untagged)]
+enum Chunk {
+    Token(u32),
+    Image { image: PathBuf },
+}
+
+fn read_tokens(path: &Path, model: &Model) -> Result<Vec<Sequence>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
+    let sequences: Vec<Vec<Chunk>> = serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
+    ensure!(!sequences.is_empty(), "{}: there are no sequences", path.display());
+    let read = |(n, chunks): (usize, Vec<Chunk>)| {
+        let place = || format!("{}: sequence {n}", path.display());
+        ensure!(!chunks.is_empty(), "{} is empty", place());
+        let mut sequence = Sequence { tokens: Vec::new(), images: Vec::new() };
+        chunks.into_iter().try_for_each(|chunk| push_chunk(&mut sequence, chunk, path, model)).with_context(place)?;
+        Ok(sequence)
+    };
+    sequences.into_iter().enumerate().map(read).collect()
+}
+
+fn push_chunk(sequence: &mut Sequence, chunk: Chunk, path: &Path, model: &Model) -> Result<()> {
+    let vocab_size = model.config().vocab_size;
+    match chunk {
+        Chunk::Token(token) if token as usize >= vocab_size => bail!("token {token} is outside the vocabulary of {vocab_size}"),
+        Chunk::Token(token) => sequence.tokens.push(token),
+        Chunk::Image { image } => {
+            let (processor, token) =
+                model.image_processor().zip(model.config().image_token_id()).context("the model reads text alone")?;
+            let file = path.parent().unwrap_or(Path::new("")).join(image);
+            let bytes = std::fs::read(&file).with_context(|| file.display().to_string())?;
+            let patches = processor.process(&bytes).map_err(|message| anyhow!("{}: {message}", file.display()))?;
+            let grid = processor.token_grid(&patches.grid);
+            let features = model.image_features(&patches, &mut || ControlFlow::Continue(()))?;
+            sequence.images.push(SeenImage { first: sequence.tokens.len(), grid, patches, features });
+            sequence.tokens.extend(std::iter::repeat_n(token, grid.patches()));
+        }
+    }
+    Ok(())
+}
+
+fn batch_of<'a>(adapter: Option<&'a Adapter>, sequences: &'a [Sequence]) -> PackedBatch<'a> {
     let mut batch = PackedBatch::new();
     batch.begin_group(adapter);
-    sequences.iter().for_each(|tokens| batch.push_sequence(tokens));
+    for sequence in sequences {
+        let tokens = &sequence.tokens;
+        batch.push_with_images(tokens, 0, tokens.len(), Held::default(), &sequence.images());
+    }
     batch
 }
 
 /// Every token's target is the token after it; the last token of a sequence has none.
-fn next_token_targets(sequences: &[Vec<u32>]) -> Targets {
+fn next_token_targets(sequences: &[Sequence]) -> Targets {
     let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
-    for tokens in sequences {
+    for Sequence { tokens, .. } in sequences {
         for next in 1..=tokens.len() {
             targets.ids.extend(tokens.get(next));
             targets.offsets.push(targets.ids.len());
@@ -144,7 +200,31 @@ fn next_token_targets(sequences: &[Vec<u32>]) -> Targets {
     targets
 }
 
-fn trace_forward(model: &Model, adapter: Option<&Adapter>, sequences: &[Vec<u32>], values: &mut Values) -> Result<()> {
+/// Of each picture what the tower is given and what it makes of it; of each token where it lies.
+fn trace_images(model: &Model, sequences: &[Sequence], values: &mut Values) -> Result<()> {
+    if model.image_processor().is_none() {
+        return Ok(());
+    }
+    for (n, sequence) in sequences.iter().enumerate() {
+        for (k, SeenImage { patches, features, .. }) in sequence.images.iter().enumerate() {
+            let (name, grid) = (|what: &str| format!("s.{n}.image.{k}.{what}"), patches.grid);
+            let shape = vec![grid.patches(), patches.values.len() / grid.patches()];
+            values.push_f32(name("pixel_values"), shape, &patches.values);
+            values.push_i64(name("grid_thw"), vec![3], [grid.time, grid.height, grid.width].map(|size| size as i64));
+            let deepstack = features.deepstack.iter().enumerate().map(|(j, tensor)| (format!("deepstack.{j}"), tensor));
+            for (what, tensor) in deepstack.chain([("features".to_owned(), &features.embeddings)]) {
+                let shape = tensor.shape().dims().to_vec();
+                values.push_f32(name(&what), shape, &model.backend().to_f32_vec(tensor.as_ref())?);
+            }
+        }
+        let batch = batch_of(None, std::slice::from_ref(sequence));
+        let positions = batch.positions.iter().flatten().map(|&position| i64::from(position));
+        values.push_i64(format!("s.{n}.position_ids"), vec![3, batch.len()], positions);
+    }
+    Ok(())
+}
+
+fn trace_forward(model: &Model, adapter: Option<&Adapter>, sequences: &[Sequence], values: &mut Values) -> Result<()> {
     let batch = batch_of(adapter, sequences);
     model.forward_observed(&batch, &mut |what, tensor| {
         let name = match what {
@@ -176,7 +256,7 @@ fn trace_gradients(
     model: &Model,
     config: &LoraConfig,
     adapter: &Adapter,
-    sequences: &[Vec<u32>],
+    sequences: &[Sequence],
     targets: &Targets,
     values: &mut Values,
 ) -> Result<Vec<f32>> {
@@ -197,16 +277,16 @@ type Choice = (u32, f32);
 fn trace_greedy(
     model: &Model,
     adapter: Option<&Adapter>,
-    sequences: &[Vec<u32>],
+    sequences: &[Sequence],
     num_tokens: usize,
     values: &mut Values,
 ) -> Result<()> {
-    let pages_of = |tokens: &Vec<u32>| (tokens.len() + num_tokens).div_ceil(PAGE_TOKENS);
+    let pages_of = |sequence: &Sequence| (sequence.tokens.len() + num_tokens).div_ceil(PAGE_TOKENS);
     let mut cache = model.new_kv_cache(sequences.iter().map(pages_of).sum(), sequences.len())?;
     let mut next_page = 0;
     let mut held = Vec::with_capacity(sequences.len());
-    for (state, tokens) in (0..).zip(sequences) {
-        let pages: Vec<u32> = (next_page..next_page + pages_of(tokens) as u32).collect();
+    for (state, sequence) in (0..).zip(sequences) {
+        let pages: Vec<u32> = (next_page..next_page + pages_of(sequence) as u32).collect();
         next_page += pages.len() as u32;
         held.push(Held { pages, state: Some(state) });
     }
@@ -217,11 +297,14 @@ fn trace_greedy(
     for step in 0..num_tokens {
         let mut batch = PackedBatch::new();
         batch.begin_group(adapter);
-        for ((tokens, own), continuation) in sequences.iter().zip(&held).zip(&continuations) {
+        for ((sequence, own), continuation) in sequences.iter().zip(&held).zip(&continuations) {
+            let (tokens, images) = (&sequence.tokens, sequence.images());
             let length_max = tokens.len() + num_tokens;
             match continuation.last() {
-                None => batch.push_cached(tokens, 0, length_max, own.clone()),
-                Some(&(token, _)) => batch.push_cached(&[token], tokens.len() + step - 1, length_max, own.clone()),
+                None => batch.push_with_images(tokens, 0, length_max, own.clone(), &images),
+                Some(&(token, _)) => {
+                    batch.push_with_images(&[token], tokens.len() + step - 1, length_max, own.clone(), &images);
+                }
             }
         }
         let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();
@@ -232,7 +315,7 @@ fn trace_greedy(
     }
     for (n, continuation) in continuations.iter().enumerate() {
         let (tokens, logprobs): (Vec<i64>, Vec<f32>) = continuation.iter().map(|&(t, l)| (i64::from(t), l)).unzip();
-        values.push_i64(format!("s.{n}.greedy"), &tokens);
+        values.push_i64(format!("s.{n}.greedy"), vec![num_tokens], tokens);
         values.push_f32(format!("s.{n}.greedy_logprobs"), vec![num_tokens], &logprobs);
     }
     Ok(())
@@ -250,9 +333,9 @@ impl Values {
         self.arrays.insert(name, (Dtype::F32, shape, bytes));
     }
 
-    fn push_i64(&mut self, name: String, values: &[i64]) {
-        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.arrays.insert(name, (Dtype::I64, vec![values.len()], bytes));
+    fn push_i64(&mut self, name: String, shape: Vec<usize>, values: impl IntoIterator<Item = i64>) {
+        let bytes = values.into_iter().flat_map(i64::to_le_bytes).collect();
+        self.arrays.insert(name, (Dtype::I64, shape, bytes));
     }
 
     fn write(&self, path: &Path) -> Result<()> {

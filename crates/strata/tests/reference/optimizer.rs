@@ -47,7 +47,7 @@ fn next_token_data(tokens: &Path) -> Vec<Datum> {
             ("target_tokens".to_owned(), input(LossValues::I64(tokens[1..].to_vec()))),
             ("weights".to_owned(), input(LossValues::F32(vec![1.0; len]))),
         ]);
-        Datum { tokens: tokens[..len].to_vec(), loss_inputs }
+        Datum { tokens: tokens[..len].to_vec(), images: Vec::new(), loss_inputs }
     };
     long_enough.map(datum).collect()
 }
@@ -98,7 +98,6 @@ fn five_adamw_steps_follow_torch() {
         let model = Model::load(backend, &ModelSource::Directory(model_dir), Some(DType::F32)).expect("the fixture loads");
         let engine = EngineHandle::start(model, None, EngineConfig { memory_bytes: 1 << 30, base_model: "reference".into() })
             .expect("the engine starts");
-        let data = next_token_data(&fixture.join("tokens.json"));
         for entry in std::fs::read_dir(&fixture).expect("a fixture directory") {
             let adapter_dir = entry.expect("an entry").path();
             if !adapter_dir.join("adapter_config.json").exists() {
@@ -108,6 +107,7 @@ fn five_adamw_steps_follow_torch() {
             if expected.floats("adamw.").next().is_none() {
                 continue;
             }
+            let data = next_token_data(&fixture.join("tokens.json"));
             for (name, adam) in runs() {
                 let label = format!("{} {name}", adapter_dir.display());
                 let model_id = label.clone();

@@ -139,6 +139,29 @@ fn greedy_tokens_through_the_kv_cache_are_those_of_transformers() {
     });
 }
 
+/// What the tower is given has the reference's bits: a model sees every level of a pixel.
+#[test]
+fn pictures_are_cut_up_and_placed_as_transformers_does_it() {
+    let (mut pictures, mut pixels) = (0, 0);
+    for_each_case(|isa, fixture, adapter, label| {
+        let want = expected(fixture, adapter);
+        if adapter.is_some() || want.integers("s.").all(|(name, _)| !name.ends_with("position_ids")) {
+            return;
+        }
+        let actual = trace(isa, fixture, None, "f32", &[]);
+        for (name, want) in want.floats("s.").filter(|(name, _)| name.ends_with("pixel_values")) {
+            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&actual.float(name).values), bits(&want.values), "{label} {name}");
+            pixels += want.values.len();
+        }
+        for (name, want) in want.integers("s.").filter(|(name, _)| !name.ends_with("greedy")) {
+            assert_eq!(actual.integer(name), want, "{label} {name}");
+            pictures += usize::from(name.ends_with("grid_thw"));
+        }
+    });
+    assert!(pictures >= 30 && pixels > 100_000, "{pictures} pictures of {pixels} numbers");
+}
+
 /// Both are rounded, differently; what counts is that our rounding is no worse. Values of one kind are taken together over
 /// all sequences, because a mean over a handful of numbers is a matter of luck.
 #[test]

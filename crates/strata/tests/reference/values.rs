@@ -37,6 +37,8 @@ impl Reference {
         let file = SafeTensors::deserialize(&bytes).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let mut reference = Reference { floats: BTreeMap::new(), integers: BTreeMap::new() };
         for (name, view) in file.tensors() {
+            // Adapters of a part of a composite are written as those of the model by itself.
+            let name = name.replace("base_model.model.model.language_model.", "base_model.model.model.");
             let words = |size: usize| view.data().chunks_exact(size);
             let values: Vec<f32> = match view.dtype() {
                 Dtype::F32 => words(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect(),

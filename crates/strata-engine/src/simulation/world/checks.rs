@@ -1,6 +1,6 @@
 //! Sending, and what must come of it: who is refused, who is answered, and with what numbers.
 
-use crate::api::{Failure, Outcome, Refusal, Request, Response, TrainOp};
+use crate::api::{Datum, Failure, Outcome, Refusal, Request, Response, TrainOp};
 use crate::ledger::Charge;
 use crate::sampler::REQUEST_BYTES;
 
@@ -303,6 +303,15 @@ impl World {
                     m.numbers.iter_mut().for_each(|n| n.gradient = 0);
                     true
                 }
+                TrainOp::ForwardBackward { forward_only, .. }
+                    if self.shared.failed_sights.get() > 0 && text.contains("seeing a picture") =>
+                {
+                    if !forward_only && self.asked[asked].worked {
+                        m.lost = true;
+                        m.numbers.iter_mut().for_each(|n| n.gradient = 0);
+                    }
+                    true
+                }
                 TrainOp::OptimStep(_) if m.lost && text.contains("lost") => {
                     m.lost = false;
                     m.numbers.iter_mut().for_each(|n| n.gradient = 0);
@@ -437,8 +446,9 @@ impl World {
                 let sampler = sampler.ok_or("it sampled from nowhere")?;
                 let mut output = output.clone();
                 let hit = std::mem::take(&mut output.prompt_cache_hit_tokens);
-                if hit % self.limits.page_tokens != 0 || hit >= sample.prompt.len() {
-                    return Err(format!("{hit} tokens of {} were in the prefix cache", sample.prompt.len()));
+                let length = sample.prompt.len() + sample.images.iter().map(|i| usize::from(i.file[0])).sum::<usize>();
+                if hit % self.limits.page_tokens != 0 || hit >= length {
+                    return Err(format!("{hit} tokens of {length} were in the prefix cache"));
                 }
                 let versions = &self.samplers[sampler].versions[version.unwrap_or(0)..];
                 let max_context_tokens = self.limits.max_context_tokens();
@@ -456,6 +466,7 @@ impl World {
                 let step_failed = text.contains("sampling step") && (text.contains("toy fault") || text.contains("panicked"));
                 let expected = a.wrong.as_ref() == Some(&text)
                     || (step_failed && self.shared.failed_steps.get() > 0)
+                    || (self.shared.failed_sights.get() > 0 && text.contains("seeing a picture"))
                     || (faulty && text.contains("not finite"))
                     || (self.limits.faults.page > 0 && text.contains("the engine stopped"))
                     || (version.is_none() && (matches!(failure, Failure::User(_)) || text.contains("toy")));
@@ -476,7 +487,8 @@ fn held_bytes(request: &Request) -> u64 {
         Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. } => {
             // Wrong ones are let go of at once.
             let limit = i64::from(VOCAB);
-            let right = data.iter().all(|d| d.tokens.iter().all(|&t| t < limit));
+            let whole = |d: &Datum| d.images.iter().all(|image| image.file.last() != Some(&255));
+            let right = data.iter().all(|d| whole(d) && d.tokens.iter().all(|&t| t < limit));
             if right { tokens(data.iter().map(|d| d.tokens.len() * 2).sum()) } else { REQUEST_BYTES }
         }
         Request::Train { .. } => REQUEST_BYTES,

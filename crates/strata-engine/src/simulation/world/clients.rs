@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::api::{
-    AdamParams, CheckpointSource, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, SaveTarget, Stop,
-    TrainOp,
+    AdamParams, CheckpointSource, Datum, Image, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, SaveTarget,
+    Stop, TrainOp,
 };
 use crate::sampler::{Plan, SamplerLimits};
 
 use super::super::Rng;
-use super::super::oracle::{self, VOCAB};
+use super::super::oracle::{self, PICTURE_TOKENS_MAX, VOCAB};
 use super::super::toy::bytes_of;
 use super::{Asked, Event, Kind, Model, Sampler, World, id_of};
 
@@ -139,6 +139,25 @@ impl World {
             .collect()
     }
 
+    /// Pictures of an input of `length` tokens, and how many of those are theirs: not all. `broken` of a hundred cannot be decoded.
+    fn images(&mut self, length: usize, largest: usize, broken: u64) -> (Vec<Image>, usize) {
+        let (mut images, mut at, mut shown) = (Vec::new(), 0, 0);
+        let count = if self.rng.chance(40) { self.rng.between(1, 4) } else { 0 };
+        for _ in 0..count {
+            let width = self.rng.between(1, PICTURE_TOKENS_MAX).min(largest).min(length - 1 - shown);
+            if width == 0 {
+                break;
+            }
+            shown += width;
+            at += if self.rng.chance(60) { 0 } else { self.rng.below(6) as usize };
+            let end = if self.rng.chance(broken) { 255 } else { self.rng.below(3) as u8 };
+            let expected_tokens = self.rng.chance(50).then_some(width as i64);
+            images.push(Image { at, file: [width as u8, end].into(), expected_tokens });
+        }
+        images.iter_mut().for_each(|image| image.at = image.at.min(length - shown));
+        (images, shown)
+    }
+
     fn length(&mut self, usual: usize, max: usize) -> usize {
         if self.rng.chance(8) { self.rng.between(1, max) } else { self.rng.between(1, usual.min(max)) }
     }
@@ -175,7 +194,8 @@ impl World {
             } else {
                 inputs.insert("weights".into(), numbers(number, &mut self.rng));
             }
-            Datum { tokens: self.tokens(n), loss_inputs: inputs }
+            let (images, shown) = self.images(n, self.limits.gallery_tokens / 2, 0);
+            Datum { tokens: self.tokens(n - shown), images, loss_inputs: inputs }
         });
         let data = data.collect();
         (data, LossSpec { name: name.into(), config: BTreeMap::new() })
@@ -233,11 +253,18 @@ impl World {
             0..48 => {
                 let (mut data, loss) = self.data();
                 let wrong = self.rng.chance(5);
+                let mut why = "outside the vocabulary";
                 if wrong {
-                    data[0].tokens[0] = 1000;
+                    match data[0].images.last_mut() {
+                        Some(image) => {
+                            image.file = [image.file[0], 255].into();
+                            why = "broken picture";
+                        }
+                        None => data[0].tokens[0] = 1000,
+                    }
                 }
                 let op = TrainOp::ForwardBackward { data, loss, forward_only: self.rng.chance(25) };
-                return (op, wrong.then(|| "outside the vocabulary".into()));
+                return (op, wrong.then(|| why.into()));
             }
             48..70 => {
                 let wrong = self.rng.chance(5);
@@ -303,8 +330,15 @@ impl World {
     fn sample_from(&mut self, session: usize, sampler: usize) {
         for _ in 0..if self.rng.chance(15) { self.rng.between(2, 12) } else { 1 } {
             let length = self.length(24, self.limits.max_context_tokens());
+            // Now and then one that is too large, or that this model does not read.
+            let mut largest = self.limits.gallery_tokens / 2;
+            if self.rng.chance(5) {
+                largest = PICTURE_TOKENS_MAX;
+            }
+            let (images, shown) = self.images(length, largest, 2);
             let sample = SampleRequest {
-                prompt: self.tokens(length),
+                prompt: self.tokens(length - shown),
+                images,
                 num_samples: if self.rng.chance(10) { self.rng.between(5, 30) } else { self.rng.between(1, 5) },
                 max_tokens: (!self.rng.chance(10))
                     .then(|| if self.rng.chance(15) { 1 } else { self.length(24, self.limits.max_context_tokens()) }),
@@ -330,6 +364,7 @@ impl World {
                 page_tokens: self.limits.page_tokens,
                 cache: self.limits.cache(),
                 tokenizer: None,
+                eyes: self.limits.eyes(),
             };
             let wrong = Plan::new(&sample, &limits).err();
             let known = self.rng.chance(98);

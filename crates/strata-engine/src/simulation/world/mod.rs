@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::api::{Client, Outcome, Request, Response, TrainOp};
+use crate::api::{Client, Image, Outcome, Request, Response, TrainOp};
 use crate::engine::EngineHandle;
 use crate::ledger::Charge;
 
@@ -53,6 +53,7 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
         optim: often(rng, 100),
         adapter: often(rng, 100),
         disk: often(rng, 200),
+        see: often(rng, 100),
         page: if rng.chance(10) { 20 } else { 0 },
     };
     let ledger_bytes = if rng.chance(60) { 60_000 } else { 2_000_000 };
@@ -67,6 +68,7 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
         adapter_bytes: rng.between(40, 1200) as u64,
         captured_bytes: rng.below(200),
         ledger_bytes: 14_000 + rng.below(ledger_bytes),
+        gallery_tokens: if rng.chance(50) { rng.between(2, 60) } else { 0 },
     }
 }
 
@@ -154,6 +156,16 @@ struct Sampler {
     versions: Vec<u64>,
     /// Snapshots that are to make it.
     pending: usize,
+}
+
+/// Whether a request has a picture.
+fn shows(request: &Request, file: &[u8]) -> bool {
+    let is_it = |image: &Image| *image.file == *file;
+    match request {
+        Request::Sample { sample, .. } => sample.images.iter().any(is_it),
+        Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. } => data.iter().flat_map(|d| &d.images).any(is_it),
+        _ => false,
+    }
 }
 
 enum Event {
@@ -296,6 +308,12 @@ impl World {
                     self.violate(format!("a pass goes on for requests that have ended: {requests:?}"));
                 }
                 Worked::GoesOn { .. } => {}
+                Worked::Sight { file, block } => {
+                    let shows = |(n, asked): (usize, &Asked)| shows(&asked.request, &file) && !over(&&(n as u64 + 1));
+                    if !self.asked.iter().enumerate().any(shows) {
+                        self.violate(format!("block {block} of the tower sees {file:?} for nobody"));
+                    }
+                }
             }
         }
     }

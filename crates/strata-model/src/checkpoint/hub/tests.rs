@@ -99,6 +99,8 @@ fn a_model_is_downloaded_once_and_then_found_in_the_cache() {
         ("config.json", "{}"),
         ("tokenizer.json", "{\"t\": 1}"),
         ("model.safetensors", "weights"),
+        ("preprocessor_config.json", "{\"p\": 2}"),
+        ("processor_config.json", "{}"),
         ("pytorch_model.bin", "pickles"),
         ("README.md", "words"),
     ]);
@@ -106,9 +108,11 @@ fn a_model_is_downloaded_once_and_then_found_in_the_cache() {
     let snapshot = fetch_model("org/model", &hub.options(cache.path()), &recorder).unwrap();
     assert_eq!(fs::read_to_string(snapshot.join("model.safetensors")).unwrap(), "weights");
     assert_eq!(fs::read_to_string(snapshot.join("tokenizer.json")).unwrap(), "{\"t\": 1}");
+    assert_eq!(fs::read_to_string(snapshot.join("preprocessor_config.json")).unwrap(), "{\"p\": 2}");
+    assert!(snapshot.join("processor_config.json").is_file());
     assert!(!snapshot.join("pytorch_model.bin").exists());
     let events = recorder.0.lock().unwrap();
-    assert_eq!(events[0], "Started { files: 3, bytes: 17 }");
+    assert_eq!(events[0], "Started { files: 5, bytes: 27 }");
     assert!(events.contains(&"File { name: \"model.safetensors\", bytes_done: 7, bytes_total: 7 }".to_string()), "{events:?}");
     assert_eq!(events.last().unwrap(), "Finished");
 

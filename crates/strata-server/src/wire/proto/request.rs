@@ -10,9 +10,10 @@ use crate::limits;
 use crate::names::{cut, shown};
 use crate::wire::budget::{Budget, map_bytes};
 use crate::wire::json::at_most;
+use crate::wire::picture;
 use crate::wire::proto::{
-    Chunk, ChunkKind, DType, Datum, Encoding, ForwardBackwardHead, ForwardBackwardRequest, LossConfigKind, LossConfigValue,
-    Tensor,
+    Chunk, ChunkKind, DType, Datum, Encoding, ForwardBackwardHead, ForwardBackwardRequest, Image, LossConfigKind,
+    LossConfigValue, Tensor,
 };
 use crate::wire::tensor::{self, CsrIndices};
 
@@ -132,7 +133,7 @@ impl ForwardBackwardRequest {
     /// The operation it asks for.
     ///
     /// # Errors
-    /// If an example has chunks that are not text, or a tensor that contradicts itself or goes beyond the budget.
+    /// If an example has chunks that are neither text nor pictures, or a tensor that contradicts itself, or goes beyond the budget.
     pub fn into_op(self, budget: &Budget) -> Result<api::TrainOp, String> {
         if self.loss_fn.len() > limits::NAME_BYTES_MAX {
             let (len, max) = (self.loss_fn.len(), limits::NAME_BYTES_MAX);
@@ -172,23 +173,7 @@ impl ForwardBackwardRequest {
 
 impl Datum {
     fn into_api(self, budget: &Budget) -> Result<api::Datum, String> {
-        let mut texts = Vec::new();
-        budget.take_values::<Bytes>(self.model_input.len())?;
-        for (i, chunk) in self.model_input.into_iter().enumerate() {
-            match chunk.chunk {
-                Some(ChunkKind::EncodedText(text)) => texts.push(text.tokens),
-                Some(ChunkKind::Image(_)) => return Err(not_text(i, "image")),
-                Some(ChunkKind::Dmel(_)) => return Err(not_text(i, "dmel")),
-                None => return Err(not_text(i, "chunk of an unknown kind")),
-            }
-        }
-        let num_tokens = texts.iter().map(|text| text.len() / size_of::<i32>()).sum();
-        at_most("tokens of one input", num_tokens, limits::PROMPT_TOKENS_MAX)?;
-        budget.take_values::<i64>(num_tokens)?;
-        let mut tokens = Vec::with_capacity(num_tokens);
-        for (i, text) in texts.iter().enumerate() {
-            tensor::append_i32_tokens(text, &mut tokens).map_err(|error| format!("model_input chunk {i}: {error}"))?;
-        }
+        let (tokens, images) = input(self.model_input, budget)?;
         budget.take(map_bytes::<String, api::LossInput>(self.loss_fn_inputs.len()))?;
         let mut loss_inputs = BTreeMap::new();
         for (name, tensor) in self.loss_fn_inputs {
@@ -197,14 +182,47 @@ impl Datum {
             let input = input.map_err(|error| format!("loss_fn_inputs[{:?}]: {error}", shown(&name)))?;
             loss_inputs.insert(name, input);
         }
-        Ok(api::Datum { tokens, loss_inputs })
+        Ok(api::Datum { tokens, images, loss_inputs })
     }
 }
 
-/// What a user is told who sends a picture to a text model.
-pub fn not_text(chunk: usize, kind: &str) -> String {
-    let kind = shown(kind);
-    format!("model_input chunk {chunk} is an {kind}; this model reads text only, so every chunk must be encoded_text")
+/// The text of an input, and its pictures, of which each has its own memory from here on.
+fn input(chunks: Vec<Chunk>, budget: &Budget) -> Result<(Vec<i64>, Vec<api::Image>), String> {
+    let (mut num_tokens, mut num_images) = (0, 0);
+    for (i, chunk) in chunks.iter().enumerate() {
+        match &chunk.chunk {
+            Some(ChunkKind::EncodedText(text)) => num_tokens += text.tokens.len() / size_of::<i32>(),
+            Some(ChunkKind::Image(_)) => num_images += 1,
+            Some(ChunkKind::Dmel(_)) => return Err(picture::unread(i, "dmel")),
+            None => return Err(picture::unread(i, "")),
+        }
+    }
+    at_most("tokens of one input", num_tokens, limits::PROMPT_TOKENS_MAX)?;
+    at_most("images of one input", num_images, limits::IMAGES_MAX)?;
+    budget.take_values::<i64>(num_tokens)?;
+    budget.take_values::<api::Image>(num_images)?;
+    let (mut tokens, mut images) = (Vec::with_capacity(num_tokens), Vec::with_capacity(num_images));
+    for (i, chunk) in chunks.into_iter().enumerate() {
+        match chunk.chunk {
+            Some(ChunkKind::EncodedText(text)) => tensor::append_i32_tokens(&text.tokens, &mut tokens)
+                .map_err(|error| format!("model_input chunk {i}: {error}"))?,
+            Some(ChunkKind::Image(image)) => {
+                let image = image.into_api(tokens.len(), budget);
+                images.push(image.map_err(|error| format!("model_input chunk {i} (image): {error}"))?);
+            }
+            Some(ChunkKind::Dmel(_)) | None => {}
+        }
+    }
+    Ok((tokens, images))
+}
+
+impl Image {
+    fn into_api(self, at: usize, budget: &Budget) -> Result<api::Image, String> {
+        picture::check(Some(&self.format), self.override_dimensions.is_some())?;
+        picture::check_len(self.data.len())?;
+        budget.take(picture::held_bytes(self.data.len()))?;
+        Ok(api::Image { at, file: (&*self.data).into(), expected_tokens: self.expected_tokens.map(i64::from) })
+    }
 }
 
 impl Tensor {
@@ -304,9 +322,52 @@ mod tests {
         datum.loss_fn_inputs.insert("weights".into(), dense(DType::Float32, vec![0; 5]));
         let error = into_op(request(datum)).unwrap_err();
         assert!(error.contains("datum 0") && error.contains("\"weights\"") && error.contains("5 bytes"), "{error}");
-        let image = Chunk { chunk: Some(ChunkKind::Image(Opaque {})) };
-        let error = into_op(request(Datum { model_input: vec![image], ..Default::default() })).unwrap_err();
-        assert!(error.contains("image"), "{error}");
+    }
+
+    fn image(image: Image) -> Chunk {
+        Chunk { chunk: Some(ChunkKind::Image(image)) }
+    }
+
+    fn png(len: usize) -> Image {
+        Image { data: vec![7; len].into(), format: "png".into(), ..Default::default() }
+    }
+
+    #[test]
+    fn pictures_lie_where_their_chunks_do_and_have_their_own_memory() {
+        let jpeg = Image { data: vec![1, 2].into(), format: "jpeg".into(), expected_tokens: Some(4), ..Default::default() };
+        let model_input = vec![image(png(1)), text(&[1, 2]), image(jpeg), text(&[3]), image(png(100_000))];
+        let body: Bytes = request(Datum { model_input, ..Default::default() }).encode_to_vec().into();
+        let work = || with_budget(1 << 20, |budget| decode_forward_backward(body.clone(), budget)?.into_op(budget)).unwrap();
+        let (op, peak) = peak_bytes(work);
+        let api::TrainOp::ForwardBackward { data, .. } = op else { panic!("it is a forward_backward") };
+        assert_eq!(data[0].tokens, [1, 2, 3]);
+        let images: Vec<_> = data[0].images.iter().map(|image| (image.at, image.file.len(), image.expected_tokens)).collect();
+        assert_eq!(images, [(0, 1, None), (2, 2, Some(4)), (3, 100_000, None)]);
+        assert_eq!(&*data[0].images[1].file, [1, 2]);
+        assert!(body.is_unique(), "nothing holds on to the body");
+        assert!((100_000..110_000).contains(&peak), "{peak}");
+    }
+
+    #[test]
+    fn a_chunk_that_is_not_read_is_named() {
+        let scaled = Image { override_dimensions: Some(Opaque {}), ..png(1) };
+        for (chunk, words) in [
+            (image(Image { format: "gif".into(), ..png(1) }), "chunk 1 (image): format \"gif\" is neither"),
+            (image(Image { format: vec![0xff; 1 << 20].into(), ..png(1) }), "chunk 1 (image): format"),
+            (image(png(0)), "chunk 1 (image): it has no data"),
+            (image(scaled), "chunk 1 (image): override_dimensions"),
+            (image(png(limits::IMAGE_BYTES_MAX + 1)), "33554433 bytes, above the limit of 33554432"),
+            (image(png(2 << 20)), "more than 1 MiB"),
+            (Chunk { chunk: Some(ChunkKind::Dmel(Opaque {})) }, "chunk 1 is of kind \"dmel\""),
+            (Chunk::default(), "chunk 1 is of a kind without a name"),
+        ] {
+            let datum = Datum { model_input: vec![text(&[1]), chunk], ..Default::default() };
+            let error = into_op(request(datum)).unwrap_err();
+            assert!(error.starts_with("datum 0: ") || error.contains("MiB"), "{error}");
+            assert!(error.contains(words) && error.len() < 1000, "{error}");
+        }
+        let many = Datum { model_input: vec![image(png(1)); limits::IMAGES_MAX + 1], ..Default::default() };
+        assert!(into_op(request(many)).unwrap_err().contains("images of one input: 257 is above the limit of 256"));
     }
 
     #[test]
@@ -355,6 +416,7 @@ mod tests {
             [field, content.to_vec()].concat()
         };
         let shape = delimited(4, &vec![1; 1 << 20]);
+        let picture = delimited(3, &delimited(1, &delimited(2, &[delimited(2, b"png"), delimited(1, &[7; 4000])].concat())));
         let with_input = delimited(3, &delimited(2, &[]));
         vec![
             ("empty examples", delimited(3, &[]).repeat(60_000)),
@@ -364,6 +426,9 @@ mod tests {
             ("one shape", delimited(3, &delimited(2, &delimited(2, &shape)))),
             ("one unpacked shape", delimited(3, &delimited(2, &delimited(2, &[0x20, 1].repeat(1 << 20))))),
             ("settings", delimited(7, &[]).repeat(500_000)),
+            ("empty pictures", delimited(3, &delimited(1, &delimited(2, &[])).repeat(200_000))),
+            ("a format", delimited(3, &delimited(1, &delimited(2, &delimited(2, &vec![b'p'; 4 << 20]))))),
+            ("pictures", picture.repeat(1000)),
             ("tokens", delimited(3, &delimited(1, &delimited(1, &delimited(1, &vec![0; 4 << 20]))))),
         ]
     }

@@ -353,7 +353,8 @@ impl<T: Element + Plain> Pass<'_, T> {
                             product(&self.kernel, dout, v, value_steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
                         }
                         for r in 0..rows {
-                            let visible = visible_slots(g, query_page * PAGE + r, key_page);
+                            let position = query_page * PAGE + r;
+                            let visible = visible_slots(g.first_visible(position)..position + 1, key_page);
                             let (normalizer, delta) = (tile.log_normalizers[r], tile.delta[r]);
                             let (p, ds) = (page_row_mut(p, r), page_row_mut(ds, r));
                             let (scores, gradient) = (page_row(scores, r), page_row(dprobabilities, r));

@@ -1,4 +1,4 @@
-//! Causal attention over sequences of any length, with grouped queries, forward (here) and backward (`backward`).
+//! Attention over sequences of any length, with grouped queries, causal or of every token to all of its sequence, forward (here) and backward (`backward`, causal alone).
 //!
 //! The score matrix is never whole: a tile of queries walks the pages of its sequence in order, one page of 64 keys at a time, with a
 //! running maximum and sum (Milakov & Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135), and begins anew every few pages, so that
@@ -202,10 +202,10 @@ fn values_of<T: Element>(words: &[u32], d: usize, visible: &Range<usize>) -> Vec
     words
 }
 
-/// Slots of a page of keys that a query at this position sees; none, at either end, if it sees nothing of it.
-fn visible_slots(g: &AttentionGeometry, position: usize, page: usize) -> Range<usize> {
+/// Slots of a page of keys that a query sees, given the positions that it sees; none, at either end, if it sees nothing of it.
+fn visible_slots(visible: Range<usize>, page: usize) -> Range<usize> {
     let slot = |position: usize| position.saturating_sub(page * PAGE).min(PAGE);
-    slot(g.first_visible(position))..slot(position + 1)
+    slot(visible.start)..slot(visible.end)
 }
 
 /// The values of a packed page whose keys begin with them, laid out as values of their own are.
@@ -247,10 +247,20 @@ impl QueryTile<'_> {
         token * g.heads + self.kv_head * (g.heads / g.kv_heads) + row / self.positions.len()
     }
 
+    /// Positions in the sequence that a row sees.
+    fn visible(&self, g: &AttentionGeometry, row: usize) -> Range<usize> {
+        g.visible(self.position(row), self.span.past + self.span.tokens.len())
+    }
+
+    /// Positions in the sequence that some of its rows see.
+    fn visible_to_any(&self, g: &AttentionGeometry) -> Range<usize> {
+        self.visible(g, 0).start..self.visible(g, self.positions.len() - 1).end
+    }
+
     /// Splits of the keys that its positions see.
     fn splits(&self, g: &AttentionGeometry) -> Range<usize> {
-        let (first, end) = (self.span.past + self.positions.start, self.span.past + self.positions.end);
-        g.first_visible(first) / SPLIT_KEYS..end.div_ceil(SPLIT_KEYS)
+        let visible = self.visible_to_any(g);
+        visible.start / SPLIT_KEYS..visible.end.div_ceil(SPLIT_KEYS)
     }
 }
 
@@ -272,7 +282,7 @@ impl<'a> Found<'a> {
     }
 }
 
-/// Causal attention of new queries over pages.
+/// Attention of new queries over pages.
 struct Forward<'a, T> {
     isa: Isa,
     kernel: TileKernel,
@@ -285,7 +295,7 @@ struct Forward<'a, T> {
     log_normalizers: SharedMut<f32>,
 }
 
-/// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence up to its own position. Writes `out: [tokens, heads, value width]`, and
+/// Attends every query `[tokens, heads, head_dim]` to the keys of its sequence that it sees, up to its own position or all. Writes `out: [tokens, heads, value width]`, and
 /// the logarithm of each query's softmax denominator, `[tokens, heads]`, where the backward pass will want it.
 ///
 /// Keys are taken in splits of [`SPLIT_KEYS`], counted from the first of the sequence, and what is found in them is joined in order. Where there are not enough
@@ -425,9 +435,9 @@ impl<T: Element + Plain> Forward<'_, T> {
         }
         found.maxima.fill(f32::NEG_INFINITY);
         found.sums.fill(0.0);
-        let (first, last) = (tile.position(0), tile.position(positions - 1));
-        let first_block = (split * SPLIT_PAGES).max(g.first_visible(first) / PAGE);
-        let blocks = first_block..((split + 1) * SPLIT_PAGES).min(last / PAGE + 1);
+        let visible = tile.visible_to_any(g);
+        let first_block = (split * SPLIT_PAGES).max(visible.start / PAGE);
+        let blocks = first_block..((split + 1) * SPLIT_PAGES).min(visible.end.div_ceil(PAGE));
         for block in blocks {
             let accumulate = block > first_block;
             let (keys, values) = head_words(g, per_step, tile.span.pages[block] as usize, tile.kv_head);
@@ -445,9 +455,9 @@ impl<T: Element + Plain> Forward<'_, T> {
             unsafe {
                 product(&self.kernel, queries, keys.as_ptr(), row_len / per_step, PAGE, scores.as_mut_ptr(), PAGE, false)
             };
-            let visible_of = |position: usize| visible_slots(g, position, block);
+            let visible_of = |row: usize| visible_slots(tile.visible(g, row), block);
             for r in 0..rows {
-                let visible = visible_of(tile.position(r));
+                let visible = visible_of(r);
                 let (scores, probabilities) = (page_row(scores, r), page_row_mut(probabilities, r));
                 if visible.is_empty() {
                     probabilities.fill(T::from_f32(0.0));
@@ -461,7 +471,7 @@ impl<T: Element + Plain> Forward<'_, T> {
             }
             // Values that no query of the tile sees are not read. What some see and others do not is multiplied by probabilities of zero for those,
             // and the least likely of values, an infinity, would be NaN.
-            let (visible_first, visible_last) = (visible_of(first), visible_of(last));
+            let (visible_first, visible_last) = (visible_of(0), visible_of(positions - 1));
             let stride = PAGE * T::DTYPE.size_bytes();
             // Up to where the window of some query begins, and from where the view of some query ends.
             let not_before = visible_last.start > 0 && values_not_finite::<T>(values, d, 0..visible_last.start);
@@ -477,7 +487,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                 continue;
             }
             for p in 0..positions {
-                let visible = visible_of(tile.position(p));
+                let visible = visible_of(p);
                 if visible.is_empty() {
                     if !accumulate {
                         (p..rows).step_by(positions).for_each(|row| found.values[row * d..][..d].fill(0.0));
@@ -500,14 +510,14 @@ impl<T: Element + Plain> Forward<'_, T> {
     fn join(&self, tile: &QueryTile<'_>, split: usize, part: &Found<'_>, total: &mut Found<'_>) {
         let d = self.g.values.width();
         for r in 0..total.sums.len() {
-            let position = tile.position(r);
-            let first = self.g.first_visible(position) / SPLIT_KEYS;
+            let visible = tile.visible(self.g, r);
+            let first = visible.start / SPLIT_KEYS;
             let (values, part_values) = (&mut total.values[r * d..][..d], &part.values[r * d..][..d]);
             let (maximum, sum) = (&mut total.maxima[r], &mut total.sums[r]);
             if split == first {
                 values.copy_from_slice(part_values);
                 (*maximum, *sum) = (part.maxima[r], part.sums[r]);
-            } else if split > first && position >= split * SPLIT_KEYS {
+            } else if split > first && visible.end > split * SPLIT_KEYS {
                 softmax::attention_join(self.isa, part_values, part.maxima[r], part.sums[r], maximum, sum, values);
             }
         }

@@ -1,8 +1,10 @@
 //! Attention against softmax attention in f64, written plainly; and its bits against themselves.
 
+mod whole;
+
 use std::ops::Range;
 
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, Sight};
 use crate::testing::{assert_close, bits, poison, rows, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, KvValues, Memory, Tensor};
 
@@ -25,6 +27,7 @@ fn geometry((kv_heads, group, head_dim): (usize, usize, usize)) -> AttentionGeom
         scale: (head_dim as f32).powf(-0.5),
         eps: 0.0,
         window: None,
+        sees: Sight::Before,
     }
 }
 
@@ -85,9 +88,9 @@ impl Layer {
     }
 
     /// What is seen of keys by one query head.
-    fn sight(&self, head: usize) -> Sight {
+    fn sight(&self, head: usize) -> View {
         let sink = self.sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| sinks.to_f32_vec()[head] as f64);
-        Sight { scale: self.g.scale as f64, window: self.g.window.unwrap_or(usize::MAX), sink }
+        View { scale: self.g.scale as f64, window: self.g.window.unwrap_or(usize::MAX), sees: self.g.sees, sink }
     }
 }
 
@@ -160,39 +163,41 @@ fn add_scaled(target: &mut [f64], factor: f64, source: &[f64]) {
 
 /// How a query head looks at keys.
 #[derive(Clone, Copy)]
-struct Sight {
+struct View {
     scale: f64,
     window: usize,
+    sees: Sight,
     sink: f64,
 }
 
-impl Sight {
-    /// Positions that a query sees: masking_utils.py of transformers lets it see those with `kv_idx > q_idx - sliding_window`.
-    fn keys(&self, t: usize) -> impl Iterator<Item = usize> {
+impl View {
+    /// Positions of `len` that a query sees: masking_utils.py of transformers lets it see those with `kv_idx > q_idx - sliding_window`.
+    fn keys(&self, t: usize, len: usize) -> impl Iterator<Item = usize> {
         let window = self.window as i128;
-        (0..=t).filter(move |&s| s as i128 > t as i128 - window)
+        let end = if self.sees == Sight::Whole { len } else { t + 1 };
+        (0..end).filter(move |&s| s as i128 > t as i128 - window)
     }
 }
 
-/// Causal softmax attention of one head by its definition: outputs, and log-normalizers.
-fn reference(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], sight: Sight) -> (Vec<Vec<f64>>, Vec<f64>) {
+/// Softmax attention of one head by its definition: outputs, and log-normalizers.
+fn reference(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], sight: View) -> (Vec<Vec<f64>>, Vec<f64>) {
     let attend = |(t, q): (usize, &Vec<f64>)| {
         let score = |s: usize| sight.scale * dot(q, &k[s]);
-        let log_normalizer = (sight.keys(t).map(|s| score(s).exp()).sum::<f64>() + sight.sink.exp()).ln();
+        let log_normalizer = (sight.keys(t, k.len()).map(|s| score(s).exp()).sum::<f64>() + sight.sink.exp()).ln();
         let mut out = vec![0.0; v[0].len()];
-        sight.keys(t).for_each(|s| add_scaled(&mut out, (score(s) - log_normalizer).exp(), &v[s]));
+        sight.keys(t, k.len()).for_each(|s| add_scaled(&mut out, (score(s) - log_normalizer).exp(), &v[s]));
         (out, log_normalizer)
     };
     q.iter().enumerate().map(attend).unzip()
 }
 
 /// Gradients by q, k and v of `Σ dout · reference(q, k, v)`.
-fn reference_backward(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], dout: &[Vec<f64>], sight: Sight) -> [Vec<Vec<f64>>; 3] {
+fn reference_backward(q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>], dout: &[Vec<f64>], sight: View) -> [Vec<Vec<f64>>; 3] {
     let (out, log_normalizers) = reference(q, k, v, sight);
     let zeros = |like: &[Vec<f64>]| vec![vec![0.0; like[0].len()]; like.len()];
     let [mut dq, mut dk, mut dv] = [zeros(q), zeros(k), zeros(v)];
     for t in 0..q.len() {
-        for s in sight.keys(t) {
+        for s in sight.keys(t, k.len()) {
             let p = (sight.scale * dot(&q[t], &k[s]) - log_normalizers[t]).exp();
             let ds = p * (dot(&dout[t], &v[s]) - dot(&dout[t], &out[t])) * sight.scale;
             add_scaled(&mut dv[s], p, &dout[t]);
@@ -226,30 +231,34 @@ fn cases() -> impl Iterator<Item = (Layer, DType, &'static [usize])> {
     all.flat_map(|(layer, lengths)| DTYPES.map(|dtype| (layer.clone(), dtype, lengths)))
 }
 
-#[test]
-fn attention_is_causal_softmax_attention_on_every_instruction_set() {
-    for (layer, dtype, lengths) in cases() {
-        let sequences = packed(lengths);
-        let g = layer.g;
-        let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
-        let tolerance = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
-        let results = Arithmetic::available()
-            .into_iter()
-            .map(|isa| (isa, attend_whole(&CpuBackend::with_isa(isa, 2), &layer, &qkv, &sequences)));
-        let results: Vec<_> = results.collect();
-        for (sequence, head) in sequences.iter().flat_map(|s| (0..g.heads).map(move |h| (s, h))) {
-            let kv_head = head * g.kv_heads / g.heads;
-            let [k, v] = keys_and_values(&qkv, &g, sequence, kv_head);
-            let (out, log_normalizers) = reference(&head_of(&qkv.q, sequence, head), &k, &v, layer.sight(head));
-            for (isa, [actual_out, actual_normalizers]) in &results {
-                let context = format!("{isa} {dtype} {g:?}, head {head} of {sequence:?}");
-                assert_head(actual_out, sequence, head, &out, tolerance, &context);
-                let values = actual_normalizers.to_f32_vec();
-                let actual: Vec<f32> = sequence.clone().map(|t| values[t * g.heads + head]).collect();
-                assert_close(&actual, &log_normalizers, 1e-5, &context);
-            }
+/// Checks outputs and log-normalizers of whole sequences against the definition, on every instruction set.
+#[track_caller]
+fn assert_is_softmax_attention(layer: &Layer, dtype: DType, lengths: &[usize]) {
+    let sequences = packed(lengths);
+    let g = layer.g;
+    let qkv = random_qkv(&g, lengths.iter().sum(), dtype);
+    let tolerance = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+    let results = Arithmetic::available()
+        .into_iter()
+        .map(|isa| (isa, attend_whole(&CpuBackend::with_isa(isa, 2), layer, &qkv, &sequences)));
+    let results: Vec<_> = results.collect();
+    for (sequence, head) in sequences.iter().flat_map(|s| (0..g.heads).map(move |h| (s, h))) {
+        let kv_head = head * g.kv_heads / g.heads;
+        let [k, v] = keys_and_values(&qkv, &g, sequence, kv_head);
+        let (out, log_normalizers) = reference(&head_of(&qkv.q, sequence, head), &k, &v, layer.sight(head));
+        for (isa, [actual_out, actual_normalizers]) in &results {
+            let context = format!("{isa} {dtype} {g:?}, head {head} of {sequence:?}");
+            assert_head(actual_out, sequence, head, &out, tolerance, &context);
+            let values = actual_normalizers.to_f32_vec();
+            let actual: Vec<f32> = sequence.clone().map(|t| values[t * g.heads + head]).collect();
+            assert_close(&actual, &log_normalizers, 1e-5, &context);
         }
     }
+}
+
+#[test]
+fn attention_is_causal_softmax_attention_on_every_instruction_set() {
+    cases().for_each(|(layer, dtype, lengths)| assert_is_softmax_attention(&layer, dtype, lengths));
 }
 
 #[test]
@@ -467,7 +476,7 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
 
 #[test]
 fn the_reference_gradient_is_that_of_the_reference() {
-    let (len, d, sight) = (5, 3, Sight { scale: 0.7, window: 3, sink: 0.4 });
+    let (len, d, sight) = (5, 3, View { scale: 0.7, window: 3, sees: Sight::Before, sink: 0.4 });
     let random = |key| -> Vec<Vec<f64>> {
         let values = crate::testing::normal(len * d, key);
         values.chunks(d).map(|row| row.iter().map(|&v| v as f64).collect()).collect()

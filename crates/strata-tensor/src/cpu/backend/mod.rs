@@ -1,10 +1,11 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
+//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`encoder`] what encoders of images have beside decoders, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
 //! of experts, [`logits`] what is asked of logits.
 
 mod delta;
 mod embedding;
+mod encoder;
 mod experts;
 mod heads;
 mod linear;
@@ -17,14 +18,13 @@ use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
 use super::rows::gate::{self, Gates};
-use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads, angles};
+use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
-use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
-use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorRef};
+use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 use memory::{pages, pages_mut};
 
 /// What the fused projection of a model has.
@@ -144,6 +144,9 @@ impl Backend for CpuBackend {
         if g.window == Some(0) {
             return Err(Error::Unsupported("attention with a window of 0 keys: a query sees its own at least".into()));
         }
+        if let (Sight::Whole, Some(window)) = (g.sees, g.window) {
+            return Err(Error::Unsupported(format!("attention to whole sequences in a window of {window} keys")));
+        }
         let grouped = g.heads > 0 && g.kv_heads > 0 && g.heads.is_multiple_of(g.kv_heads);
         let widths = 1..=if let KvValues::PrefixOfKey(_) = g.values { g.head_dim } else { MAX_HEAD_DIM };
         let of_width = g.head_dim.is_multiple_of(2) && (2..=MAX_HEAD_DIM).contains(&g.head_dim);
@@ -222,20 +225,12 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn rotary(&self, positions: &[u32], frequencies: &[f32], factor: f32) -> Result<Rotary> {
-        let half = frequencies.len();
-        let shape = [positions.len(), half];
-        let (mut cos, mut sin) = (self.scratch(&shape, DType::F32)?, self.scratch(&shape, DType::F32)?);
-        {
-            let (cos, sin) = (SharedMut::new(cos.slice_mut::<f32>()?), SharedMut::new(sin.slice_mut::<f32>()?));
-            // A cosine costs about as much as a hundred streamed elements.
-            self.over_rows(positions.len(), 100 * half, |rows| {
-                // SAFETY: tasks have rows of their own.
-                let (cos, sin) = unsafe { (rows_mut(&cos, &rows, half), rows_mut(&sin, &rows, half)) };
-                angles(&positions[rows], frequencies, factor, cos, sin);
-            });
-        }
-        Ok(Rotary { cos, sin })
+    fn layer_norm(&self, x: &Tensor, weight: TensorRef<'_>, bias: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
+        self.norm_layer(x, weight, bias, eps, y)
+    }
+
+    fn rotary_of_axes(&self, positions: &[&[u32]], turns: &[AxisFrequency], factor: f32) -> Result<Rotary> {
+        self.angles_of_axes(positions, turns, factor)
     }
 
     fn norm_rotate(
@@ -384,6 +379,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn gelu(&self, x: &Tensor, kind: Gelu, y: &mut Tensor) -> Result<()> {
+        self.gelu_of(x, kind, y)
+    }
+
     fn convert(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
         if y.dtype() != DType::F32 {
             return with_element!(y.dtype(), T => { self.scale_into::<T>(x.slice()?, 1.0, y.slice_mut()?); Ok(()) });
@@ -400,9 +399,9 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+    fn add(&self, x: TensorRef<'_>, y: TensorMut<'_>) -> Result<()> {
         let x = x.slice::<f32>()?;
-        let y = SharedMut::new(y.slice_mut::<f32>()?);
+        let y = SharedMut::new(y.into_slice::<f32>()?);
         self.over_rows(x.len(), 1, |range| {
             // SAFETY: tasks have ranges of their own.
             let y = unsafe { rows_mut(&y, &range, 1) };

@@ -88,6 +88,7 @@ mod tests {
 
     use super::*;
     use crate::KvValues;
+    use crate::backend::Sight;
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
     const ROWS: usize = 3;
@@ -102,7 +103,16 @@ mod tests {
     fn with_gates(check: impl Fn(&Gates, Vec<f32>, Vec<f32>)) {
         for head_dim in [2, 16, 37, 64] {
             let values = KvValues::Own(head_dim);
-            let g = AttentionGeometry { heads: 3, kv_heads: 1, head_dim, values, scale: 1.0, eps: 0.0, window: None };
+            let g = AttentionGeometry {
+                heads: 3,
+                kv_heads: 1,
+                head_dim,
+                values,
+                scale: 1.0,
+                eps: 0.0,
+                window: None,
+                sees: Sight::Before,
+            };
             let gates = Gates::new(&g, &QkvLayout::gated(&g, 2));
             check(&gates, random(ROWS * 3 * head_dim, 1), random(ROWS * gates.width, 2));
         }

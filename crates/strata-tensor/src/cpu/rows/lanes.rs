@@ -49,6 +49,33 @@ pub(super) fn dot(fma: impl Fma, a: &[f32], b: &[f32]) -> f32 {
     tree(sums)
 }
 
+/// Sum of `a[i]`.
+#[inline(always)]
+pub(super) fn sum(a: &[f32]) -> f32 {
+    let mut sums = [0.0; LANES];
+    let (chunks, tail) = a.as_chunks::<LANES>();
+    for a in chunks.iter().chain([&filled(tail, 0.0)]) {
+        for l in 0..LANES {
+            sums[l] += a[l];
+        }
+    }
+    tree(sums)
+}
+
+/// Sum of `(a[i] - center)^2`.
+#[inline(always)]
+pub(super) fn squares_about(fma: impl Fma, a: &[f32], center: f32) -> f32 {
+    let mut sums = [0.0; LANES];
+    let (chunks, tail) = a.as_chunks::<LANES>();
+    for a in chunks.iter().chain([&filled(tail, center)]) {
+        for l in 0..LANES {
+            let from_center = a[l] - center;
+            sums[l] = fma.fma(from_center, from_center, sums[l]);
+        }
+    }
+    tree(sums)
+}
+
 /// Sum of `a[i] * b[i] * c[i]`.
 #[inline(always)]
 pub(super) fn dot3(fma: impl Fma, a: &[f32], b: &[f32], c: &[f32]) -> f32 {
@@ -89,6 +116,9 @@ mod tests {
             let expected = pairs(&pairs(&pairs(&pairs(&lanes))));
             assert_eq!(dot(Fused, &a, &b), expected[0], "length {n}");
             assert_eq!(dot3(Fused, &a, &vec![1.0; n], &b), expected[0], "length {n}");
+            assert_eq!(sum(&a), dot(Fused, &a, &vec![1.0; n]), "length {n}");
+            let from_center: Vec<f32> = a.iter().map(|v| v - 0.7).collect();
+            assert_eq!(squares_about(Fused, &a, 0.7), dot(Fused, &from_center, &from_center), "length {n}");
         }
     }
 }

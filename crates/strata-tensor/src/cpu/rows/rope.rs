@@ -2,23 +2,32 @@
 //! (Qwen3), and rotary positions (Su et al., 2021, arXiv:2104.09864), with the halves of a head rotated against each other as
 //! Hugging Face's `rotate_half` does, or its neighbours, or of a part of a head.
 
+use std::ops::Range;
+
 use super::lanes::LANES;
 use super::norm::{backward_factors, inverse_rms, normalize};
 use crate::Element;
-use crate::backend::{HeadColumns, HeadMove, QkvLayout, RotaryStyle, Turn};
+use crate::backend::{AxisFrequency, HeadColumns, HeadMove, QkvLayout, RotaryStyle, Turn};
 use crate::cpu::isa::{Fma, multiversion};
 
 /// The largest head that the kernels' scratch on the stack has room for.
 pub(crate) const MAX_HEAD_DIM: usize = 1024;
 
-/// Cosines and sines of these positions times `factor`, both `[positions, frequencies]`. The angle is an f32 product, as in the
-/// reference; its cosine and sine are rounded once, and so is their product with the factor.
-pub(crate) fn angles(positions: &[u32], frequencies: &[f32], factor: f32, cos: &mut [f32], sin: &mut [f32]) {
-    let half = frequencies.len();
-    assert!(cos.len() == positions.len() * half && sin.len() == cos.len());
-    for ((&position, cos), sin) in positions.iter().zip(cos.chunks_exact_mut(half)).zip(sin.chunks_exact_mut(half)) {
-        for ((&frequency, cos), sin) in frequencies.iter().zip(cos).zip(sin) {
-            let (s, c) = ((position as f32 * frequency) as f64).sin_cos();
+/// Cosines and sines of the positions of `tokens` times `factor`, both `[tokens, turns]`; each axis has a position for every token of the batch. The angle is an f32
+/// product, as in the reference; its cosine and sine are rounded once, and so is their product with the factor.
+pub(crate) fn angles(
+    positions: &[&[u32]],
+    tokens: Range<usize>,
+    turns: &[AxisFrequency],
+    factor: f32,
+    cos: &mut [f32],
+    sin: &mut [f32],
+) {
+    let half = turns.len();
+    assert!(cos.len() == tokens.len() * half && sin.len() == cos.len());
+    for ((token, cos), sin) in tokens.zip(cos.chunks_exact_mut(half.max(1))).zip(sin.chunks_exact_mut(half.max(1))) {
+        for ((turn, cos), sin) in turns.iter().zip(cos).zip(sin) {
+            let (s, c) = ((positions[turn.axis][token] as f32 * turn.frequency) as f64).sin_cos();
             (*cos, *sin) = (c as f32 * factor, s as f32 * factor);
         }
     }
@@ -337,7 +346,7 @@ mod tests {
 
     use super::*;
     use crate::KvValues;
-    use crate::backend::AttentionGeometry;
+    use crate::backend::{AttentionGeometry, Sight};
     use crate::cpu::rows::testing::{assert_close, numeric_gradient, on_every_isa, random};
 
     const ROWS: usize = 2;
@@ -346,6 +355,12 @@ mod tests {
     /// `theta^(-2i / head_dim)`.
     fn frequencies(head_dim: usize, theta: f32) -> Vec<f32> {
         (0..head_dim / 2).map(|i| theta.powf(-2.0 * i as f32 / head_dim as f32)).collect()
+    }
+
+    /// Of positions on one axis.
+    fn angles_of(positions: &[u32], frequencies: &[f32], factor: f32, cos: &mut [f32], sin: &mut [f32]) {
+        let turns: Vec<AxisFrequency> = frequencies.iter().map(|&frequency| AxisFrequency { axis: 0, frequency }).collect();
+        angles(&[positions], 0..positions.len(), &turns, factor, cos, sin);
     }
 
     /// The definition, for one head. Interleaved pairs are those of halves once the even numbers are moved before the odd ones.
@@ -380,7 +395,16 @@ mod tests {
     /// The plain layout, and others: with gates, keys and values that alternate, a part of a head that turns, none of it, other pairs.
     fn layouts(head_dim: usize, kv_heads: usize) -> Vec<QkvLayout> {
         let values = KvValues::Own(head_dim);
-        let g = AttentionGeometry { heads: HEADS, kv_heads, head_dim, values, scale: 1.0, eps: 1e-6, window: None };
+        let g = AttentionGeometry {
+            heads: HEADS,
+            kv_heads,
+            head_dim,
+            values,
+            scale: 1.0,
+            eps: 1e-6,
+            window: None,
+            sees: Sight::Before,
+        };
         let plain = QkvLayout::fused(&g);
         let first = HEADS * head_dim;
         let columns = |first| HeadColumns { first, stride: 2 * head_dim };
@@ -403,7 +427,7 @@ mod tests {
     fn with_layout(layout: QkvLayout, head_dim: usize, kv_heads: usize, normed: bool, check: &impl Fn(&QkvNormRope<'_>)) {
         let (mut cos, mut sin) = (vec![0.0; ROWS * layout.rotary_dim / 2], vec![0.0; ROWS * layout.rotary_dim / 2]);
         if !cos.is_empty() {
-            angles(&[3, 70], &frequencies(layout.rotary_dim, 10_000.0), 1.0, &mut cos, &mut sin);
+            angles_of(&[3, 70], &frequencies(layout.rotary_dim, 10_000.0), 1.0, &mut cos, &mut sin);
         }
         let (q_norm, k_norm) = (random(head_dim, 5), random(head_dim, 6));
         check(&QkvNormRope {
@@ -465,7 +489,7 @@ mod tests {
     fn heads_turn_from_one_matrix_to_another_as_in_a_projection_and_back_again() {
         let (rows, heads, width) = (3, 2, 20);
         let (mut cos, mut sin) = (vec![0.0; rows * width / 2], vec![0.0; rows * width / 2]);
-        angles(&[0, 3, 70], &frequencies(width, 10_000.0), 1.0, &mut cos, &mut sin);
+        angles_of(&[0, 3, 70], &frequencies(width, 10_000.0), 1.0, &mut cos, &mut sin);
         let (x_columns, y_columns) = (heads * 30, heads * 24 + 1);
         let x = random(rows * x_columns, 1);
         let (from, to) = (HeadColumns { first: 10, stride: 30 }, HeadColumns { first: 1, stride: 24 });
@@ -508,9 +532,22 @@ mod tests {
     #[test]
     fn angles_are_positions_times_frequencies() {
         let (mut cos, mut sin) = ([0.0; 4], [0.0; 4]);
-        angles(&[0, 100], &[1.0, 0.01], 2.0, &mut cos, &mut sin);
+        angles_of(&[0, 100], &[1.0, 0.01], 2.0, &mut cos, &mut sin);
         assert_eq!((cos[..2].to_vec(), sin[..2].to_vec()), (vec![2.0; 2], vec![0.0; 2]));
         assert_close(&cos[2..], &[2.0 * 100f64.cos(), 2.0 * 1f64.cos()], 1e-7, "cos");
         assert_close(&sin[2..], &[2.0 * 100f64.sin(), 2.0 * 1f64.sin()], 1e-7, "sin");
+    }
+
+    #[test]
+    fn each_pair_turns_by_the_positions_of_its_axis_alone() {
+        let axes: [&[u32]; 3] = [&[9, 5, 7], &[9, 100, 3], &[9, 0, 11]];
+        let turns = [(1, 1.0), (0, 0.5), (2, 0.25), (1, 0.01)].map(|(axis, frequency)| AxisFrequency { axis, frequency });
+        let (mut cos, mut sin) = ([0.0; 8], [0.0; 8]);
+        angles(&axes, 1..3, &turns, 1.5, &mut cos, &mut sin);
+        for (i, (token, turn)) in (1..3).flat_map(|token| turns.map(|turn| (token, turn))).enumerate() {
+            let (mut one_cos, mut one_sin) = ([0.0], [0.0]);
+            angles_of(&[axes[turn.axis][token]], &[turn.frequency], 1.5, &mut one_cos, &mut one_sin);
+            assert_eq!((cos[i], sin[i]), (one_cos[0], one_sin[0]), "token {token}, {turn:?}");
+        }
     }
 }

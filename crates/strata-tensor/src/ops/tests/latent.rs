@@ -47,6 +47,7 @@ impl Shape {
             scale: SCALE,
             eps: EPS,
             window: None,
+            sees: Sight::Before,
         }
     }
 }

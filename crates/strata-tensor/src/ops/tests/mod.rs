@@ -6,8 +6,10 @@
 mod composite;
 mod delta;
 mod embedding;
+mod encoder;
 mod latent;
 mod moe;
+mod rows;
 mod toy;
 
 use std::cell::RefCell;
@@ -17,7 +19,7 @@ use std::rc::Rc;
 use super::*;
 use crate::backend::{
     AdamwStep, AttentionGeometry, AttentionSpan, Backend, HeadColumns, LogprobTargets, LoraGradient, QkvLayout, RotaryStyle,
-    RowRequest,
+    RowRequest, Sight,
 };
 use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
 use crate::testing::{RemoteBackend, assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
@@ -241,8 +243,16 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
     }
 }
 
-const GEOMETRY: AttentionGeometry =
-    AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 6, values: KvValues::Own(6), scale: 0.4, eps: 1e-6, window: None };
+const GEOMETRY: AttentionGeometry = AttentionGeometry {
+    heads: 4,
+    kv_heads: 2,
+    head_dim: 6,
+    values: KvValues::Own(6),
+    scale: 0.4,
+    eps: 1e-6,
+    window: None,
+    sees: Sight::Before,
+};
 
 fn attention_input<'a>(
     b: &CpuBackend,
@@ -411,6 +421,7 @@ fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
         scale: 0.125,
         eps: 1e-6,
         window: None,
+        sees: Sight::Before,
     };
     let norms = [tensor(&[64], DType::F32, 5), tensor(&[64], DType::F32, 6)];
     let (first, second) = (70, 31);

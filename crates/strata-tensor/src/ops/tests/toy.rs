@@ -4,7 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
 use super::frequencies;
-use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest};
+use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest, Sight};
 use crate::ops::loss::{chunks, in_chunks};
 use crate::ops::*;
 use crate::tape::{EmbeddingLora, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
@@ -15,8 +15,16 @@ pub(super) const VOCAB: usize = 37;
 const LAYERS: usize = 2;
 const HIDDEN: usize = 10;
 const MLP: usize = 7;
-const GEOMETRY: AttentionGeometry =
-    AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 6, values: KvValues::Own(6), scale: 0.4, eps: 1e-6, window: None };
+const GEOMETRY: AttentionGeometry = AttentionGeometry {
+    heads: 2,
+    kv_heads: 1,
+    head_dim: 6,
+    values: KvValues::Own(6),
+    scale: 0.4,
+    eps: 1e-6,
+    window: None,
+    sees: Sight::Before,
+};
 
 /// `(layer of the model, in, out, first column)` of each module: q, k, v; o; gate, up; down; unembedding; embedding.
 const MODULES: [(usize, usize, usize, usize); 9] = [

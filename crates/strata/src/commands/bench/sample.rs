@@ -192,6 +192,7 @@ fn sampler_name(tenant: usize) -> String {
 fn request(prompt: Vec<i64>, seed: u64, new: usize) -> SampleRequest {
     SampleRequest {
         prompt,
+        images: Vec::new(),
         num_samples: 1,
         max_tokens: Some(new),
         seed,

@@ -158,7 +158,7 @@ fn datum(engine: &Engine, len: usize) -> Datum {
         ("target_tokens".to_string(), input(LossValues::I64(targets))),
         ("weights".to_string(), input(LossValues::F32(vec![1.0; len]))),
     ];
-    Datum { tokens, loss_inputs: loss_inputs.into() }
+    Datum { tokens, images: Vec::new(), loss_inputs: loss_inputs.into() }
 }
 
 /// Steps of ours and of the peer in turns, so that noise hits both.

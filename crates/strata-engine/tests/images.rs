@@ -1,0 +1,182 @@
+//! Pictures in samples and passes of a real engine over a small model that sees.
+
+mod common;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use common::*;
+use strata_engine::EngineHandle;
+use strata_engine::api::*;
+use strata_model::{Model, ModelSource};
+use strata_tensor::testing::RemoteBackend;
+use strata_tensor::{Backend, CpuBackend};
+
+fn fixture() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/fixtures/qwen3_vl_f32")
+}
+
+fn cpu(threads: usize) -> Arc<dyn Backend> {
+    Arc::new(CpuBackend::new(Some(threads)).expect("the processor has a backend"))
+}
+
+fn over(backend: Arc<dyn Backend>, memory_bytes: u64) -> EngineHandle {
+    let source = ModelSource::resolve(fixture().join("model").to_str().unwrap()).expect("the fixture is there");
+    let model = Model::load(backend, &source, None).expect("the fixture is whole");
+    EngineHandle::start(model, None, config(memory_bytes)).expect("memory suffices")
+}
+
+fn image(at: usize, name: &str) -> Image {
+    let file = std::fs::read(fixture().join(name)).expect("the fixture is there");
+    Image { at, file: file.into(), expected_tokens: None }
+}
+
+fn text(seed: u64, n: usize) -> Vec<i64> {
+    tokens(seed, n).into_iter().map(|token| token % 79).collect()
+}
+
+/// An example of text with pictures in it, whose first tokens are not learned; `shown` of its tokens are those of pictures.
+fn example(seed: u64, images: Vec<Image>, shown: usize) -> Datum {
+    let own = text(seed, 9);
+    let n = own.len() + shown;
+    let weights = reals((0..n).map(|i| if i < n - 4 { 0.0 } else { 1.0 + i as f32 }).collect());
+    let inputs = [("target_tokens", ids(text(seed + 1, n))), ("weights", weights)];
+    Datum { tokens: own, images, loss_inputs: inputs.map(|(name, input)| (name.to_string(), input)).into() }
+}
+
+fn tokens_of(name: &str, engine: &EngineHandle) -> usize {
+    let asked = SampleRequest {
+        images: vec![Image { expected_tokens: Some(-1), ..image(0, name) }],
+        ..sample_request(text(1, 3), 1, 1, 1)
+    };
+    let message = user_error(ask(engine, sample("base", asked)));
+    let words: Vec<&str> = message.split(' ').collect();
+    let at = words.iter().position(|word| *word == "makes").expect("it says what it makes of it");
+    words[at + 1].parse().expect("a number of tokens")
+}
+
+fn pictured(seed: u64, names: &[&str]) -> SampleRequest {
+    let images = names.iter().enumerate().map(|(i, name)| image(2 + i, name)).collect();
+    SampleRequest { images, prompt_logprobs: true, ..sample_request(text(seed, 11), 3, 8, seed) }
+}
+
+/// Everything that a run with pictures comes to, in bits.
+fn run(engine: &EngineHandle) -> Vec<Vec<u32>> {
+    base_sampler(engine, "base");
+    create(engine, "m", 4, 1);
+    let [photo, alpha] = ["photo.jpg", "alpha.png"].map(|name| tokens_of(name, engine));
+    let data = |seed| {
+        let two = vec![image(3, "alpha.png"), image(3, "photo.jpg")];
+        vec![example(seed, vec![image(0, "photo.jpg")], photo), example(seed + 7, two, photo + alpha)]
+    };
+    let first = losses(ask(engine, train("m", 1, backward(data(1)))));
+    grad_norm(ask(engine, train("m", 2, step(1e-2))));
+    let second = losses(ask(engine, train("m", 3, forward(data(1)))));
+    snapshot(engine, "m", 4, "tuned");
+    let mut all = vec![bits(&first), bits(&second)];
+    for request in [pictured(5, &["photo.jpg", "strip.png"]), pictured(6, &["alpha.png"])] {
+        let sampled = sampled(ask(engine, sample("tuned", request)));
+        all.extend(sample_bits(&sampled).into_iter().map(|(tokens, logprobs)| [tokens, logprobs].concat()));
+        all.push(sampled.prompt_logprobs.iter().flatten().map(|v| v.map_or(7, f32::to_bits)).collect());
+    }
+    all
+}
+
+#[test]
+fn no_bit_depends_on_threads_company_or_device() {
+    let alone = run(&over(cpu(1), MEMORY_BYTES));
+    assert_eq!(run(&over(cpu(2), MEMORY_BYTES)), alone);
+    let remote = RemoteBackend::new(CpuBackend::new(Some(2)).expect("the processor has a backend"));
+    assert_eq!(run(&over(Arc::new(remote), MEMORY_BYTES)), alone);
+    // Others with the same pictures and others, with text, and with what is in the cache already.
+    let engine = over(cpu(2), MEMORY_BYTES);
+    let company = |n: u64| {
+        submit_as(&engine, "others", Request::CreateSampler { sampler_id: format!("s{n}"), source: None });
+        let names: &[&str] = [&["photo.jpg", "strip.png"][..], &["strip.png", "grey.png", "exact.png"], &[]][n as usize % 3];
+        let request = SampleRequest { num_samples: 5, max_tokens: Some(60), ..pictured(5 + n, names) };
+        submit_as(&engine, "others", sample(&format!("s{n}"), request))
+    };
+    let others: Vec<_> = (0..9).map(company).collect();
+    assert_eq!(run(&engine), alone);
+    others.into_iter().for_each(|other| drop(sampled(other.recv().unwrap())));
+}
+
+#[test]
+fn a_prompt_with_pictures_is_found_again_and_another_is_not() {
+    let engine = over(cpu(2), MEMORY_BYTES);
+    base_sampler(&engine, "base");
+    // Of 16 by 16 pixels and resized to as much as there may be, it fills no page: text does.
+    let asked = |name| SampleRequest { images: vec![image(0, name)], ..sample_request(text(3, 100), 1, 4, 1) };
+    let ask_of = |name| sampled(ask(&engine, sample("base", asked(name))));
+    let (first, again, other) = (ask_of("exact.png"), ask_of("exact.png"), ask_of("palette.png"));
+    assert_eq!((first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens), (0, 64));
+    assert_eq!(sample_bits(&first), sample_bits(&again));
+    assert_eq!(other.prompt_cache_hit_tokens, 0);
+}
+
+#[test]
+fn what_is_wrong_with_a_picture_is_the_users_to_know() {
+    let engine = over(cpu(2), MEMORY_BYTES);
+    base_sampler(&engine, "base");
+    create(&engine, "m", 4, 1);
+    let photo = tokens_of("photo.jpg", &engine) as i64;
+    let file = std::fs::read(fixture().join("photo.jpg")).unwrap();
+    let cases = [
+        (Image { expected_tokens: Some(photo + 1), ..image(0, "photo.jpg") }, format!("makes {photo} tokens")),
+        (Image { file: file[..file.len() / 2].into(), ..image(0, "photo.jpg") }, "cannot be decoded".into()),
+        (Image { file: b"GIF89a"[..].into(), ..image(0, "photo.jpg") }, "neither a PNG nor a JPEG".into()),
+        (Image { at: 50, ..image(0, "photo.jpg") }, "at token 50".into()),
+    ];
+    for (seq, (image, expected)) in (1..).zip(cases) {
+        let request = SampleRequest { images: vec![image.clone()], ..sample_request(text(1, 5), 1, 4, 1) };
+        let message = user_error(ask(&engine, sample("base", request)));
+        assert!(message.contains("images[0]") && message.contains(&expected), "{message}");
+        let message = user_error(ask(&engine, train("m", seq, backward(vec![example(1, vec![image], photo as usize)]))));
+        assert!(message.contains("datum 0: images[0]") && message.contains(&expected), "{message}");
+    }
+    let text_alone = engine_with(2, MEMORY_BYTES);
+    base_sampler(&text_alone, "base");
+    let request = SampleRequest { images: vec![image(0, "photo.jpg")], ..sample_request(text(1, 5), 1, 4, 1) };
+    assert!(user_error(ask(&text_alone, sample("base", request))).contains("reads text alone"));
+    // Nothing of it stays behind.
+    assert_eq!(losses(ask(&engine, train("m", 5, forward(vec![example(1, Vec::new(), 0)])))).data.len(), 1);
+}
+
+#[test]
+fn with_little_memory_small_pictures_are_seen_and_large_ones_refused() {
+    let engine = over(cpu(2), 24 << 20);
+    base_sampler(&engine, "base");
+    let request = |image| SampleRequest { images: vec![image], ..sample_request(text(1, 5), 1, 4, 1) };
+    sampled(ask(&engine, sample("base", request(image(0, "exact.png")))));
+    let mut large = Vec::new();
+    image::RgbImage::new(1500, 1500).write_to(&mut std::io::Cursor::new(&mut large), image::ImageFormat::Png).unwrap();
+    let large = Image { at: 0, file: large.into(), expected_tokens: None };
+    let message = user_error(ask(&engine, sample("base", request(large))));
+    assert!(message.contains("decoding the picture takes up to 45"), "{message}");
+}
+
+#[test]
+fn a_picture_that_the_device_has_no_memory_for_fails_its_request_alone() {
+    let device = Arc::new(RemoteBackend::new(CpuBackend::new(Some(2)).expect("the processor has a backend")));
+    let engine = over(device.clone(), MEMORY_BYTES);
+    base_sampler(&engine, "base");
+    create(&engine, "m", 4, 1);
+    let ask_for = |name: &str| ask(&engine, sample("base", pictured(5, &[name])));
+    device.refuse_allocation(3);
+    match ask_for("photo.jpg") {
+        Err(Failure::Server(message)) => assert!(message.contains("seeing a picture"), "{message}"),
+        other => panic!("{other:?}"),
+    }
+    let expected = sample_bits(&sampled(ask_for("photo.jpg")));
+    let photo = tokens_of("alpha.png", &engine);
+    let pass = |seq| ask(&engine, train("m", seq, backward(vec![example(1, vec![image(0, "alpha.png")], photo)])));
+    device.refuse_allocation(3);
+    match pass(1) {
+        Err(Failure::Server(message)) => assert!(message.contains("seeing a picture"), "{message}"),
+        other => panic!("{other:?}"),
+    }
+    losses(pass(2));
+    // Nothing had been added when it failed.
+    grad_norm(ask(&engine, train("m", 3, step(1e-2))));
+    assert_eq!(sample_bits(&sampled(ask_for("photo.jpg"))), expected);
+}

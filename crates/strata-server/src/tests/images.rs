@@ -1,0 +1,134 @@
+//! Pictures on their way to the engine: in bodies, and in directories that prompts point to.
+
+use std::fs;
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+use strata_engine::api::{Image, Request, TrainOp};
+use tempfile::TempDir;
+
+use super::{TestServer, sample_body};
+use crate::image_dirs::ImageDirs;
+use crate::limits;
+
+impl TestServer {
+    async fn new_sampler(&self) -> String {
+        let session_id = self.new_session().await;
+        let body = json!({ "session_id": session_id, "sampling_session_seq_id": 0, "base_model": "org/base" });
+        self.ok("create_sampling_session", body).await;
+        format!("{session_id}:sample:0")
+    }
+
+    /// Pictures of the last request that the engine had.
+    fn last_images(&self) -> Vec<Image> {
+        match self.engine.requests.lock().unwrap().last() {
+            Some(Request::Sample { sample, .. }) => sample.images.clone(),
+            Some(Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. }) => data[0].images.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn prompt_body(sampler_id: &str, seq_id: u64, chunk: Value) -> Value {
+    let mut body = sample_body(sampler_id, seq_id);
+    body["prompt"]["chunks"].as_array_mut().unwrap().push(chunk);
+    body
+}
+
+fn pointer(location: &str) -> Value {
+    json!({ "type": "image_asset_pointer", "format": "png", "location": location, "expected_tokens": 4 })
+}
+
+/// A server that reads pictures from a directory which has one of `len` bytes; and where that is.
+fn with_picture(len: usize, request_bytes_max: Option<usize>) -> (TestServer, TempDir, String) {
+    let dir = TempDir::new().unwrap();
+    fs::write(dir.path().join("a.png"), vec![7; len]).unwrap();
+    let server = TestServer::with(|config| {
+        config.image_dirs = ImageDirs::open(&[dir.path().into()]).unwrap();
+        config.request_bytes_max = request_bytes_max;
+    });
+    let location = format!("file://{}/a.png", dir.path().display());
+    (server, dir, location)
+}
+
+#[tokio::test]
+async fn pictures_of_a_body_reach_the_engine() {
+    let server = TestServer::new();
+    let sampler_id = server.new_sampler().await;
+    // Beyond the limit of other texts.
+    let data = "AAAA".repeat(100_000);
+    let chunk = json!({ "type": "image", "format": "jpeg", "data": data, "expected_tokens": 9 });
+    server.ok("asample", prompt_body(&sampler_id, 0, chunk.clone())).await;
+    let expected = [Image { at: 3, file: vec![0; 300_000].into(), expected_tokens: Some(9) }];
+    assert_eq!(server.last_images(), expected);
+
+    let (_, model_id) = server.new_model().await;
+    let text = json!({ "type": "encoded_text", "tokens": [1, 2, 3] });
+    let input = json!({ "loss_fn": "cross_entropy", "data": [{ "model_input": { "chunks": [text, chunk] } }] });
+    server.ok("forward_backward", json!({ "model_id": model_id, "seq_id": 1, "forward_backward_input": input })).await;
+    assert_eq!(server.last_images(), expected);
+}
+
+#[tokio::test]
+async fn a_picture_that_a_prompt_points_to_is_read_once() {
+    let (server, dir, location) = with_picture(100_000, None);
+    let sampler_id = server.new_sampler().await;
+    let free = server.app.transit.bytes_free();
+    let body = prompt_body(&sampler_id, 0, pointer(&location));
+    let acknowledged = server.ok("asample", body.clone()).await;
+    assert_eq!(server.last_images(), [Image { at: 3, file: vec![7; 100_000].into(), expected_tokens: Some(4) }]);
+    assert_eq!(server.app.transit.bytes_free(), free, "it waits in the engine's account");
+    // A request that is sent again is known by its id, whatever has become of the picture.
+    fs::remove_file(dir.path().join("a.png")).unwrap();
+    assert_eq!(server.ok("asample", body).await, acknowledged);
+    let reply = server.post("asample", prompt_body(&sampler_id, 1, pointer(&location))).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    let detail = reply.detail();
+    assert!(
+        detail.contains("prompt: model_input chunk 1 (image_asset_pointer)") && detail.contains("is not there"),
+        "{detail}"
+    );
+}
+
+#[tokio::test]
+async fn pictures_that_a_prompt_points_to_count_as_what_it_becomes() {
+    let (server, _dir, location) = with_picture(600_000, Some(1 << 20));
+    let sampler_id = server.new_sampler().await;
+    let mut body = prompt_body(&sampler_id, 0, pointer(&location));
+    server.ok("asample", body.clone()).await;
+    let sent = json!({ "type": "image", "format": "png", "data": "AAAA".repeat(200_000) });
+    body["prompt"]["chunks"].as_array_mut().unwrap().push(sent);
+    body["seq_id"] = json!(1);
+    let reply = server.post("asample", body).await;
+    assert_eq!(reply.status, StatusCode::PAYLOAD_TOO_LARGE);
+    assert!(reply.detail().contains("1 MiB"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn what_a_prompt_points_to_without_leave_is_refused_and_nothing_is_begun() {
+    let server = TestServer::new();
+    let sampler_id = server.new_sampler().await;
+    for (location, words) in
+        [("file:///etc/passwd", "--image-dir"), ("https://example.com/a.png", "\"https\""), ("a.png", "scheme")]
+    {
+        let reply = server.post("asample", prompt_body(&sampler_id, 0, pointer(location))).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+        let detail = reply.detail();
+        assert!(detail.contains("model_input chunk 1 (image_asset_pointer)") && detail.contains(words), "{detail}");
+    }
+    assert_eq!(server.engine.count(|request| matches!(request, Request::Sample { .. })), 0);
+    server.ok("asample", sample_body(&sampler_id, 0)).await;
+}
+
+#[tokio::test]
+async fn storage_that_does_not_answer_holds_up_no_bodies() {
+    let (server, _dir, location) = with_picture(10, None);
+    let sampler_id = server.new_sampler().await;
+    let _turns = server.app.asset_reads.clone().acquire_many_owned(limits::ASSET_READS_MAX as u32).await.unwrap();
+    let waiting = server.post("asample", prompt_body(&sampler_id, 0, pointer(&location)));
+    assert!(tokio::time::timeout(Duration::from_millis(50), waiting).await.is_err());
+    let sent = json!({ "type": "image", "format": "png", "data": "AAAA".repeat(200_000) });
+    let answered = server.ok("asample", prompt_body(&sampler_id, 1, sent));
+    tokio::time::timeout(Duration::from_secs(60), answered).await.expect("bodies have turns of their own");
+}

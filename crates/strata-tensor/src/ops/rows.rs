@@ -1,0 +1,102 @@
+//! Rows that come from elsewhere, as what an encoder made of an image does among the embeddings of tokens; and rows seen as others.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::check_f32;
+use crate::tape::{Tape, Var, unshare};
+use crate::{DType, Error, Result, Shape, TensorRef};
+
+impl<'a> Tape<'a> {
+    /// f32 `x: [tokens, width]` with f32 rows `[range.len(), width]` in the place of those of each range, which are in order and do not overlap. No gradient
+    /// goes to `x` from there, or to what is put there. Without ranges it is `x` itself.
+    ///
+    /// # Errors
+    /// If `x` or the rows are not f32, ranges are not in order and within `x`, or rows do not fit theirs.
+    pub fn replace_rows(&mut self, x: Var, rows: &[(Range<usize>, TensorRef<'_>)]) -> Result<Var> {
+        if rows.is_empty() {
+            return Ok(x);
+        }
+        check_rows("replace_rows", &x, rows)?;
+        let (records, node, backend) = (self.records(&[&x], false), x.node(), self.backend());
+        let mut y = x.into_tensor(backend)?;
+        for (range, from) in rows {
+            backend.copy(*from, y.rows_mut(range.clone()))?;
+        }
+        if !records {
+            return Ok(self.constant(y));
+        }
+        let ranges: Vec<Range<usize>> = rows.iter().map(|(range, _)| range.clone()).collect();
+        Ok(self.push(Rc::new(y), move |pass, dy| {
+            let mut dx = unshare(pass.backend, dy)?;
+            ranges.into_iter().try_for_each(|range| pass.backend.fill_zero(dx.rows_mut(range)))?;
+            pass.accumulate(node, Rc::new(dx))
+        }))
+    }
+
+    /// f32 `x: [tokens, width]` with f32 rows `[range.len(), width]` added to those of each range, which are in order and do not overlap. They need no
+    /// gradient, and that of `x` is the gradient of the result. Without ranges it is `x` itself.
+    ///
+    /// # Errors
+    /// As [`Tape::replace_rows`].
+    pub fn add_rows(&mut self, x: Var, rows: &[(Range<usize>, TensorRef<'_>)]) -> Result<Var> {
+        if rows.is_empty() {
+            return Ok(x);
+        }
+        check_rows("add_rows", &x, rows)?;
+        // Not counted as an op: as the last of a layer that is run again it needs no value, and the op before it need not compute one for it.
+        let (node, backend) = (x.node(), self.backend());
+        let mut y = x.into_tensor(backend)?;
+        for (range, from) in rows {
+            backend.add(*from, y.rows_mut(range.clone()))?;
+        }
+        Ok(self.with_gradient_of(node, y))
+    }
+
+    /// The same elements as `dims`, such as `[n, width]` as `[n / 4, 4 * width]`. They are copied only if someone else holds `x` too.
+    ///
+    /// # Errors
+    /// If there would be more or fewer elements, or more than [`Shape::MAX_RANK`] axes.
+    pub fn reshape(&mut self, x: Var, dims: &[usize]) -> Result<Var> {
+        let before = x.value().shape();
+        let len = dims.iter().try_fold(1usize, |len, &n| len.checked_mul(n));
+        if dims.is_empty() || dims.len() > Shape::MAX_RANK || len != Some(before.len()) {
+            let expected = format!("up to {} axes of {} elements", Shape::MAX_RANK, before.len());
+            return Err(Error::Shape { op: "reshape", expected, actual: format!("{dims:?}") });
+        }
+        let (records, node) = (self.records(&[&x], false), x.node());
+        let y = x.into_tensor(self.backend())?.reshaped(Shape::new(dims));
+        if !records {
+            return Ok(self.constant(y));
+        }
+        Ok(self.push(Rc::new(y), move |pass, dy| {
+            let dx = unshare(pass.backend, dy)?.reshaped(before);
+            pass.accumulate(node, Rc::new(dx))
+        }))
+    }
+}
+
+/// Refuses rows that do not fit their ranges, and ranges that are not in order and within `x`.
+fn check_rows(op: &'static str, x: &Var, rows: &[(Range<usize>, TensorRef<'_>)]) -> Result<()> {
+    let (tokens, width) = (x.value().rows(), x.value().shape().row_len());
+    check_f32(op, x.value(), width)?;
+    let mut end = 0;
+    for (range, from) in rows {
+        if range.end > tokens {
+            return Err(Error::Index { op, what: "tokens", index: range.end, size: tokens });
+        }
+        if range.start < end || range.start > range.end {
+            return Err(Error::Shape { op, expected: format!("rows from {end} on"), actual: format!("{range:?}") });
+        }
+        if from.dtype() != DType::F32 {
+            return Err(Error::DType { op, expected: DType::F32, actual: from.dtype() });
+        }
+        let shape = from.shape();
+        if shape.leading() != range.len() || shape.row_len() != width {
+            let expected = format!("[{}, {width}] for rows {range:?}", range.len());
+            return Err(Error::Shape { op, expected, actual: shape.to_string() });
+        }
+        end = range.end;
+    }
+    Ok(())
+}
