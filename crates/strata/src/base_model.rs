@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
-use strata_engine::{EngineConfig, EngineHandle};
+use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, parameter_shapes};
 use strata_server::{DataDir, ModelInfo};
@@ -129,7 +129,7 @@ pub fn start(spec: Option<&str>, naming: &Naming, resources: &Resources, data_di
     let model = Model::load_stored(Arc::new(backend), &source, None, storage).with_context(|| format!("loading {name}"))?;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = model.config().model_type().to_string();
-    let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
+    let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone(), machine: Machine::default() };
     let tokenizer = load_tokenizer(&source, model.config()).with_context(|| format!("loading {name}"))?.map(Arc::new);
     let engine = machine::with_low_priority(|| EngineHandle::start(model, tokenizer, config)).context("starting the engine")?;
     let info = ModelInfo {
