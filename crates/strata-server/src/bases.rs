@@ -57,3 +57,24 @@ impl Bases {
         self.0.iter()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::{ScriptedEngine, model_info};
+
+    #[test]
+    fn a_base_model_is_found_by_its_name_or_a_variant_of_it() {
+        let base = |name: &str| Base {
+            info: ModelInfo { name: name.into(), ..model_info() },
+            engine: Arc::new(ScriptedEngine::default()),
+        };
+        let bases = Bases::new(vec![base("org/a"), base("org/b"), base("org/b:long")]);
+        let found = |asked: &str| bases.find(asked).map(|id| bases.get(id).info.name.clone());
+        assert_eq!(found("org/b").as_deref(), Ok("org/b"));
+        assert_eq!(found("org/a:peft:262144").as_deref(), Ok("org/a"));
+        assert_eq!(found("org/b:long").as_deref(), Ok("org/b:long"), "the whole name counts before its beginning");
+        let refused = found("org").unwrap_err();
+        assert!(refused.contains("\"org\"") && refused.contains("\"org/a\", \"org/b\""), "{refused}");
+    }
+}

@@ -25,7 +25,7 @@ use crate::bases::Base;
 use crate::data_dir::DataDir;
 use crate::routes;
 pub use allocations::{allocated_bytes, peak_bytes};
-use engine::ScriptedEngine;
+pub use engine::ScriptedEngine;
 
 use crate::transit::Transit;
 use crate::wire::budget::Budget;
@@ -141,7 +141,7 @@ impl TestServer {
     }
 }
 
-fn model_info() -> ModelInfo {
+pub fn model_info() -> ModelInfo {
     ModelInfo {
         name: "org/base".into(),
         architecture: "qwen3".into(),
