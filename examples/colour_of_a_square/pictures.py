@@ -11,7 +11,7 @@ COLOURS = {
     "blue": (40, 75, 215), "purple": (140, 50, 185), "black": (20, 20, 20), "white": (240, 240, 240),
 }
 # How far a background is from the square's colour at least, as a distance in RGB.
-CONTRAST = 120
+CONTRAST = 150
 
 
 def draw(random, unit):
