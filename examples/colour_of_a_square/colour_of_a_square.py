@@ -30,7 +30,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = HERE / "model"
 START_TIMEOUT_S = 60
-# Unseen pictures: those that the curve is of, and as many others that nothing was chosen by.
+# Unseen pictures: those that the curve is of, and others for the end.
 WATCHED = 64
 UNSEEN = 256
 
