@@ -8,7 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
-from harness import API_KEY, Server, binary, encode, logprobs_of, next_token, same_bits, train
+from harness import API_KEY, Server, binary, encode, logprobs_of, next_token, same_bits, supervised, train
 
 STUDENT, TEACHER = "strata/tiny-base", "org/teacher"
 TEACHER_CONFIG = dict(
@@ -82,7 +82,8 @@ def test_a_student_learns_what_its_teacher_says(service):
     prompt = types.ModelInput.from_ints(TEXT[:6])
     greedy = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[])
     said = list(teacher.sample(prompt, 1, greedy).result().sequences[0].tokens)
-    train(student, [next_token(TEXT[:6] + said)], steps=40, learning_rate=1e-2)
+    losses = train(student, [supervised(TEXT[:6], said)], steps=100, learning_rate=4e-3)
+    assert losses[-1] < 0.1 < losses[0]
     learned = student.save_weights_and_get_sampling_client()
     assert list(learned.sample(prompt, 1, greedy).result().sequences[0].tokens) == said
 
