@@ -202,7 +202,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let mut training: Vec<(Client, Work)> = ready.map(|t| (t.client.clone(), Work::Training)).collect();
         training.dedup();
         let all = sampling.chain(training).map(|(client, work)| (self.fair.standing(&client, work), client, work));
-        all.min()
+        let waiting_to_see = self.first_waiting_to_see();
+        all.filter(|(standing, client, _)| !self.gives_way(*standing, client, waiting_to_see)).min()
     }
 
     fn run(&mut self, c: &C, client: &Client, work: Work, pass_tokens: usize) {

@@ -240,6 +240,27 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
     }
 
+    /// Whether work of a client lets what is in work come to its end first, for someone who is before it in line and waits for that: a pass that was set aside, or a picture for whose
+    /// tower there is no memory. An owner who has a pass set aside holds it up by that one piece of work, not by all its sessions in turn; nor does a session of the same owner by all
+    /// that it has to do. Others are as free to run as they always are.
+    pub(super) fn gives_way(&self, standing: Standing, client: &Client, waiting_to_see: Option<Standing>) -> bool {
+        if waiting_to_see.is_some_and(|waiting| waiting < standing) && self.batcher.sees_for(&client.owner) {
+            return true;
+        }
+        let firsts = self.passes.iter().map(|pass| {
+            let standings = pass.clients.iter().map(|(client, _)| (self.fair.standing(client, pass.work), client));
+            standings.min()
+        });
+        firsts.enumerate().any(|(depth, first)| {
+            let Some((_, waiting)) = first.filter(|(first, _)| *first < standing) else { return false };
+            let holds_up = |other: &Client| match waiting.owner == client.owner {
+                true => other == client,
+                false => other.owner == client.owner,
+            };
+            self.passes[depth + 1..].iter().flat_map(|pass| &pass.clients).any(|(other, _)| holds_up(other))
+        })
+    }
+
     fn pass_is_for_nobody(&self) -> bool {
         let Some(pass) = self.passes.last() else { return false };
         if let Some(sees) = &pass.sees {

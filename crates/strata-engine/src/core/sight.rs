@@ -7,9 +7,10 @@ use super::State;
 use super::passes::{PassInWork, Sees};
 use crate::api::{Client, Failure, RequestId};
 use crate::compute::{Compute, PassError};
-use crate::fair::Work;
+use crate::fair::{Standing, Work};
 use crate::files::Storage;
 use crate::pictures::{Picture, PictureId};
+use crate::tenant::Tenant;
 
 /// A picture that was not seen, and what request shows it.
 type Missing = Option<(RequestId, Picture)>;
@@ -152,6 +153,19 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     pub(super) fn note_seeing(&mut self) {
         let seen = self.passes.iter().filter_map(|pass| pass.sees.as_ref());
         self.batcher.seeing = seen.map(|sees| (sees.owner.clone(), sees.tokens)).collect();
+    }
+
+    /// Where the first stands of those who wait until another owner's picture was seen. That owner's other work gives way to them: if it ran between the blocks of the tower, whoever
+    /// waits for the memory would wait for all that its holder has to do, and not for one picture.
+    pub(super) fn first_waiting_to_see(&self) -> Option<Standing> {
+        if self.batcher.seeing.is_empty() {
+            return None;
+        }
+        let sampling = self.batcher.waiting_to_see().map(|client| (client, Work::Sampling));
+        let unseen = |t: &&Tenant<C>| t.next_example().is_some() && !self.has_example(t, usize::MAX);
+        let tenants = self.tenants.values().filter(unseen).map(|tenant| (&tenant.client, Work::Training));
+        let tenants = tenants.filter(|(client, _)| !self.batcher.sees_for(&client.owner));
+        sampling.chain(tenants).map(|(client, work)| self.fair.standing(client, work)).min()
     }
 
     /// Whether someone still shows a picture.

@@ -29,17 +29,34 @@ impl<C: Compute> Batcher<C> {
         Some((id, index, picture))
     }
 
-    /// The first picture of a job that a step from `from` on would touch and that is to be seen for it, if there is room for what is seen.
+    /// The first picture of a job that a step from `from` on would touch and that is to be seen for it, if it may be now.
     fn next_unseen(&self, id: u64, from: usize) -> Option<usize> {
+        let (index, job) = (self.first_unseen(id, from)?, self.jobs.get(&id)?);
+        let picture = &job.plan.pictures[index];
+        (self.gallery.has(&picture.id) || self.may_see(&job.asked.client.owner, picture)).then_some(index)
+    }
+
+    /// The same, if there is room for what is seen.
+    fn first_unseen(&self, id: u64, from: usize) -> Option<usize> {
         let job = self.jobs.get(&id)?;
         let pictures = &job.plan.pictures;
         let first = pictures.partition_point(|picture| picture.tokens().end <= from);
         let touched = (first..pictures.len()).take_while(|&i| pictures[i].first < from + STEP_TOKENS.1);
         let index = touched.into_iter().find(|&i| !self.sights.contains_key(&(id, i)))?;
         let picture = &pictures[index];
-        let is_kept = self.gallery.has(&picture.id);
         let has_room = self.gallery.is_held(&picture.id) || self.gallery.has_room(self.seen_bytes(picture));
-        (has_room && (is_kept || self.may_see(&job.asked.client.owner, picture))).then_some(index)
+        has_room.then_some(index)
+    }
+
+    /// Whose prompts wait until pictures of other owners were seen.
+    pub(crate) fn waiting_to_see(&self) -> impl Iterator<Item = &Client> {
+        let prompts = self.prefilling.iter().map(|id| (*id, self.jobs[id].computed));
+        let again = self.running.iter().map(|s| (s.job, s.cached));
+        let waits = |(id, from): &(u64, usize)| {
+            let client = &self.jobs[id].asked.client;
+            !self.sees_for(&client.owner) && !self.may_go_on(*id, *from) && self.first_unseen(*id, *from).is_some()
+        };
+        prompts.chain(again).filter(waits).map(|(id, _)| &self.jobs[&id].asked.client)
     }
 
     fn seen_bytes(&self, picture: &Picture) -> u64 {
@@ -72,7 +89,12 @@ impl<C: Compute> Batcher<C> {
         let taken: usize = self.seeing.iter().map(|(_, tokens)| tokens).sum();
         let left = self.picture_tokens.saturating_sub(taken);
         let room = if self.seeing.is_empty() { left } else { left / 2 };
-        picture.grid.patches() <= room && !self.seeing.iter().any(|(other, _)| **other == *owner)
+        picture.grid.patches() <= room && !self.sees_for(owner)
+    }
+
+    /// Whether a picture of an owner is being seen.
+    pub(crate) fn sees_for(&self, owner: &str) -> bool {
+        self.seeing.iter().any(|(other, _)| **other == *owner)
     }
 
     /// Keeps what was seen of a picture.
