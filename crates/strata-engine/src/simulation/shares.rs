@@ -19,6 +19,14 @@ use super::{Engine, Limits, Rng};
 /// Pages of the cache: 800 tokens.
 const PAGES: usize = 200;
 
+/// What the cache has beside its pages.
+#[derive(Clone, Copy, Debug)]
+struct Room {
+    states: usize,
+    /// For what was seen. Half as many may be seen at a time.
+    gallery_tokens: usize,
+}
+
 /// What someone has to do.
 #[derive(Clone, Copy, Debug)]
 enum Load {
@@ -66,8 +74,9 @@ fn picture(request: u64, n: usize) -> Image {
 }
 
 impl Clients {
-    fn new(pages: usize, states: usize) -> (Engine, Clients) {
-        let engine = Engine::new(Limits { adapter_bytes: 1 << 20, pages, states, ..Limits::roomy(1) });
+    fn new(pages: usize, room: Room) -> (Engine, Clients) {
+        let Room { states, gallery_tokens } = room;
+        let engine = Engine::new(Limits { adapter_bytes: 1 << 20, pages, states, gallery_tokens, ..Limits::roomy(1) });
         let handle = engine.handle();
         (engine, Clients { handle, answers: Arc::default(), answered: Rc::default(), sent: Rc::default() })
     }
@@ -166,8 +175,8 @@ impl Clients {
 }
 
 /// How long `small` takes beside `large` when it comes at some moment, and how long the largest step, layer and optimizer step take meanwhile.
-fn latency(states: usize, large: &[(Client, Load)], small: (Client, Load), moment: Duration) -> (Duration, Duration) {
-    let (mut engine, clients) = Clients::new(PAGES, states);
+fn latency(room: Room, large: &[(Client, Load)], small: (Client, Load), moment: Duration) -> (Duration, Duration) {
+    let (mut engine, clients) = Clients::new(PAGES, room);
     for (who, load) in large {
         clients.load(who, *load, &mut Rng::new(5));
     }
@@ -247,9 +256,11 @@ fn slow_beside_backlogs(seed: u64) -> Vec<String> {
     ];
     let mut rng = Rng::new(seed);
     let mut slow = Vec::new();
-    // A cache without states, and one that has few.
-    for (what, states) in smalls.into_iter().flat_map(|what| [(what, 0), (what, 24)]) {
-        let (alone, _) = latency(states, &[], (small.clone(), what), Duration::ZERO);
+    // A cache without states, one that has few, and one with room for one picture at a time.
+    let [none, few, narrow] = [(0, 128), (24, 128), (0, 2 * PICTURE_TOKENS_MAX)]
+        .map(|(states, gallery_tokens)| Room { states, gallery_tokens });
+    for (what, room) in smalls.into_iter().flat_map(|what| [none, few, narrow].map(|room| (what, room))) {
+        let (alone, _) = latency(room, &[], (small.clone(), what), Duration::ZERO);
         let mut beside: Vec<Vec<(Client, Load)>> = loads.iter().map(|&load| vec![(other.clone(), load)]).collect();
         // Of the same owner, in another session; and all of them together, which is still one owner.
         beside.extend(loads.iter().map(|&load| vec![(client("small", "t"), load)]));
@@ -257,13 +268,13 @@ fn slow_beside_backlogs(seed: u64) -> Vec<String> {
         for large in beside {
             let moment = Duration::from_micros(rng.below(100_000));
             // A sample that fills the cache keeps it until it has got somewhere.
-            let one = latency(states, &[], (other.clone(), Load::Samples(1, 1, 700, 60)), Duration::ZERO).0;
+            let one = latency(room, &[], (other.clone(), Load::Samples(1, 1, 700, 60)), Duration::ZERO).0;
             let one =
                 if large.iter().any(|(_, load)| matches!(load, Load::Samples(_, _, 700, _))) { one } else { Duration::ZERO };
-            let (latency, wait) = latency(states, &large, (small.clone(), what), moment);
+            let (latency, wait) = latency(room, &large, (small.clone(), what), moment);
             if latency > alone * 3 + wait + one {
                 slow.push(format!(
-                    "{what:?} with {states} states takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"
+                    "{what:?} with {room:?} takes {latency:?}, alone {alone:?}, with {wait:?} to wait, at {moment:?} beside {large:?}"
                 ));
             }
         }
@@ -289,7 +300,7 @@ fn owners_with_as_much_to_do_have_as_much_of_the_device() {
         (vec![Load::Training(1, 60, 8, 100)], vec![Load::Samples(1000, 8, 8, 24)]),
     ];
     for (one, other) in pairs {
-        let (mut engine, clients) = Clients::new(4000, 0);
+        let (mut engine, clients) = Clients::new(4000, Room { states: 0, gallery_tokens: 128 });
         for (owner, loads) in [("one", &one), ("other", &other)] {
             for (n, load) in loads.iter().enumerate() {
                 clients.load(&client(owner, &format!("{owner}{n}")), *load, &mut Rng::new(5));
