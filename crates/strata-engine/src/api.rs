@@ -180,6 +180,8 @@ pub struct SaveTarget {
     pub overwrite: bool,
     /// Written into the same directory as [`METADATA_FILE`], for the caller's own use. A string `save_id` in it is the identity of this save.
     pub metadata: serde_json::Value,
+    /// Keys that every other file is encrypted to, as [`crate::age::Recipient`] reads them; none: files as they are.
+    pub recipients: Vec<String>,
 }
 
 /// Which checkpoint to load: one save, and never another that has taken its directory since.

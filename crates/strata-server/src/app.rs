@@ -1,8 +1,9 @@
 //! What all handlers share, and the way from a request to a future.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -31,6 +32,8 @@ pub struct ServerConfig {
     pub api_key: Option<String>,
     /// Where checkpoints live.
     pub data_dir: DataDir,
+    /// What clients reach the server by, for addresses in answers; `None`: the name that each has used itself.
+    pub public_url: Option<String>,
     /// Where prompts may name pictures.
     pub image_dirs: ImageDirs,
     /// How long a session may be silent before it ends.
@@ -60,6 +63,7 @@ impl ServerConfig {
             address,
             api_key: None,
             data_dir,
+            public_url: None,
             image_dirs: ImageDirs::default(),
             session_timeout: Duration::from_secs(300),
             poll_hold: limits::POLL_HOLD,
@@ -128,6 +132,10 @@ pub struct App {
     pub decodes: Arc<Semaphore>,
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
     pub asset_reads: Arc<Semaphore>,
+    /// Sampling sessions of those who sample without one, by owner and source.
+    pub shared_samplers: Mutex<HashMap<(Arc<str>, Option<String>), String>>,
+    /// What addresses of files are signed with, for as long as this server lives.
+    pub signing_key: [u8; 32],
     engine: Arc<dyn Submit>,
     closing: watch::Sender<bool>,
 }
@@ -138,7 +146,11 @@ impl App {
     /// # Errors
     /// If the directory cannot be used.
     pub fn new(config: ServerConfig, model: ModelInfo, engine: Arc<dyn Submit>) -> std::io::Result<Arc<Self>> {
+        let mut signing_key = [0; 32];
+        getrandom::fill(&mut signing_key).map_err(std::io::Error::other)?;
         let app = App {
+            signing_key,
+            shared_samplers: Mutex::default(),
             registry: Registry::new(config.session_timeout),
             store: Store::open(config.data_dir.clone())?,
             futures: Futures::new(Retention::default()),

@@ -14,7 +14,7 @@
 //! Invariants:
 //! - A request is acknowledged at once; no handler waits for the engine. Only `retrieve_future` waits, and not for longer than the client.
 //! - Ids follow from what a client sends: a request that is sent again gets the same id and runs once.
-//! - Once a training operation's model and place in the order are known, it takes its place, even if the rest of it is refused.
+//! - Once a training operation's model and place in the order can be read, it takes its place, even if the rest of it is refused or never read.
 //! - A user's mistake is a 4xx with a sentence, or a failed future of category `user`; never a 409, a 425, a 5xx or a panic.
 //! - No body takes memory that was not charged to the transit budget first, as it arrives, inflated or decoded.
 //! - No path of the server's own file system is in an answer, but for the tokenizer's.

@@ -12,19 +12,23 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use strata_engine::api::{CheckpointSource, LoraSpec, METADATA_BYTES_MAX, METADATA_FILE};
 use strata_model::Error;
-use strata_model::checkpoint::{hold_names, read_own_file, recover_directories, set_aside, write_file_atomically};
+use strata_model::checkpoint::{
+    Existing, hold_names, read_own_file, recover_directories, set_aside, write_atomically, write_file_atomically,
+};
 use time::OffsetDateTime;
 
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
-use crate::names::{CheckpointId, CheckpointKind, check_name};
+use crate::names::{CheckpointId, CheckpointKind, check_name, shown};
 
 /// What this build writes; a record of a later format is left alone.
 const RECORD_FORMAT: u32 = 1;
@@ -238,6 +242,107 @@ impl Store {
         found
     }
 
+    /// A checkpoint and the names of its files that clients may have, in order. Blocks.
+    ///
+    /// # Errors
+    /// If there is none, or its directory cannot be read.
+    pub fn files(&self, id: &CheckpointId) -> ApiResult<(CheckpointRecord, Vec<String>)> {
+        let _names = hold_names();
+        let record = self.get(id)?;
+        let unread = |error: std::io::Error| {
+            let path = self.dir(id);
+            failed(format!("the files of {} cannot be listed", id.tinker_path()), &Error::Io { path, source: error })
+        };
+        let mut files = Vec::new();
+        for entry in fs::read_dir(self.dir(id)).map_err(unread)? {
+            let entry = entry.map_err(unread)?;
+            let name = entry.file_name().into_string().unwrap_or_default();
+            if is_for_clients(&name) && entry.file_type().map_err(unread)?.is_file() {
+                files.push(name);
+            }
+        }
+        files.sort();
+        Ok((record, files))
+    }
+
+    /// Opens a file of exactly this save for reading, with its length. Blocks.
+    ///
+    /// # Errors
+    /// If it has no such file, or another save has taken its place.
+    pub fn open_file(&self, record: &CheckpointRecord, name: &str) -> ApiResult<(fs::File, u64)> {
+        let id = record.id();
+        let missing = || ApiError::NotFound(format!("{} has no file {:?}", id.tinker_path(), shown(name)));
+        if !is_for_clients(name) {
+            return Err(missing());
+        }
+        let _names = hold_names();
+        let on_disk = read_record(&self.dir(&id), id.kind).ok().flatten();
+        if on_disk.is_none_or(|on_disk| on_disk.save_id != record.save_id) {
+            return Err(not_found(&id));
+        }
+        // Neither through a link nor waiting for the other end of a pipe.
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let opened = fs::OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(self.dir(&id).join(name));
+        let file = opened.map_err(|_| missing())?;
+        let metadata = file.metadata().map_err(|_| missing())?;
+        if metadata.is_file() { Ok((file, metadata.len())) } else { Err(missing()) }
+    }
+
+    /// Makes a copy of a checkpoint under another run's name, as a checkpoint of its own. Files are shared where the file system lets them be; none
+    /// is ever changed. Blocks.
+    ///
+    /// # Errors
+    /// If the source is gone, the name is taken, there is no room in the catalogue, or the file system refuses.
+    pub fn copy(
+        &self,
+        source: &CheckpointRecord,
+        run: &str,
+        expires_at: Option<OffsetDateTime>,
+    ) -> ApiResult<CheckpointRecord> {
+        self.check_room().map_err(ApiError::BadRequest)?;
+        let from = source.id();
+        let mut copy = CheckpointRecord::new(
+            CheckpointId { run: run.to_owned(), ..from.clone() },
+            source.base_model.clone(),
+            source.lora.clone(),
+        );
+        copy.expires_at = expires_at;
+        (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
+        let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
+        if dir.symlink_metadata().is_ok() {
+            return Err(ApiError::bad(format!("checkpoint {} exists already", copy.id().tinker_path())));
+        }
+        let io_error = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Io { path, source }
+        };
+        let is_same = || matches!(read_record(&source_dir, from.kind), Ok(Some(found)) if found.save_id == source.save_id);
+        let written = write_atomically(&dir, Existing::Refuse, |partial| {
+            let is_file = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_file());
+            for entry in fs::read_dir(&source_dir).map_err(io_error(&source_dir))? {
+                let entry = entry.map_err(io_error(&source_dir))?;
+                let name = entry.file_name();
+                if !is_file(&entry) || !is_for_clients(&name.to_string_lossy()) {
+                    continue;
+                }
+                let (from, to) = (entry.path(), partial.join(&name));
+                fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop)).map_err(io_error(&to))?;
+            }
+            // Another save may have taken the name meanwhile, and its files are not to be mixed in.
+            if !is_same() {
+                return Err(Error::Io { path: source_dir.clone(), source: ErrorKind::NotFound.into() });
+            }
+            write_record(partial, &copy)
+        });
+        match written {
+            Ok(size_bytes) => copy.size_bytes = size_bytes,
+            Err(_) if !is_same() => return Err(not_found(&from)),
+            Err(error) => return Err(failed(format!("{} was not copied", from.tinker_path()), &error)),
+        }
+        self.insert(copy.clone());
+        Ok(copy)
+    }
+
     /// Deletes a checkpoint and its files. Blocks.
     ///
     /// # Errors
@@ -342,6 +447,11 @@ impl Store {
     }
 }
 
+/// Whether a file of a checkpoint's directory is one of the checkpoint, rather than what the server keeps about it.
+fn is_for_clients(name: &str) -> bool {
+    !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\']) && name != METADATA_FILE
+}
+
 fn not_found(id: &CheckpointId) -> ApiError {
     ApiError::NotFound(format!("there is no checkpoint {}", id.tinker_path()))
 }
@@ -416,8 +526,6 @@ fn write_record(dir: &Path, record: &CheckpointRecord) -> strata_model::Result<(
 
 #[cfg(test)]
 mod tests {
-    use strata_model::checkpoint::{Existing, write_atomically};
-
     use super::*;
 
     fn record(name: &str) -> CheckpointRecord {

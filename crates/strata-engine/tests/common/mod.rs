@@ -156,7 +156,13 @@ pub fn bits_of(values: &[f32]) -> Vec<u32> {
 }
 
 pub fn save(dir: &Path) -> SaveTarget {
-    SaveTarget { dir: dir.into(), name: "the-save".into(), overwrite: false, metadata: serde_json::json!({ "by": "test" }) }
+    SaveTarget {
+        dir: dir.into(),
+        name: "the-save".into(),
+        overwrite: false,
+        metadata: serde_json::json!({ "by": "test" }),
+        recipients: vec![],
+    }
 }
 
 /// What [`save`] saved in a directory.

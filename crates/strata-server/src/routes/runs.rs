@@ -14,11 +14,9 @@ use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, check_name};
 use crate::payload::Payload;
+use crate::routes::account::USER;
 use crate::store::CheckpointRecord;
 use crate::wire::json::{Page, WeightsInfo};
-
-/// Whom all runs belong to: there is one key, and so one user.
-const MODEL_OWNER: &str = "tml:organization_user:local";
 
 /// `GET training_runs`: most recently used first.
 pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
@@ -60,7 +58,7 @@ fn describe_run(app: &App, run: &str) -> Option<Value> {
     Some(json!({
         "training_run_id": run,
         "base_model": base_model,
-        "model_owner": MODEL_OWNER,
+        "model_owner": USER,
         "is_lora": true,
         "corrupted": false,
         "lora_rank": lora_rank,
@@ -121,7 +119,8 @@ pub async fn weights_info(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     })))
 }
 
-fn rfc3339(at: OffsetDateTime) -> String {
+/// A time as the wire has it.
+pub fn rfc3339(at: OffsetDateTime) -> String {
     // Only years beyond 9999 cannot be written.
     at.format(&Rfc3339).unwrap_or_default()
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use strata_engine::Reply;
 use strata_engine::api::{
@@ -18,6 +18,8 @@ pub struct ScriptedEngine {
     pub ledger: Ledger,
     /// While set, everything is refused as busy.
     pub is_full: AtomicBool,
+    /// Tokens of a pass beyond which it is refused for good; 0: none.
+    pub datum_tokens_max: AtomicUsize,
     /// Everything that was asked, in the order it arrived.
     pub requests: Mutex<Vec<Request>>,
     /// Operations of a model that wait for those before them.
@@ -74,6 +76,7 @@ impl Default for ScriptedEngine {
         ScriptedEngine {
             ledger: Ledger::new(16 << 20),
             is_full: AtomicBool::new(false),
+            datum_tokens_max: AtomicUsize::new(0),
             requests: Mutex::default(),
             waiting: Mutex::default(),
             next_seq_id: Mutex::default(),
@@ -101,6 +104,13 @@ impl Submit for ScriptedEngine {
                 seen if seen < next => return Err(Refusal::Seen),
                 far if far > next + 16_384 => return Err(Refusal::User(format!("seq_id {far} is too far ahead"))),
                 _ => {}
+            }
+        }
+        if let Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. } = &request {
+            let (tokens, max) =
+                (data.iter().map(|datum| datum.tokens.len()).sum::<usize>(), self.datum_tokens_max.load(Ordering::Relaxed));
+            if max > 0 && tokens > max {
+                return Err(Refusal::User(format!("{tokens} tokens are above the limit of {max}")));
             }
         }
         let Ok(charge) = self.ledger.charge(&client, 1000) else { return Err(Refusal::Busy("no room".into())) };

@@ -1,14 +1,19 @@
 //! Models, their operations and their futures.
 
+use std::pin::Pin;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use axum::body::{Body, Bytes, HttpBody};
 use axum::http::{Request as HttpRequest, StatusCode};
+use hyper::body::Frame;
 use prost::Message;
 use serde_json::{Value, json};
 use strata_engine::api::{Request, TrainOp};
 
 use super::{Reply, TestServer, create_model_body, sample_body};
+use crate::clock;
 use crate::wire::proto;
 
 fn optim_step(model_id: &str, seq_id: u64) -> Value {
@@ -202,6 +207,162 @@ async fn a_pass_that_is_broken_or_would_be_too_large_keeps_its_place_in_the_orde
     assert!(server.retrieve(&format!("{model_id}:4")).await.json()["metrics"].is_object());
 }
 
+/// Sends something to a model in place 1 and has it run what waits in place 2.
+async fn takes_its_place(server: &TestServer, what: &str, send: impl AsyncFnOnce(&str) -> Reply) -> StatusCode {
+    let (_, model_id) = server.new_model().await;
+    server.ok("optim_step", optim_step(&model_id, 2)).await;
+    let status = send(&model_id).await.status;
+    let outcome = server.retrieve(&format!("{model_id}:1")).await;
+    assert_eq!(outcome.status, StatusCode::OK, "{what}");
+    assert_eq!(outcome.json()["category"], json!("user"), "{what}");
+    assert!(server.retrieve(&format!("{model_id}:2")).await.json()["metrics"].is_object(), "{what}");
+    status
+}
+
+#[tokio::test]
+async fn whatever_is_wrong_with_a_request_its_place_in_the_order_is_taken() {
+    let server = TestServer::with(|config| config.body_bytes_max = Some(1 << 20));
+    let json_to = |path: &'static str, body: fn(&str) -> String| {
+        let server = &server;
+        async move |model_id: &str| server.request("POST", path, body(model_id)).await
+    };
+    let unknown = json_to("save_weights_elsewhere", |id| json!({ "model_id": id, "seq_id": 1, "path": "a" }).to_string());
+    assert_eq!(takes_its_place(&server, "an unknown route", unknown).await, StatusCode::NOT_FOUND);
+    let other_method = async |id: &str| server.request("PUT", "optim_step", optim_step(id, 1).to_string()).await;
+    assert_eq!(takes_its_place(&server, "another method", other_method).await, StatusCode::METHOD_NOT_ALLOWED);
+    for (what, path, body) in [
+        (
+            "a body that is cut short",
+            "optim_step",
+            (|id| format!(r#"{{"model_id":"{id}","seq_id":1,"adam"#)) as fn(&str) -> String,
+        ),
+        ("a load that is cut short", "load_weights", |id| format!(r#"{{"model_id":"{id}","seq_id":1,"path":"#)),
+        ("a pass that is cut short", "forward_backward", |id| format!(r#"{{"seq_id":1,"model_id":"{id}","#)),
+        ("a null", "save_weights_for_sampler", |id| format!(r#"{{"model_id":"{id}","seq_id":1,"overwrite":7}}"#)),
+        ("another optimizer", "optim_step", |id| {
+            json!({ "model_id": id, "seq_id": 1, "optimizer_params": { "type": "dimuon" } }).to_string()
+        }),
+        ("a recipient that is none", "save_weights_external", |id| {
+            json!({ "model_id": id, "seq_id": 1, "path": "a", "age_encryption_recipients": ["ssh-dss A"] }).to_string()
+        }),
+    ] {
+        assert_eq!(takes_its_place(&server, what, json_to(path, body)).await, StatusCode::OK, "{what}");
+    }
+    let cut = async |id: &str| server.pass(pass_body(id, 1, tokens(100))[..80].to_vec(), None).await;
+    assert_eq!(takes_its_place(&server, "protobuf that is cut short", cut).await, StatusCode::OK);
+
+    let large = |id: &str| pass_body(id, 1, tokens(1 << 19));
+    let plain = async |id: &str| server.pass(large(id), None).await;
+    assert_eq!(takes_its_place(&server, "a body too large", plain).await, StatusCode::PAYLOAD_TOO_LARGE);
+    let unannounced = async |id: &str| {
+        let request = HttpRequest::post("/api/v1/forward_backward").header("content-type", "application/x-protobuf");
+        let parts = unannounced_body(large(id));
+        server.send(request.body(parts).unwrap()).await
+    };
+    assert_eq!(takes_its_place(&server, "an unannounced body too large", unannounced).await, StatusCode::PAYLOAD_TOO_LARGE);
+    let inflating = async |id: &str| server.pass(zstd::encode_all(&large(id)[..], 1).unwrap(), Some("zstd")).await;
+    assert_eq!(takes_its_place(&server, "a body that inflates too much", inflating).await, StatusCode::PAYLOAD_TOO_LARGE);
+    let announced = async |id: &str| {
+        let random: Vec<u8> = (0..1_u32 << 20).flat_map(|i| i.wrapping_mul(2_654_435_761).to_be_bytes()).collect();
+        let mut body = pass_body(id, 1, tokens(1));
+        body.extend(proto::EncodedText { tokens: random.into() }.encode_to_vec());
+        let compressed = zstd::encode_all(&body[..], 1).unwrap();
+        assert!(compressed.len() > 1 << 20);
+        server.pass(compressed, Some("zstd")).await
+    };
+    assert_eq!(takes_its_place(&server, "a compressed body too large", announced).await, StatusCode::PAYLOAD_TOO_LARGE);
+
+    let other_type = async |id: &str| {
+        let request = HttpRequest::post("/api/v1/optim_step").header("content-type", "text/plain");
+        server.send(request.body(optim_step(id, 1).to_string().into()).unwrap()).await
+    };
+    assert_eq!(takes_its_place(&server, "another type", other_type).await, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+}
+
+/// A body whose length is not said beforehand.
+fn unannounced_body(bytes: Vec<u8>) -> Body {
+    struct Unannounced(Vec<Bytes>);
+
+    impl HttpBody for Unannounced {
+        type Data = Bytes;
+        type Error = std::io::Error;
+
+        fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<std::io::Result<Frame<Bytes>>>> {
+            Poll::Ready(self.0.pop().map(|bytes| Ok(Frame::data(bytes))))
+        }
+    }
+
+    Body::new(Unannounced(bytes.chunks(10_000).rev().map(Bytes::copy_from_slice).collect()))
+}
+
+#[tokio::test]
+async fn an_operation_that_is_larger_than_there_is_ever_room_for_takes_its_place() {
+    let server = TestServer::new();
+    server.engine.datum_tokens_max.store(100, Ordering::Relaxed);
+    let large = async |id: &str| server.pass(pass_body(id, 1, tokens(101)), None).await;
+    assert_eq!(takes_its_place(&server, "an operation too large", large).await, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn who_has_not_the_key_takes_no_place() {
+    let server = TestServer::with(|config| config.api_key = Some("tml-x".into()));
+    let with_key = |method: &str, path: &str, body: Value| {
+        let request = HttpRequest::builder().method(method).uri(format!("/api/v1/{path}")).header("x-api-key", "tml-x");
+        server.send(request.header("content-type", "application/json").body(body.to_string().into()).unwrap())
+    };
+    let session = with_key("POST", "create_session", json!({})).await.json()["session_id"].clone();
+    with_key("POST", "create_model", create_model_body(session.as_str().unwrap(), 0)).await;
+    let model_id = format!("{}:train:0", session.as_str().unwrap());
+    for (path, kind) in
+        [("no_such_thing", "application/json"), ("optim_step", "text/plain"), ("optim_step", "application/json")]
+    {
+        let request = HttpRequest::post(format!("/api/v1/{path}")).header("content-type", kind);
+        server.send(request.body(optim_step(&model_id, 1).to_string().into()).unwrap()).await;
+    }
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Train { .. })), 0);
+}
+
+#[tokio::test]
+async fn a_refusal_names_the_field_and_what_it_is() {
+    let server = TestServer::new();
+    for (path, body, words) in [
+        ("create_model", json!({ "session_id": "s", "model_seq_id": null }), "model_seq_id: invalid type: null"),
+        (
+            "create_model",
+            json!({ "session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": { "rank": "x" } }),
+            "lora_config.rank: invalid type: string \"x\"",
+        ),
+        (
+            "asample",
+            json!({ "prompt": { "chunks": [{ "tokens": [1, null] }] } }),
+            "prompt.chunks[0].tokens[1]: invalid type: null",
+        ),
+        ("retrieve_future", json!({}), "missing field `request_id`"),
+        ("sessions/search", json!({ "limit": 0 }), "limit 0"),
+    ] {
+        let reply = server.post(path, body).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{path}");
+        assert!(reply.detail().contains(words), "{}", reply.detail());
+    }
+    let reply = server.get("training_runs?limit=x").await;
+    assert!(reply.detail().contains("limit"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn optimizers_that_are_not_here_are_refused_by_name() {
+    let server = TestServer::new();
+    let session_id = server.new_session().await;
+    let mut body = create_model_body(&session_id, 0);
+    body["optimizer_config"] = json!({ "type": "dimuon", "version": 1 });
+    let reply = server.post("create_model", body).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("dimuon") && reply.detail().contains("adamw"), "{}", reply.detail());
+    let (_, model_id) = server.new_model().await;
+    let step = json!({ "model_id": model_id, "seq_id": 1, "optimizer_params": { "type": "dimuon", "learning_rate": 1e-3 } });
+    let outcome = server.outcome("optim_step", step).await;
+    assert!(outcome["error"].as_str().unwrap().contains("dimuon"), "{outcome}");
+}
+
 #[tokio::test]
 async fn a_request_for_which_there_is_no_room_does_not_take_its_place() {
     let server = TestServer::with(|config| config.transit_bytes = 8 << 20);
@@ -295,4 +456,71 @@ async fn the_oldest_idle_snapshot_makes_room_for_a_new_one() {
     let reply = server.post("asample", sample_body(&dropped, 0)).await;
     assert_eq!(reply.status, StatusCode::BAD_REQUEST);
     assert!(reply.detail().contains("most recently used"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn a_sample_without_a_session_gets_one_that_others_of_its_owner_share() {
+    let server = TestServer::new();
+    let ask = async |owner: &str, change: Value| {
+        let mut body = sample_body("", 0);
+        let fields = body.as_object_mut().unwrap();
+        (fields.remove("sampling_session_id"), fields.remove("seq_id"));
+        fields.extend(change.as_object().unwrap().clone());
+        let request =
+            HttpRequest::post("/api/v1/asample").header("content-type", "application/json").header("x-api-key", owner);
+        server.send(request.body(body.to_string().into()).unwrap()).await
+    };
+    let mut ids = Vec::new();
+    for owner in ["a", "a", "b"] {
+        let acknowledged = ask(owner, json!({ "base_model": "org/base" })).await.json();
+        ids.push(acknowledged["request_id"].as_str().unwrap().to_owned());
+        let outcome = server.retrieve(&ids[ids.len() - 1]).await;
+        assert_eq!(outcome.json()["sequences"][1]["tokens"], json!([4, 5]));
+    }
+    let sampler = |id: &String| id.rsplit_once(':').unwrap().0.to_owned();
+    assert!(ids[0] != ids[1] && sampler(&ids[0]) == sampler(&ids[1]) && sampler(&ids[0]) != sampler(&ids[2]));
+    clock::advance(Duration::from_secs(301));
+    server.app.reap().await;
+    let acknowledged = ask("a", json!({ "base_model": "org/base" })).await.json();
+    assert_ne!(sampler(&ids[0]), sampler(&acknowledged["request_id"].as_str().unwrap().to_owned()), "its session was silent");
+    for (change, status) in [
+        (json!({}), StatusCode::BAD_REQUEST),
+        (json!({ "base_model": "org/other" }), StatusCode::BAD_REQUEST),
+        (json!({ "model_path": "tinker://a/weights/b" }), StatusCode::NOT_FOUND),
+        (json!({ "sampling_session_id": "x" }), StatusCode::BAD_REQUEST),
+    ] {
+        assert_eq!(ask("c", change.clone()).await.status, status, "{change}");
+    }
+}
+
+#[tokio::test]
+async fn completions_of_a_sampling_session_are_told_to_the_client_that_asked() {
+    let server = TestServer::new();
+    let session_id = server.new_session().await;
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 0, "base_model": "org/base" });
+    server.ok("create_sampling_session", body).await;
+    let sampler_id = format!("{session_id}:sample:0");
+    let joined = server.ok("join_sampling_session", json!({ "sampling_session_id": sampler_id })).await;
+    assert_eq!(joined["client_counter"], json!(1));
+    for seq_id in [0, 1, 1_000_000_000] {
+        server.ok("asample", sample_body(&sampler_id, seq_id)).await;
+    }
+    let poll = async |clone: u64, cursor: &Value, retrieved: &[String]| {
+        let target = json!({ "type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone });
+        let body = json!({ "target": target, "prev_cursor": cursor, "timeout": 0, "retrieved_request_ids": retrieved });
+        server.ok("retrieve_futures", body).await
+    };
+    let first = poll(0, &json!(0), &[]).await;
+    let ids: Vec<String> =
+        first["completions"].as_array().unwrap().iter().map(|c| c["request_id"].as_str().unwrap().into()).collect();
+    assert_eq!(ids, [format!("{sampler_id}:0"), format!("{sampler_id}:1")]);
+    assert!(first["completions"][0]["response_payload_uncompressed_size"].as_u64().unwrap() > 0);
+    assert_eq!(poll(1, &json!(0), &[]).await["completions"][0]["request_id"], json!(format!("{sampler_id}:1000000000")));
+    server.retrieve(&ids[0]).await;
+    let second = poll(0, &first["cursor"], &ids[..1]).await;
+    assert_eq!(second["completions"], json!([]));
+    assert_eq!(server.retrieve(&ids[0]).await.status, StatusCode::GONE, "its client has said that it has it");
+    assert_eq!(server.retrieve(&ids[1]).await.status, StatusCode::OK);
+    let unknown = json!({ "target": { "sampling_session_id": "x" } });
+    assert_eq!(server.post("retrieve_futures", unknown).await.status, StatusCode::NOT_FOUND);
 }

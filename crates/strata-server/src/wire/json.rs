@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
 use serde::{Deserialize, Deserializer};
+use strata_engine::age::{self, Recipient};
 use strata_engine::api;
 
 use crate::error::{ApiError, ApiResult};
@@ -43,9 +44,120 @@ pub struct CreateSession {
     /// A name for people.
     #[serde(default)]
     pub display_name: Option<Text<{ limits::METADATA_BYTES_MAX }>>,
+    /// What the user calls the project that it belongs to.
+    #[serde(default)]
+    pub project_id: Option<Name>,
     /// Version of the client.
     #[serde(default)]
     pub sdk_version: Option<Name>,
+}
+
+/// Body of `sessions/{id}/project`.
+#[derive(Debug, Deserialize)]
+pub struct AssignProject {
+    /// The project.
+    pub project_id: Name,
+}
+
+/// Body of `sessions/search`. What is absent holds for every session.
+#[derive(Debug, Deserialize)]
+pub struct SearchSessions {
+    /// Its id.
+    #[serde(default)]
+    pub session_id: Option<Id>,
+    /// Its project, one of these.
+    #[serde(default)]
+    pub project_ids: Option<List<Name, { limits::METADATA_ENTRIES_MAX }>>,
+    /// What is attached to it, among others.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub user_metadata: MetadataTexts,
+    /// Words of its name, in any case.
+    #[serde(default)]
+    pub display_name: Option<Name>,
+    /// How it stands, one of these.
+    #[serde(default)]
+    pub statuses: Option<List<StatusQuery, 16>>,
+    /// Most sessions to answer.
+    #[serde(default)]
+    pub limit: Option<usize>,
+    /// Where the page before ended.
+    #[serde(default)]
+    pub cursor: Option<SessionCursor>,
+}
+
+/// How a session stands, by what the wire calls it.
+#[derive(Debug, Deserialize)]
+pub struct StatusQuery {
+    /// `active`, `cancelled`, `failed` or `client_finished`.
+    #[serde(rename = "type")]
+    pub kind: Name,
+}
+
+/// Where a page of sessions ended.
+#[derive(Debug, Deserialize)]
+pub struct SessionCursor {
+    /// The last session on it.
+    pub last_session_id: Id,
+}
+
+/// What weights are sampled, where a request says so itself.
+#[derive(Debug, Deserialize)]
+pub struct Source {
+    /// The base model.
+    #[serde(default)]
+    pub base_model: Option<Name>,
+    /// A checkpoint, which counts if both are there.
+    #[serde(default)]
+    pub model_path: Option<TinkerPath>,
+}
+
+/// Body of `join_sampling_session`.
+#[derive(Debug, Deserialize)]
+pub struct JoinSamplingSession {
+    /// The sampling session.
+    pub sampling_session_id: Id,
+}
+
+/// Body of `copy_weights`.
+#[derive(Debug, Deserialize)]
+pub struct CopyWeights {
+    /// The checkpoint.
+    pub source_path: TinkerPath,
+    /// The session that gets it, where there is one,
+    #[serde(default)]
+    pub session_id: Option<Id>,
+    /// and the number of the run in it.
+    #[serde(default)]
+    pub model_seq_id: Option<u64>,
+    /// Life of the copy.
+    #[serde(default)]
+    pub ttl_seconds: Option<i64>,
+}
+
+/// Body of `retrieve_futures`.
+#[derive(Debug, Deserialize)]
+pub struct RetrieveFutures {
+    /// Whose requests.
+    pub target: FuturesTarget,
+    /// What was answered before.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub prev_cursor: u64,
+    /// How long to wait at most, in seconds.
+    #[serde(default)]
+    pub timeout: Option<f64>,
+    /// Requests whose results have been read and may be forgotten.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub retrieved_request_ids: List<Id, { limits::RETRIEVED_IDS_MAX }>,
+}
+
+/// The requests of one client of a sampling session.
+#[derive(Debug, Deserialize)]
+pub struct FuturesTarget {
+    /// The sampling session.
+    pub sampling_session_id: Id,
+    /// The client.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub cloned_sampler_id: u64,
 }
 
 /// Body of requests that name a session only.
@@ -266,6 +378,24 @@ pub struct SaveWeights {
     /// What the user attached.
     #[serde(default)]
     pub user_metadata: Option<MetadataTexts>,
+    /// Keys to encrypt to, where the checkpoint is to be downloaded.
+    #[serde(default)]
+    age_encryption_recipients: Option<List<Text<{ limits::TEXT_BYTES_MAX }>, { 2 * age::RECIPIENTS_MAX }>>,
+}
+
+impl SaveWeights {
+    /// The keys to encrypt to, checked.
+    ///
+    /// # Errors
+    /// If one is none, or there are too many.
+    pub fn recipients(&self) -> Result<Vec<String>, String> {
+        let given = self.age_encryption_recipients.as_ref().map_or(&[][..], |given| &given.0);
+        at_most("age_encryption_recipients", given.len(), age::RECIPIENTS_MAX)?;
+        for (i, text) in given.iter().enumerate() {
+            Recipient::parse(text).map_err(|reason| format!("age_encryption_recipients[{i}]: {reason}"))?;
+        }
+        Ok(given.iter().map(|text| text.0.clone()).collect())
+    }
 }
 
 /// Body of `create_sampling_session`.
@@ -293,7 +423,8 @@ pub fn seed(given: Option<&serde_json::Number>) -> Result<u64, String> {
     seed.ok_or_else(|| format!("seed {given} is not an integer of 64 bits"))
 }
 
-fn random_seed() -> u64 {
+/// A number that nobody else draws.
+pub fn random_seed() -> u64 {
     getrandom::u64().unwrap_or_else(|_| uuid::Uuid::new_v4().as_u64_pair().0)
 }
 

@@ -281,6 +281,7 @@ impl World {
                     name: dir,
                     overwrite: self.rng.chance(80),
                     metadata: serde_json::json!({ "save_id": save_id }),
+                    recipients: vec![],
                 };
                 if self.rng.chance(60) { TrainOp::SaveState(target) } else { TrainOp::SaveSampler(target) }
             }
