@@ -114,6 +114,9 @@ impl ModelInfo {
     }
 }
 
+/// An owner, and what is sampled for it: a base model or a checkpoint.
+pub type SharedSource = (Arc<str>, Option<String>);
+
 /// What all handlers share.
 pub struct App {
     /// Settings.
@@ -133,7 +136,7 @@ pub struct App {
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
     pub asset_reads: Arc<Semaphore>,
     /// Sampling sessions of those who sample without one, by owner and source.
-    pub shared_samplers: Mutex<HashMap<(Arc<str>, Option<String>), String>>,
+    pub shared_samplers: Mutex<HashMap<SharedSource, String>>,
     /// What addresses of files are signed with, for as long as this server lives.
     pub signing_key: [u8; 32],
     engine: Arc<dyn Submit>,
