@@ -53,7 +53,7 @@ impl FromRequest<Arc<App>> for Payload {
         let encoding = header(&request, &CONTENT_ENCODING).to_ascii_lowercase();
         let bytes_max = app.config.body_bytes_max();
         if announced_bytes(&request).is_some_and(|bytes| bytes > bytes_max as u64) {
-            let start = start_of(app, request).await?;
+            let (start, _held) = start_of(app, request).await?;
             return Err(refuse_in_place(app, &start, encoding == "zstd", too_large(bytes_max)));
         }
         let (mut charge, mut bytes) = (app.transit.charge(), Vec::new());
@@ -154,8 +154,16 @@ fn refuse_in_place(app: &Arc<App>, start: &[u8], is_zstd: bool, refusal: ApiErro
     if matches!(refusal, ApiError::Busy(_) | ApiError::Timeout(_) | ApiError::Internal(_)) {
         return refusal;
     }
-    let start = if is_zstd { inflated_start(start) } else { start[..start.len().min(limits::HEAD_BYTES_MAX)].to_vec() };
-    if let Some(head) = head::glimpse(&start) {
+    let found = if is_zstd {
+        let mut charge = app.transit.charge();
+        if let Err(busy) = charge.try_grow(limits::HEAD_BYTES_MAX + (1 << limits::ZSTD_START_WINDOW_LOG_MAX)) {
+            return busy;
+        }
+        head::glimpse(&inflated_start(start))
+    } else {
+        head::glimpse(&start[..start.len().min(limits::HEAD_BYTES_MAX)])
+    };
+    if let Some(head) = found {
         take_place(app, head, &refusal);
     }
     refusal
@@ -259,7 +267,7 @@ impl Write for ChargedText {
 pub async fn refuse(request: Request, refusal: ApiError) -> Response {
     let is_large = is_large(&request);
     if !is_large {
-        drain(request, limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX, &mut Vec::new()).await;
+        drain(request, limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX, |_| {}).await;
     }
     answer_unread(is_large, refusal)
 }
@@ -268,7 +276,7 @@ pub async fn refuse(request: Request, refusal: ApiError) -> Response {
 pub async fn refuse_operation(app: &Arc<App>, request: Request, refusal: ApiError) -> Response {
     let (is_large, is_zstd) = (is_large(&request), header(&request, &CONTENT_ENCODING).eq_ignore_ascii_case("zstd"));
     match start_of(app, request).await {
-        Ok(start) => answer_unread(is_large, refuse_in_place(app, &start, is_zstd, refusal)),
+        Ok((start, _held)) => answer_unread(is_large, refuse_in_place(app, &start, is_zstd, refusal)),
         Err(busy) => answer_unread(is_large, busy),
     }
 }
@@ -288,7 +296,7 @@ fn answer_unread(is_large: bool, refusal: ApiError) -> Response {
 ///
 /// # Errors
 /// If there is no room for them at the moment.
-async fn start_of(app: &App, request: Request) -> ApiResult<Vec<u8>> {
+async fn start_of(app: &App, request: Request) -> ApiResult<(Vec<u8>, Charge)> {
     let mut charge = app.transit.charge();
     charge.grow(limits::HEAD_BYTES_MAX).await?;
     let (read_max, time_max) = match is_large(&request) {
@@ -297,18 +305,21 @@ async fn start_of(app: &App, request: Request) -> ApiResult<Vec<u8>> {
         false => (limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX),
     };
     let mut start = Vec::new();
-    drain(request, read_max, time_max, &mut start).await;
-    Ok(start)
+    drain(request, read_max, time_max, |arrived| {
+        let kept = arrived.len().min(limits::HEAD_BYTES_MAX - start.len());
+        start.extend_from_slice(&arrived[..kept]);
+    })
+    .await;
+    Ok((start, charge))
 }
 
-/// Reads a body up to `read_max` and for `time_max`, and keeps how it starts.
-async fn drain(request: Request, read_max: usize, time_max: Duration, start: &mut Vec<u8>) {
+/// Reads a body up to `read_max` and for `time_max`, and shows `see` what arrives.
+async fn drain(request: Request, read_max: usize, time_max: Duration, mut see: impl FnMut(&[u8])) {
     let drained = async {
         let (mut body, mut left) = (pin!(request.into_body()), read_max);
         while let Some(Ok(frame)) = body.frame().await {
             let Some(arrived) = frame.data_ref() else { continue };
-            let kept = arrived.len().min(limits::HEAD_BYTES_MAX - start.len());
-            start.extend_from_slice(&arrived[..kept]);
+            see(arrived);
             let Some(rest) = left.checked_sub(arrived.len()) else { return };
             left = rest;
         }

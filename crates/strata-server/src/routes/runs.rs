@@ -69,15 +69,18 @@ fn describe_run(app: &App, run: &str) -> Option<Value> {
     }))
 }
 
-/// `GET training_runs/{run}/checkpoints`
-pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>) -> ApiResult<Json<Value>> {
+/// `GET training_runs/{run}/checkpoints`: all of them, or a page.
+pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>, page: Page) -> ApiResult<Json<Value>> {
     check_name("training run id", &run)?;
     let found = app.store.list(Some(&run));
     if found.is_empty() {
         app.registry.model(&run).map_err(|_| ApiError::NotFound(format!("there is no training run {run}")))?;
     }
-    let found: Vec<Value> = found.iter().map(describe_checkpoint).collect();
-    Ok(Json(json!({ "checkpoints": found })))
+    let (total_count, offset) = (found.len(), page.offset.unwrap_or(0));
+    let limit = page.limit.map_or(total_count, |limit| limit.min(limits::PAGE_MAX));
+    let shown: Vec<Value> = found.iter().skip(offset).take(limit).map(describe_checkpoint).collect();
+    let cursor = json!({ "offset": offset, "limit": limit, "total_count": total_count });
+    Ok(Json(json!({ "checkpoints": shown, "cursor": cursor })))
 }
 
 /// `GET checkpoints`: all of them, newest first.

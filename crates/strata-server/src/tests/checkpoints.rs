@@ -330,3 +330,20 @@ async fn a_copy_is_a_checkpoint_of_its_own() {
     assert_eq!(again().await, again().await);
     assert_eq!(server.get("checkpoints").await.json()["cursor"]["total_count"], json!(2));
 }
+
+#[tokio::test]
+async fn the_checkpoints_of_a_run_come_all_at_once_or_in_pages() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for (seq_id, name) in (1..).zip(["a", "b", "c"]) {
+        server.outcome("save_weights", save(&model_id, seq_id, name)).await;
+    }
+    let names = async |query: &str| {
+        let listed = server.get(&format!("training_runs/{model_id}/checkpoints{query}")).await.json();
+        assert_eq!(listed["cursor"]["total_count"], json!(3));
+        let ids = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["checkpoint_id"].as_str().unwrap().to_owned());
+        ids.collect::<Vec<_>>()
+    };
+    assert_eq!(names("").await, ["weights/c", "weights/b", "weights/a"]);
+    assert_eq!(names("?limit=1&offset=1").await, ["weights/b"]);
+}
