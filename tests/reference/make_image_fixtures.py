@@ -31,7 +31,7 @@ TEXT = dict(vocab_size=VOCAB, hidden_size=28, intermediate_size=36, num_hidden_l
             max_position_embeddings=512)
 VISION = dict(depth=3, hidden_size=24, intermediate_size=36, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2,
               num_position_embeddings=9, deepstack_visual_indexes=[0, 2])
-EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=18)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=14)
 
 FIXTURES = [
     # Fewer places that have embeddings than patches, uneven sections of axes, an unembedding of its own.
@@ -42,11 +42,11 @@ FIXTURES = [
          vision=VISION | dict(num_position_embeddings=400, deepstack_visual_indexes=[], hidden_act="gelu", spatial_merge_size=3, patch_size=3, num_heads=3,
                               temporal_patch_size=1),
          sections=[1, 2, 2], tied=True, rank=3, legacy_config=True),
-    # Experts as transformers writes them, a dense layer between.
+    # Experts as transformers writes them, a dense layer between. One of the two tensors is as wide as high.
     dict(name="qwen3_vl_moe_f32", family="qwen3_vl_moe", text=TEXT | EXPERTS | dict(mlp_only_layers=[1]),
          vision=VISION | dict(deepstack_visual_indexes=[0, 1, 2]), sections=[2, 2, 2], tied=False, rank=4),
-    # The other way round, as they were published, where one of the two tensors is as wide as high.
-    dict(name="qwen3_vl_moe_flipped_f32", family="qwen3_vl_moe", text=TEXT | EXPERTS | dict(moe_intermediate_size=14, num_hidden_layers=2),
+    # The other way round, as they were published.
+    dict(name="qwen3_vl_moe_flipped_f32", family="qwen3_vl_moe", text=TEXT | EXPERTS | dict(num_hidden_layers=2),
          vision=VISION | dict(num_position_embeddings=64, deepstack_visual_indexes=[1], depth=2), sections=[2, 3, 1], tied=True, rank=2, targets=ATTENTION, layout="flipped"),
     dict(name="qwen3_vl_bf16", family="qwen3_vl", text=TEXT | dict(hidden_size=32, head_dim=16), vision=VISION | dict(hidden_size=32),
          sections=[4, 2, 2], tied=False, rank=4, dtype=torch.bfloat16),

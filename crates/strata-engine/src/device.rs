@@ -14,6 +14,7 @@ use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowRes
 use crate::datum::PreparedDatum;
 use crate::learner::{self, Learner, LearnerState};
 use crate::losses::DatumLoss;
+use crate::machine::Turn;
 use crate::pictures::{Picture, PictureId};
 use crate::sampler::{Room, draw};
 use crate::snapshot::WeightsId;
@@ -22,94 +23,20 @@ use crate::snapshot::WeightsId;
 pub(crate) struct Device {
     pub(crate) model: Arc<Model>,
     start: Instant,
+    turn: Turn,
 }
 
 impl Device {
-    pub(crate) fn new(model: Arc<Model>) -> Self {
-        Device { model, start: Instant::now() }
+    pub(crate) fn new(model: Arc<Model>, turn: Turn) -> Self {
+        Device { model, start: Instant::now(), turn }
     }
 }
 
-impl Compute for Device {
-    type Learner = Learner;
-    type Frozen = Option<Arc<Adapter>>;
-    type State = LearnerState;
-    type Cache = KvCache;
-    type Seen = Rc<ImageFeatures>;
-
-    fn now(&self) -> Duration {
-        self.start.elapsed()
-    }
-
-    fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
-        Ok(learner::adapter_bytes(&self.model, &learner::config_of(lora, &self.model)?))
-    }
-
-    fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
-        let config = learner::config_of(lora, &self.model).map_err(Failure::User)?;
-        Learner::fresh(&self.model, config, lora.seed)
-    }
-
-    fn restore(&self, state: LearnerState) -> Learner {
-        Learner::from_state(state)
-    }
-
-    fn spec_of(&self, state: &LearnerState) -> LoraSpec {
-        learner::spec_of(&state.config)
-    }
-
-    fn state_bytes(&self, state: &LearnerState) -> AdapterBytes {
-        learner::adapter_bytes(&self.model, &state.config)
-    }
-
-    fn check_shape(&self, learner: &Learner, state: &LearnerState) -> Result<(), String> {
-        if state.config == learner.config {
-            return Ok(());
-        }
-        Err(format!(
-            "the checkpoint holds an adapter of another shape ({:?}) than the model's ({:?})",
-            state.config, learner.config
-        ))
-    }
-
-    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> Result<LearnerState, Failure> {
-        if with_optimizer { learner.full_state(&self.model) } else { Ok(learner.adapter_state()) }
-    }
-
-    fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Self::Frozen), Failure> {
-        learner.packed(&self.model).map(|(id, adapter)| (id, Some(adapter)))
-    }
-
-    fn freeze_state(&self, state: &LearnerState) -> Result<Self::Frozen, Failure> {
-        learner::pack(&self.model, state.config.clone(), &state.weights).map(Some)
-    }
-
-    fn base(&self) -> Self::Frozen {
-        None
-    }
-
-    fn optim_step(&self, learner: &mut Learner, params: &AdamParams) -> Result<f64, Failure> {
-        learner.optim_step(&self.model, params)
-    }
-
-    fn lose_gradient(&self, learner: &mut Learner, why: &str) {
-        learner.lose_gradient(&self.model, why);
-    }
-
-    fn seen_bytes_per_token(&self) -> u64 {
-        self.model.image_bytes().features as u64
-    }
-
-    fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError> {
-        let processor = self.model.image_processor().ok_or_else(|| PassError::Failed("the model reads text alone".into()))?;
-        let patches = processor.process(file).map_err(PassError::Failed)?;
-        self.model.image_features(&patches, between).map(Rc::new).map_err(pass_error)
-    }
-
-    fn pass(
+impl Device {
+    fn run_pass(
         &self,
         parts: &mut [PassPart<'_, Self>],
-        seen: &HashMap<PictureId, Self::Seen>,
+        seen: &HashMap<PictureId, Rc<ImageFeatures>>,
         between: Between<'_>,
     ) -> Result<Vec<f32>, PassError> {
         let mut adapters = Vec::with_capacity(parts.len());
@@ -139,17 +66,107 @@ impl Compute for Device {
         };
         done.map_err(pass_error)
     }
+}
+
+impl Compute for Device {
+    type Learner = Learner;
+    type Frozen = Option<Arc<Adapter>>;
+    type State = LearnerState;
+    type Cache = KvCache;
+    type Seen = Rc<ImageFeatures>;
+
+    fn now(&self) -> Duration {
+        // What it waited for other engines is nobody's time.
+        self.start.elapsed().saturating_sub(self.turn.waited())
+    }
+
+    fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
+        Ok(learner::adapter_bytes(&self.model, &learner::config_of(lora, &self.model)?))
+    }
+
+    fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
+        let config = learner::config_of(lora, &self.model).map_err(Failure::User)?;
+        self.turn.work(|| Learner::fresh(&self.model, config, lora.seed))
+    }
+
+    fn restore(&self, state: LearnerState) -> Learner {
+        Learner::from_state(state)
+    }
+
+    fn spec_of(&self, state: &LearnerState) -> LoraSpec {
+        learner::spec_of(&state.config)
+    }
+
+    fn state_bytes(&self, state: &LearnerState) -> AdapterBytes {
+        learner::adapter_bytes(&self.model, &state.config)
+    }
+
+    fn check_shape(&self, learner: &Learner, state: &LearnerState) -> Result<(), String> {
+        if state.config == learner.config {
+            return Ok(());
+        }
+        Err(format!(
+            "the checkpoint holds an adapter of another shape ({:?}) than the model's ({:?})",
+            state.config, learner.config
+        ))
+    }
+
+    fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> Result<LearnerState, Failure> {
+        if with_optimizer { self.turn.work(|| learner.full_state(&self.model)) } else { Ok(learner.adapter_state()) }
+    }
+
+    fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Self::Frozen), Failure> {
+        self.turn.work(|| learner.packed(&self.model)).map(|(id, adapter)| (id, Some(adapter)))
+    }
+
+    fn freeze_state(&self, state: &LearnerState) -> Result<Self::Frozen, Failure> {
+        self.turn.work(|| learner::pack(&self.model, state.config.clone(), &state.weights)).map(Some)
+    }
+
+    fn base(&self) -> Self::Frozen {
+        None
+    }
+
+    fn optim_step(&self, learner: &mut Learner, params: &AdamParams) -> Result<f64, Failure> {
+        self.turn.work(|| learner.optim_step(&self.model, params))
+    }
+
+    fn lose_gradient(&self, learner: &mut Learner, why: &str) {
+        self.turn.work(|| learner.lose_gradient(&self.model, why));
+    }
+
+    fn seen_bytes_per_token(&self) -> u64 {
+        self.model.image_bytes().features as u64
+    }
+
+    fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError> {
+        let processor = self.model.image_processor().ok_or_else(|| PassError::Failed("the model reads text alone".into()))?;
+        let patches = processor.process(file).map_err(PassError::Failed)?;
+        let mut between = || self.turn.aside(&mut *between);
+        let seen = self.turn.work(|| self.model.image_features(&patches, &mut between));
+        seen.map(Rc::new).map_err(pass_error)
+    }
+
+    fn pass(
+        &self,
+        parts: &mut [PassPart<'_, Self>],
+        seen: &HashMap<PictureId, Self::Seen>,
+        between: Between<'_>,
+    ) -> Result<Vec<f32>, PassError> {
+        let mut between = || self.turn.aside(&mut *between);
+        self.turn.work(|| self.run_pass(parts, seen, &mut between))
+    }
 
     fn new_cache(&self, size: Room) -> Result<KvCache, String> {
         self.model.new_kv_cache(size.pages, size.states).map_err(|error| format!("the cache of keys and values: {error}"))
     }
 
     fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
-        cache.copy_page(self.model.backend(), from, to).map_err(|error| error.to_string())
+        self.turn.work(|| cache.copy_page(self.model.backend(), from, to)).map_err(|error| error.to_string())
     }
 
     fn copy_state(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
-        cache.copy_state(self.model.backend(), from, to).map_err(|error| error.to_string())
+        self.turn.work(|| cache.copy_state(self.model.backend(), from, to)).map_err(|error| error.to_string())
     }
 
     fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32], free_states: &[u32]) {
@@ -178,7 +195,7 @@ impl Compute for Device {
             }
         }
         let requests: Vec<RowRequest> = tasks.iter().map(|task| request_of(task)).collect();
-        let replies = self.model.step(&batch, cache, &rows, &requests).map_err(|error| error.to_string())?;
+        let replies = self.turn.work(|| self.model.step(&batch, cache, &rows, &requests)).map_err(|error| error.to_string())?;
         Ok(tasks.into_iter().zip(replies).map(|(task, reply)| result_of(task, reply)).collect())
     }
 }

@@ -9,7 +9,7 @@
 //! - `pictures`: pictures among the tokens of inputs; `gallery`: what was seen of them.
 //! - [`age`]: files that are encrypted to whoever asked for them.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
-//! - `budget`: memory, divided once.
+//! - `budget`: memory, divided once; `machine`: what engines of several base models share.
 //! - `simulation`: all of it over a toy model, a toy disk and a simulated clock.
 //!
 //! Invariants:
@@ -39,6 +39,7 @@ mod learner;
 pub mod ledger;
 pub mod limits;
 mod losses;
+mod machine;
 mod optimizer;
 mod pictures;
 mod reply;
@@ -51,4 +52,5 @@ mod unfinished;
 
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
+pub use machine::Machine;
 pub use reply::Reply;

@@ -21,7 +21,7 @@ use strata_tensor::Backend;
 
 use super::{Checkpoint, CheckpointReader, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, ModuleSet, Part};
-use crate::{Error, Result};
+use crate::{Error, ModelConfig, Result};
 use config::AdapterSettings;
 use names::AdapterTensors;
 use read::{leave_base, read_params, refuse_not_finite};
@@ -71,6 +71,19 @@ pub enum AdapterFormat {
     Tinker,
     /// As stock PEFT (0.21, on transformers 5) loads it, all of it: the unembedding as `lm_head`, experts as pairs of the parameters that have all of them.
     Peft,
+    /// The same, of a model that transformers has as a part of a composite only: under `model.language_model.`.
+    PeftOfComposite,
+}
+
+impl AdapterFormat {
+    /// PEFT's form of adapters of this model.
+    pub fn peft(model: &ModelConfig) -> Self {
+        if model.family.config().vision().is_some() { AdapterFormat::PeftOfComposite } else { AdapterFormat::Peft }
+    }
+
+    fn is_peft(self) -> bool {
+        self != AdapterFormat::Tinker
+    }
 }
 
 /// Writes an adapter, in f32, into a directory that exists. `base_model` is the name of the model it was trained on.

@@ -72,7 +72,7 @@ const FIXED: [(&str, bool); 6] = [
 /// What the class of transformers takes for what a file of it leaves out.
 const CLASS_PIXELS: [u64; 2] = [56 * 56, 28 * 28 * 1280];
 const CLASS_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-const CLASS_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
+const CLASS_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 /// What it has been called.
 const CLASSES: [&str; 3] = ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"];
 

@@ -35,7 +35,7 @@ pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiRe
 /// Makes a sampling session, unless it is there; its id.
 fn make(app: &Arc<App>, session_id: &str, number: u64, from: Source) -> ApiResult<String> {
     let sampler_id = sampling_session_id(session_id, number);
-    let (weights, source) = match from.model_path {
+    let (base, weights, source) = match from.model_path {
         Some(path) => {
             let id = CheckpointId::parse(&path)?;
             if id.kind == CheckpointKind::ExternalWeights {
@@ -45,25 +45,25 @@ fn make(app: &Arc<App>, session_id: &str, number: u64, from: Source) -> ApiResul
                 )));
             }
             let record = app.store.get(&id)?;
-            app.model.check(&record.base_model).map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
-            (Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
+            let base = app.bases.find(&record.base_model);
+            let base = base.map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
+            (base, Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
         }
         None => {
             let Some(base_model) = &from.base_model else {
                 return Err(ApiError::bad("sampling needs a base_model or a model_path"));
             };
-            app.model.check(base_model).map_err(ApiError::BadRequest)?;
-            (Weights::Base, None)
+            (app.bases.find(base_model).map_err(ApiError::BadRequest)?, Weights::Base, None)
         }
     };
     let client = app.registry.client(session_id)?;
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
-    let (is_new, freed) = app.registry.add_sampler(session_id, &sampler_id, weights, charge)?;
+    let (is_new, freed) = app.registry.add_sampler(session_id, &sampler_id, (base, weights), charge)?;
     app.notify_engine(&client, freed);
     if is_new {
         let failed_id = sampler_id.clone();
         let request = Request::CreateSampler { sampler_id: sampler_id.clone(), source };
-        let submitted = app.submit(client.clone(), request, move |app, failure| {
+        let submitted = app.submit((base, client.clone()), request, move |app, failure| {
             tracing::warn!(sampler_id = failed_id, "sampling weights could not be made: {failure}");
             app.registry.end_sampler(&failed_id, &format!("its weights could not be loaded: {failure}"));
         });
@@ -123,7 +123,7 @@ pub async fn get(State(app): State<Arc<App>>, Path(sampler_id): Path<String>) ->
     if let SamplerState::Gone(reason) = sampler.state {
         return Err(ApiError::NotFound(format!("sampling session {} is gone: {reason}", shown(&sampler_id))));
     }
-    let mut found = json!({ "sampler_id": sampler_id, "base_model": app.model.name });
+    let mut found = json!({ "sampler_id": sampler_id, "base_model": app.bases.get(sampler.base).info.name });
     if let Weights::Checkpoint(path) = sampler.weights {
         found["model_path"] = json!(path);
     }
@@ -154,7 +154,7 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
         return Ok(acknowledgement);
     }
     let (sample, _held) = if assets.is_empty() { (sample, held) } else { with_assets(&app, sample, assets, held).await? };
-    let (weights, client) = app.registry.begin_sample(&sampler_id)?;
+    let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
     let target = Target { sampler_id: sampler_id.as_str().into(), clone: seq_id / limits::REQUESTS_PER_CLONE };
     let Begun::New(completer) = app.futures.begin_for(&request_id, &client, Some(target)) else {
         app.registry.end_sample(&sampler_id);
@@ -164,7 +164,7 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
     let dispatched = app.dispatch(
         &request_id,
-        client,
+        (base, client),
         completer,
         Request::Sample { sampler_id: weights, sample },
         move |app, response| {

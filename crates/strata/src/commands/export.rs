@@ -47,7 +47,7 @@ pub fn run(args: Args) -> Result<()> {
     let format = match args.format {
         Format::Peft => {
             check_for_peft(&config, &modules, &adapter)?;
-            AdapterFormat::Peft
+            AdapterFormat::peft(&config)
         }
         Format::Tinker => {
             check_for_tinker(&modules, &adapter)?;

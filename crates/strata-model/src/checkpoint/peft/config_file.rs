@@ -33,8 +33,8 @@ pub(super) fn to_json(
                 }
             }
             // Below, with what else the parameter has.
-            (AdapterFormat::Peft, Some(_)) => {}
-            (AdapterFormat::Peft, None) if has_experts && module.part == Part::Mlp => {
+            (AdapterFormat::Peft | AdapterFormat::PeftOfComposite, Some(_)) => {}
+            (AdapterFormat::Peft | AdapterFormat::PeftOfComposite, None) if has_experts && module.part == Part::Mlp => {
                 named.parameters.push(parameter_name(module));
                 named.push_shape(&parameter_name(module), shape);
             }
@@ -44,7 +44,7 @@ pub(super) fn to_json(
             }
         }
     }
-    if format == AdapterFormat::Peft {
+    if format.is_peft() {
         for (parameter, first) in fused_groups(carried.iter().map(|(_, module)| *module)) {
             let of_group = |m: &LoraModule| m.experts.is_some_and(|experts| experts.fused.parameter == parameter);
             let shapes = carried.iter().filter(|(_, m)| of_group(m)).map(|(index, module)| config.shape_of(*index, module));
@@ -61,7 +61,7 @@ pub(super) fn to_json(
     }
     named.modules.sort_unstable();
     named.parameters.sort_unstable();
-    if format == AdapterFormat::Peft {
+    if format.is_peft() {
         named.modules.dedup();
     }
     let file = AdapterFile {

@@ -10,7 +10,7 @@ use strata_tensor::{Backend, HostTensor, TensorRef};
 
 use super::AdapterFormat;
 use super::fused::{FusedPart, join_a, join_b};
-use super::names::{UNEMBED_PATHS, a_name, b_name, fused_paths, module_path};
+use super::names::{MODEL_PREFIXES, UNEMBED_PATHS, a_name, b_name, fused_paths, module_path};
 use super::read::transposed;
 use crate::lora::{LoraModule, LoraParams, LoraStack, Part};
 use crate::{Error, Result};
@@ -83,12 +83,12 @@ pub(super) fn tensors<'a>(
         modules.iter().zip(&params.stacks).filter_map(|(module, stack)| Some((module, stack.as_ref()?))).collect();
     let mut all = Vec::new();
     for &(module, stack) in &carried {
-        if format == AdapterFormat::Peft && module.experts.is_some() {
+        if format.is_peft() && module.experts.is_some() {
             continue;
         }
         for (layer, &number) in module.layers.iter().enumerate() {
-            let path = match (format, module.part) {
-                (AdapterFormat::Peft, Part::Unembed) => UNEMBED_PATHS[1].into(),
+            let path = match module.part {
+                Part::Unembed if format.is_peft() => UNEMBED_PATHS[1].into(),
                 _ => module_path(module, number),
             };
             let rank = stack.b.shape().dims()[1];
@@ -102,8 +102,14 @@ pub(super) fn tensors<'a>(
             all.push((b_name(prefix, &path), OutTensor::f32(of_b, move || transposed(from.download(b).as_ref()))));
         }
     }
-    if format == AdapterFormat::Peft {
+    if format.is_peft() {
         fused_tensors(from, prefix, &carried, &mut all);
+    }
+    if format == AdapterFormat::PeftOfComposite {
+        let [composite, alone] = MODEL_PREFIXES;
+        for (name, _) in &mut all {
+            *name = name.replacen(alone, composite, 1);
+        }
     }
     all
 }
