@@ -49,4 +49,5 @@ mod unfinished;
 
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
+pub use learner::spec_of;
 pub use reply::Reply;

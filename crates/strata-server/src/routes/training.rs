@@ -37,6 +37,7 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
         train_attn: lora.train_attn,
         train_mlp: lora.train_mlp,
         train_unembed: lora.train_unembed,
+        ranks: Default::default(),
     };
     let metadata = wire::metadata(asked.user_metadata);
     create(&app, &asked.session_id, asked.model_seq_id, lora.clone(), metadata, json!({ "type": "create_model" }), |model_id| {
