@@ -116,7 +116,7 @@ impl Checkpoint {
 
     /// The files, each with its tensors, sorted by name.
     pub(crate) fn stored(&self) -> Vec<(&Path, Vec<StoredTensor<'_>>)> {
-        let mut files: Vec<(&Path, Vec<StoredTensor<'_>>)> = self.files.iter().map(|file| (&**file, Vec::new())).collect();
+        let mut files: Vec<_> = self.files.iter().map(|file| (&**file, Vec::new())).collect();
         for (name, entry) in &self.tensors {
             let bytes = &self.shards[entry.shard].bytes()[entry.bytes.clone()];
             files[entry.shard].1.push(StoredTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes });

@@ -12,13 +12,15 @@ use crate::{Error, Result};
 /// What tensors' data begin at multiples of.
 const ALIGNMENT: usize = 8;
 
+type Write<'a> = dyn FnOnce(&mut Sink<'_>) -> Result<()> + 'a;
+
 /// A tensor to be written.
 pub(crate) struct WrittenTensor<'a> {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
     /// Puts its elements into the file, little-endian and row-major, in as many pieces as it likes.
-    pub(crate) write: Box<dyn FnOnce(&mut Sink<'_>) -> Result<()> + 'a>,
+    pub(crate) write: Box<Write<'a>>,
 }
 
 impl WrittenTensor<'_> {

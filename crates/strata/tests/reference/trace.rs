@@ -101,7 +101,8 @@ fn hidden_states_logits_and_logprobs_in_f32_are_those_of_transformers() {
 #[test]
 fn lora_gradients_in_f32_are_those_of_peft() {
     for_each_case(|isa, fixture, adapter, label| {
-        if adapter.is_none() {
+        // Those in PEFT's form have no gradients here: `check_peft_forms.py` compares them.
+        if adapter.is_none_or(|name| name.starts_with("stock_")) {
             return;
         }
         let actual = trace(isa, fixture, adapter, "f32", &["--grads"]);
