@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// What tensors' data begin at multiples of.
 const ALIGNMENT: usize = 8;
 
-type Write<'a> = dyn FnOnce(&mut Sink<'_>) -> Result<()> + 'a;
+type WriteTensor<'a> = dyn FnOnce(&mut Sink<'_>) -> Result<()> + 'a;
 
 /// A tensor to be written.
 pub(crate) struct WrittenTensor<'a> {
@@ -20,7 +20,7 @@ pub(crate) struct WrittenTensor<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
     /// Puts its elements into the file, little-endian and row-major, in as many pieces as it likes.
-    pub(crate) write: Box<Write<'a>>,
+    pub(crate) write: Box<WriteTensor<'a>>,
 }
 
 impl WrittenTensor<'_> {
