@@ -514,7 +514,10 @@ mod tests {
     fn what_is_imported_while_a_server_runs_is_found_listed_and_deleted() {
         let data_dir = tempfile::tempdir().unwrap();
         let store = open(data_dir.path());
-        let write = |dir: &Path| Ok(fs::write(dir.join("adapter_model.safetensors"), [0u8; 10]).unwrap());
+        let write = |dir: &Path| {
+            fs::write(dir.join("adapter_model.safetensors"), [0u8; 10]).unwrap();
+            Ok(())
+        };
         let import = |name: &str| crate::import(data_dir.path(), name, "base", record("a").lora, write);
         let (one, other) = (import("one").unwrap(), import("other").unwrap());
         let id = |path: &str| CheckpointId::parse(path).unwrap();
