@@ -14,6 +14,7 @@ use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowRes
 use crate::datum::PreparedDatum;
 use crate::learner::{self, Learner, LearnerState};
 use crate::losses::DatumLoss;
+use crate::machine::Turn;
 use crate::pictures::{Picture, PictureId};
 use crate::sampler::{Room, draw};
 use crate::snapshot::WeightsId;
@@ -22,11 +23,48 @@ use crate::snapshot::WeightsId;
 pub(crate) struct Device {
     pub(crate) model: Arc<Model>,
     start: Instant,
+    turn: Turn,
 }
 
 impl Device {
-    pub(crate) fn new(model: Arc<Model>) -> Self {
-        Device { model, start: Instant::now() }
+    pub(crate) fn new(model: Arc<Model>, turn: Turn) -> Self {
+        Device { model, start: Instant::now(), turn }
+    }
+}
+
+impl Device {
+    fn run_pass(
+        &self,
+        parts: &mut [PassPart<'_, Self>],
+        seen: &HashMap<PictureId, Rc<ImageFeatures>>,
+        between: Between<'_>,
+    ) -> Result<Vec<f32>, PassError> {
+        let mut adapters = Vec::with_capacity(parts.len());
+        for part in parts.iter_mut() {
+            let packed = part.learner.packed(&self.model);
+            adapters.push(packed.map_err(|failure| PassError::Failed(failure.to_string()))?.1);
+        }
+        fix_sequence_ratios(&self.model, parts, &adapters, seen, between)?;
+        let mut batch = PackedBatch::new();
+        let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
+        let mut loss = PassLoss { starts: Vec::new(), losses: Vec::new() };
+        let mut gradients: Vec<Option<&mut LoraParams>> = Vec::with_capacity(parts.len());
+        for (part, adapter) in parts.iter_mut().zip(&adapters) {
+            batch.begin_group(Some(adapter));
+            for datum in &part.data {
+                loss.starts.push(targets.ids.len());
+                loss.losses.push(&datum.loss);
+                push_datum(datum, seen, &mut batch, &mut targets)?;
+            }
+            let gradient = part.backward.then(|| part.learner.gradient_mut(&self.model)).transpose();
+            gradients.push(gradient.map_err(|failure| PassError::Failed(failure.to_string()))?);
+        }
+        let done = if gradients.iter().all(Option::is_none) {
+            self.model.forward_with(&batch, &targets, between)
+        } else {
+            self.model.forward_backward_with(&batch, &targets, &loss, &mut gradients, between)
+        };
+        done.map_err(pass_error)
     }
 }
 
@@ -38,7 +76,8 @@ impl Compute for Device {
     type Seen = Rc<ImageFeatures>;
 
     fn now(&self) -> Duration {
-        self.start.elapsed()
+        // What it waited for other engines is nobody's time.
+        self.start.elapsed().saturating_sub(self.turn.waited())
     }
 
     fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
@@ -47,7 +86,7 @@ impl Compute for Device {
 
     fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
         let config = learner::config_of(lora, &self.model).map_err(Failure::User)?;
-        Learner::fresh(&self.model, config, lora.seed)
+        self.turn.work(|| Learner::fresh(&self.model, config, lora.seed))
     }
 
     fn restore(&self, state: LearnerState) -> Learner {
@@ -79,15 +118,15 @@ impl Compute for Device {
     }
 
     fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> Result<LearnerState, Failure> {
-        if with_optimizer { learner.full_state(&self.model) } else { Ok(learner.adapter_state()) }
+        if with_optimizer { self.turn.work(|| learner.full_state(&self.model)) } else { Ok(learner.adapter_state()) }
     }
 
     fn freeze(&self, learner: &mut Learner) -> Result<(WeightsId, Self::Frozen), Failure> {
-        learner.packed(&self.model).map(|(id, adapter)| (id, Some(adapter)))
+        self.turn.work(|| learner.packed(&self.model)).map(|(id, adapter)| (id, Some(adapter)))
     }
 
     fn freeze_state(&self, state: &LearnerState) -> Result<Self::Frozen, Failure> {
-        learner::pack(&self.model, state.config.clone(), &state.weights).map(Some)
+        self.turn.work(|| learner::pack(&self.model, state.config.clone(), &state.weights)).map(Some)
     }
 
     fn base(&self) -> Self::Frozen {
@@ -95,11 +134,11 @@ impl Compute for Device {
     }
 
     fn optim_step(&self, learner: &mut Learner, params: &AdamParams) -> Result<f64, Failure> {
-        learner.optim_step(&self.model, params)
+        self.turn.work(|| learner.optim_step(&self.model, params))
     }
 
     fn lose_gradient(&self, learner: &mut Learner, why: &str) {
-        learner.lose_gradient(&self.model, why);
+        self.turn.work(|| learner.lose_gradient(&self.model, why));
     }
 
     fn seen_bytes_per_token(&self) -> u64 {
@@ -109,7 +148,9 @@ impl Compute for Device {
     fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError> {
         let processor = self.model.image_processor().ok_or_else(|| PassError::Failed("the model reads text alone".into()))?;
         let patches = processor.process(file).map_err(PassError::Failed)?;
-        self.model.image_features(&patches, between).map(Rc::new).map_err(pass_error)
+        let mut between = || self.turn.aside(&mut *between);
+        let seen = self.turn.work(|| self.model.image_features(&patches, &mut between));
+        seen.map(Rc::new).map_err(pass_error)
     }
 
     fn pass(
@@ -118,32 +159,8 @@ impl Compute for Device {
         seen: &HashMap<PictureId, Self::Seen>,
         between: Between<'_>,
     ) -> Result<Vec<f32>, PassError> {
-        let mut adapters = Vec::with_capacity(parts.len());
-        for part in parts.iter_mut() {
-            let packed = part.learner.packed(&self.model);
-            adapters.push(packed.map_err(|failure| PassError::Failed(failure.to_string()))?.1);
-        }
-        fix_sequence_ratios(&self.model, parts, &adapters, seen, between)?;
-        let mut batch = PackedBatch::new();
-        let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
-        let mut loss = PassLoss { starts: Vec::new(), losses: Vec::new() };
-        let mut gradients: Vec<Option<&mut LoraParams>> = Vec::with_capacity(parts.len());
-        for (part, adapter) in parts.iter_mut().zip(&adapters) {
-            batch.begin_group(Some(adapter));
-            for datum in &part.data {
-                loss.starts.push(targets.ids.len());
-                loss.losses.push(&datum.loss);
-                push_datum(datum, seen, &mut batch, &mut targets)?;
-            }
-            let gradient = part.backward.then(|| part.learner.gradient_mut(&self.model)).transpose();
-            gradients.push(gradient.map_err(|failure| PassError::Failed(failure.to_string()))?);
-        }
-        let done = if gradients.iter().all(Option::is_none) {
-            self.model.forward_with(&batch, &targets, between)
-        } else {
-            self.model.forward_backward_with(&batch, &targets, &loss, &mut gradients, between)
-        };
-        done.map_err(pass_error)
+        let mut between = || self.turn.aside(&mut *between);
+        self.turn.work(|| self.run_pass(parts, seen, &mut between))
     }
 
     fn new_cache(&self, size: Room) -> Result<KvCache, String> {
@@ -151,11 +168,11 @@ impl Compute for Device {
     }
 
     fn copy_page(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
-        cache.copy_page(self.model.backend(), from, to).map_err(|error| error.to_string())
+        self.turn.work(|| cache.copy_page(self.model.backend(), from, to)).map_err(|error| error.to_string())
     }
 
     fn copy_state(&self, cache: &mut KvCache, from: u32, to: u32) -> Result<(), String> {
-        cache.copy_state(self.model.backend(), from, to).map_err(|error| error.to_string())
+        self.turn.work(|| cache.copy_state(self.model.backend(), from, to)).map_err(|error| error.to_string())
     }
 
     fn release_memory(&self, cache: &mut KvCache, free_pages: &[u32], free_states: &[u32]) {
@@ -184,7 +201,7 @@ impl Compute for Device {
             }
         }
         let requests: Vec<RowRequest> = tasks.iter().map(|task| request_of(task)).collect();
-        let replies = self.model.step(&batch, cache, &rows, &requests).map_err(|error| error.to_string())?;
+        let replies = self.turn.work(|| self.model.step(&batch, cache, &rows, &requests)).map_err(|error| error.to_string())?;
         Ok(tasks.into_iter().zip(replies).map(|(task, reply)| result_of(task, reply)).collect())
     }
 }

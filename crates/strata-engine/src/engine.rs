@@ -27,6 +27,7 @@ use crate::files::Storage;
 use crate::intake::Intake;
 use crate::learner::{self, LearnerState};
 use crate::ledger::Ledger;
+use crate::machine::Machine;
 use crate::pictures::{Eyes, ModelEyes};
 use crate::reply::Reply;
 use crate::sampler::SamplerLimits;
@@ -38,12 +39,14 @@ const LOGITS_FRACTION: u64 = 16;
 const IDLE_BEFORE_RELEASE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(60)];
 
 /// Limits of the engine, decided at start.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct EngineConfig {
     /// Memory for everything, base weights included, in bytes.
     pub memory_bytes: u64,
     /// Name of the base model, written into checkpoints.
     pub base_model: String,
+    /// What it shares with others on the same machine.
+    pub machine: Machine,
 }
 
 /// What the server tells clients about the engine.
@@ -120,7 +123,8 @@ impl EngineHandle {
         tracing::info!(?budget, backend = %info.backend, "engine starts");
         model.backend().limit_kept(budget.pool_bytes as usize);
         let model = Arc::new(model);
-        let intake = Arc::new(Intake::new(Ledger::new(budget.ledger_bytes), budget.adapter_bytes));
+        config.machine.ledger.grow(budget.ledger_bytes);
+        let intake = Arc::new(Intake::new(config.machine.ledger.clone(), budget.adapter_bytes));
         let sizes = model.clone();
         let admission = Admission {
             intake: intake.clone(),
@@ -143,7 +147,7 @@ impl EngineHandle {
         let base = BaseModel { name: config.base_model, backend, modules, format };
         let storage = DiskStorage::start(base, intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
-        let device = Device::new(model);
+        let device = Device::new(model, config.machine.join());
         let cache = device.new_cache(budget.cache).map_err(StartError::Device)?;
         spawn(alive.clone(), intake.clone(), move || {
             let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS);

@@ -10,6 +10,7 @@
 //! a quarter of the total more: however many sessions it opens, others find room.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::api::Client;
@@ -47,7 +48,7 @@ pub struct Ledger {
 }
 
 struct Shared {
-    total: u64,
+    total: AtomicU64,
     book: Mutex<Book>,
     reclaim: Mutex<Option<Arc<Reclaim>>>,
 }
@@ -68,12 +69,12 @@ struct Account {
 impl Ledger {
     /// An account of `total` bytes, of which a part is kept for operations that others wait for.
     pub fn new(total: u64) -> Self {
-        Ledger { shared: Arc::new(Shared { total, book: Mutex::default(), reclaim: Mutex::new(None) }) }
+        Ledger { shared: Arc::new(Shared { total: AtomicU64::new(total), book: Mutex::default(), reclaim: Mutex::new(None) }) }
     }
 
     /// What one request may hold at most.
     pub fn request_bytes_max(&self) -> u64 {
-        self.shared.total / RESERVE_FRACTION
+        self.total() / RESERVE_FRACTION
     }
 
     /// Bytes held now.
@@ -84,7 +85,12 @@ impl Ledger {
 
     /// All bytes of the account.
     pub fn total(&self) -> u64 {
-        self.shared.total
+        self.shared.total.load(Ordering::Relaxed)
+    }
+
+    /// Adds to the account what a further engine has for requests.
+    pub(crate) fn grow(&self, bytes: u64) {
+        self.shared.total.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Asks `reclaim` for room when there is too little: it gives up what can be had again or will not be missed, and says whether it did.
@@ -115,8 +121,8 @@ impl Ledger {
     /// Charges the part that is kept for operations that others wait for, as far as results that came out of it have left it.
     pub(crate) fn charge_reserve(&self, client: &Client, bytes: u64) -> Result<Charge, Shortage> {
         let mut book = self.shared.lock();
-        let reserve = self.shared.total / RESERVE_FRACTION;
-        if book.reserve_used + bytes > reserve || book.used + book.reserve_used + bytes > self.shared.total {
+        let reserve = self.total() / RESERVE_FRACTION;
+        if book.reserve_used + bytes > reserve || book.used + book.reserve_used + bytes > self.total() {
             return Err(Shortage::Now { bytes });
         }
         book.reserve_used += bytes;
@@ -124,7 +130,7 @@ impl Ledger {
     }
 
     fn ordinary_bytes(&self) -> u64 {
-        self.shared.total - self.shared.total / RESERVE_FRACTION
+        self.total() - self.total() / RESERVE_FRACTION
     }
 }
 

@@ -8,7 +8,7 @@
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
 //! - `pictures`: pictures among the tokens of inputs; `gallery`: what was seen of them.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
-//! - `budget`: memory, divided once.
+//! - `budget`: memory, divided once; `machine`: what engines of several base models share.
 //! - `simulation`: all of it over a toy model, a toy disk and a simulated clock.
 //!
 //! Invariants:
@@ -37,6 +37,7 @@ mod learner;
 pub mod ledger;
 pub mod limits;
 mod losses;
+mod machine;
 mod optimizer;
 mod pictures;
 mod reply;
@@ -50,4 +51,5 @@ mod unfinished;
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
 pub use learner::spec_of;
+pub use machine::Machine;
 pub use reply::Reply;

@@ -10,16 +10,15 @@ use strata_engine::api::{Client, Failure, Outcome, Refusal, Request, Response};
 use strata_engine::ledger::{Charge, Ledger, Shortage};
 use tokio::sync::{Semaphore, watch};
 
+use crate::bases::{Base, BaseId, Bases};
 use crate::clock;
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Completer, Futures, Retention};
 use crate::image_dirs::ImageDirs;
 use crate::limits;
-use crate::names::shown;
 use crate::registry::Registry;
 use crate::store::Store;
-use crate::submit::Submit;
 use crate::transit::Transit;
 
 /// Settings of a server.
@@ -97,25 +96,12 @@ pub struct ModelInfo {
     pub max_context_tokens: usize,
 }
 
-impl ModelInfo {
-    /// Refuses other base models. Anything from the first `:` of `asked` on names a variant, such as a context length, and does not count.
-    ///
-    /// # Errors
-    /// If `asked` is another model; the text names the one that is served.
-    pub fn check(&self, asked: &str) -> Result<(), String> {
-        if asked == self.name || asked.split(':').next() == Some(self.name.as_str()) {
-            return Ok(());
-        }
-        Err(format!("base model {:?} is not served here; this server has {:?}", shown(asked), self.name))
-    }
-}
-
 /// What all handlers share.
 pub struct App {
     /// Settings.
     pub config: ServerConfig,
-    /// The base model.
-    pub model: ModelInfo,
+    /// The base models.
+    pub bases: Bases,
     /// Outcomes of requests.
     pub futures: Futures,
     /// Sessions, models and sampling sessions.
@@ -128,7 +114,6 @@ pub struct App {
     pub decodes: Arc<Semaphore>,
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
     pub asset_reads: Arc<Semaphore>,
-    engine: Arc<dyn Submit>,
     closing: watch::Sender<bool>,
 }
 
@@ -137,7 +122,7 @@ impl App {
     ///
     /// # Errors
     /// If the directory cannot be used.
-    pub fn new(config: ServerConfig, model: ModelInfo, engine: Arc<dyn Submit>) -> std::io::Result<Arc<Self>> {
+    pub fn new(config: ServerConfig, bases: Vec<Base>) -> std::io::Result<Arc<Self>> {
         let app = App {
             registry: Registry::new(config.session_timeout),
             store: Store::open(config.data_dir.clone())?,
@@ -147,12 +132,11 @@ impl App {
             asset_reads: Arc::new(Semaphore::new(limits::ASSET_READS_MAX)),
             closing: watch::Sender::new(false),
             config,
-            model,
-            engine,
+            bases: Bases::new(bases),
         };
         let app = Arc::new(app);
         let weak = Arc::downgrade(&app);
-        app.engine.ledger().on_shortage(move |_| weak.upgrade().is_some_and(|app| app.make_room()));
+        app.ledger().on_shortage(move |_| weak.upgrade().is_some_and(|app| app.make_room()));
         Ok(app)
     }
 
@@ -171,9 +155,9 @@ impl App {
         })
     }
 
-    /// The account that requests and results are charged to.
+    /// The account that requests and results are charged to, whichever engine has them.
     pub fn ledger(&self) -> &Ledger {
-        self.engine.ledger()
+        self.bases.first().engine.ledger()
     }
 
     /// Charges a client for something that is kept for it.
@@ -191,12 +175,12 @@ impl App {
         })
     }
 
-    /// Whether the engine works.
+    /// Whether every engine works.
     pub fn engine_is_alive(&self) -> bool {
-        self.engine.is_alive()
+        self.bases.iter().all(|base| base.engine.is_alive())
     }
 
-    /// Hands a request to the engine. When it is done, `finish` makes the answer of its future from the response, or `on_failure` is told
+    /// Hands a request to the engine of a base model. When it is done, `finish` makes the answer of its future from the response, or `on_failure` is told
     /// that there is none.
     ///
     /// # Errors
@@ -204,7 +188,7 @@ impl App {
     pub fn dispatch(
         self: &Arc<Self>,
         request_id: &str,
-        client: Client,
+        (base, client): (BaseId, Client),
         completer: Completer,
         request: Request,
         finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
@@ -244,19 +228,19 @@ impl App {
             };
             completer.complete(answer, charge);
         };
-        self.engine.submit(id, client, request, Box::new(reply))
+        self.bases.get(base).engine.submit(id, client, request, Box::new(reply))
     }
 
-    /// Tells the engine something whose outcome nobody waits for.
+    /// Tells every engine something whose outcome nobody waits for: those that know nothing of what it names have nothing to do.
     pub fn notify_engine(&self, client: &Client, requests: Vec<Request>) {
-        for request in requests {
-            let kind = kind_of(&request);
+        for (request, base) in requests.iter().flat_map(|request| self.bases.iter().map(move |base| (request, base))) {
+            let kind = kind_of(request);
             let reply = move |outcome: Outcome, _| {
                 if let Err(failure) = outcome {
                     tracing::debug!(kind, category = failure_category(&failure), "{failure}");
                 }
             };
-            if let Err(refusal) = self.engine.submit(kind.into(), client.clone(), request, Box::new(reply)) {
+            if let Err(refusal) = base.engine.submit(kind.into(), client.clone(), request.clone(), Box::new(reply)) {
                 tracing::warn!(kind, "{refusal}");
             }
         }
@@ -265,7 +249,7 @@ impl App {
     /// Hands a request to the engine whose failure changes the registry, and whose outcome nobody waits for.
     pub fn submit(
         self: &Arc<Self>,
-        client: Client,
+        (base, client): (BaseId, Client),
         request: Request,
         on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
     ) -> Result<(), Refusal> {
@@ -276,7 +260,7 @@ impl App {
                 on_failure(&app, &app.for_clients(&failure));
             }
         };
-        self.engine.submit(kind.into(), client, request, Box::new(reply))
+        self.bases.get(base).engine.submit(kind.into(), client, request, Box::new(reply))
     }
 
     /// Ends all that a session has, and all work for it.

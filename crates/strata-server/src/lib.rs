@@ -22,6 +22,7 @@
 
 mod app;
 mod auth;
+mod bases;
 mod clock;
 mod connection;
 mod data_dir;

@@ -14,6 +14,7 @@ use strata_engine::api::{Client, LoraSpec, ModelId, Request, SamplerId};
 use strata_engine::ledger::Charge;
 use time::OffsetDateTime;
 
+use crate::bases::BaseId;
 use crate::clock;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
@@ -64,6 +65,8 @@ pub enum State {
 /// A model that a session trains.
 #[derive(Clone, Debug)]
 pub struct TrainedModel {
+    /// What it adapts.
+    pub base: BaseId,
     /// Its adapter.
     pub lora: LoraSpec,
     /// What the user attached to it.
@@ -90,6 +93,8 @@ pub enum Weights {
 /// A set of weights to sample from.
 #[derive(Clone, Debug)]
 pub struct SamplingSession {
+    /// What its weights adapt.
+    pub base: BaseId,
     /// Where its weights come from.
     pub weights: Weights,
     /// How it stands.
@@ -278,9 +283,8 @@ impl Registry {
     /// If the session is over or has too many models.
     pub fn add_model(
         &self,
-        session_id: &str,
-        model_seq_id: u64,
-        lora: LoraSpec,
+        (session_id, model_seq_id): (&str, u64),
+        (base, lora): (BaseId, LoraSpec),
         user_metadata: Metadata,
         charge: Charge,
     ) -> ApiResult<(ModelId, bool)> {
@@ -300,7 +304,7 @@ impl Registry {
         session.models.push(id.clone());
         let client = session.client.clone();
         let last_request_at = OffsetDateTime::now_utc();
-        let model = TrainedModel { lora, user_metadata, state: State::Active, last_request_at };
+        let model = TrainedModel { base, lora, user_metadata, state: State::Active, last_request_at };
         let entry = ModelEntry { model, session_id: session_id.to_owned(), client, _charge: charge };
         inner.models.insert(id.clone(), entry);
         Ok((id, true))
@@ -334,22 +338,22 @@ impl Registry {
         self.lock().end_model(model_id, reason)
     }
 
-    /// Notes that a model is asked for something. Answers whose it is.
+    /// Notes that a model is asked for something. Answers what it adapts and whose it is.
     ///
     /// # Errors
     /// If there is no such model, or it is gone.
-    pub fn use_model(&self, model_id: &str) -> ApiResult<Client> {
+    pub fn use_model(&self, model_id: &str) -> ApiResult<(BaseId, Client)> {
         let mut inner = self.lock();
         let Some(entry) = inner.models.get_mut(model_id) else { return Err(unknown_model(model_id)) };
         if let State::Gone(reason) = &entry.model.state {
             return Err(ApiError::bad(format!("model {} is gone: {reason}", shown(model_id))));
         }
         entry.model.last_request_at = OffsetDateTime::now_utc();
-        let client = entry.client.clone();
+        let (base, client) = (entry.model.base, entry.client.clone());
         if let Some(session) = inner.sessions.get_mut(&*client.session) {
             session.last_seen = clock::now();
         }
-        Ok(client)
+        Ok((base, client))
     }
 
     /// The session of a model.
@@ -369,7 +373,7 @@ impl Registry {
         &self,
         session_id: &str,
         sampler_id: &str,
-        weights: Weights,
+        (base, weights): (BaseId, Weights),
         charge: Charge,
     ) -> ApiResult<(bool, Vec<Request>)> {
         let mut inner = self.lock();
@@ -379,6 +383,7 @@ impl Registry {
         inner.active_session(session_id)?;
         let freed = inner.make_room_for_sampler(session_id, &weights)?;
         let sampler = SamplingSession {
+            base,
             weights,
             state: State::Active,
             session_id: session_id.to_owned(),
@@ -422,7 +427,7 @@ impl Registry {
     ///
     /// # Errors
     /// If there is no such sampling session, or its weights are freed.
-    pub fn begin_sample(&self, sampler_id: &str) -> ApiResult<(SamplerId, Client)> {
+    pub fn begin_sample(&self, sampler_id: &str) -> ApiResult<(SamplerId, (BaseId, Client))> {
         let mut inner = self.lock();
         let Some(sampler) = inner.samplers.get_mut(sampler_id) else { return Err(unknown_sampler(sampler_id)) };
         if let State::Gone(reason) = &sampler.state {
@@ -430,10 +435,10 @@ impl Registry {
         }
         sampler.running += 1;
         sampler.last_used = clock::now();
-        let (name, session_id) = (sampler.engine_name(sampler_id), sampler.session_id.clone());
+        let (name, base, session_id) = (sampler.engine_name(sampler_id), sampler.base, sampler.session_id.clone());
         let session = inner.sessions.get_mut(&session_id).ok_or_else(|| unknown_session(&session_id))?;
         session.last_seen = clock::now();
-        Ok((name, session.client.clone()))
+        Ok((name, (base, session.client.clone())))
     }
 
     /// Notes that the samples of one [`Registry::begin_sample`] are drawn, or never will be.

@@ -11,10 +11,10 @@ use tokio::task::JoinHandle;
 
 use crate::app::{App, ModelInfo, ServerConfig};
 use crate::auth::KEY_PREFIX;
+use crate::bases::Base;
 use crate::connection::{self, Times};
 use crate::limits;
 use crate::routes;
-use crate::submit::Submit;
 
 /// Why a server did not start.
 #[derive(Debug, thiserror::Error)]
@@ -47,26 +47,23 @@ pub enum StartError {
 pub struct Server;
 
 impl Server {
-    /// Starts serving an engine on the current tokio runtime. When this returns, the address answers.
+    /// Starts serving base models, each with an engine over it, on the current tokio runtime. When this returns, the address answers.
     ///
     /// # Errors
     /// If the settings contradict each other, or the data directory or the address cannot be used.
-    pub async fn start(config: ServerConfig, engine: EngineHandle, model: ModelInfo) -> Result<RunningServer, StartError> {
-        Self::start_over(config, Arc::new(engine), model).await
+    pub async fn start(config: ServerConfig, bases: Vec<(EngineHandle, ModelInfo)>) -> Result<RunningServer, StartError> {
+        let base = |(engine, info): (EngineHandle, ModelInfo)| Base { info, engine: Arc::new(engine) };
+        Self::start_over(config, bases.into_iter().map(base).collect()).await
     }
 
-    pub(crate) async fn start_over(
-        config: ServerConfig,
-        engine: Arc<dyn Submit>,
-        model: ModelInfo,
-    ) -> Result<RunningServer, StartError> {
+    pub(crate) async fn start_over(config: ServerConfig, bases: Vec<Base>) -> Result<RunningServer, StartError> {
         match &config.api_key {
             None if !config.address.ip().is_loopback() => return Err(StartError::NoKey(config.address)),
             Some(key) if !key.starts_with(KEY_PREFIX) => return Err(StartError::KeyPrefix),
             _ => {}
         }
         let (address, dir) = (config.address, config.data_dir.path().to_owned());
-        let app = App::new(config, model, engine).map_err(|source| StartError::DataDir { dir, source })?;
+        let app = App::new(config, bases).map_err(|source| StartError::DataDir { dir, source })?;
         let listener = TcpListener::bind(address).await.map_err(|source| StartError::Listen { address, source })?;
         let local_address = listener.local_addr().map_err(|source| StartError::Listen { address, source })?;
         let (stop, stopped) = oneshot::channel::<()>();

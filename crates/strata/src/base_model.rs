@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
-use strata_engine::{EngineConfig, EngineHandle};
+use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, parameter_shapes};
 use strata_server::{DataDir, ModelInfo};
@@ -72,12 +72,12 @@ impl From<Numerics> for strata_tensor::Numerics {
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Naming {
     /// Name to serve the model under, such as Qwen/Qwen3-8B for a directory that holds it: clients ask for a base model by this name, and choose renderers by
-    /// it [default: that of the repository or the directory].
+    /// it. Of several models, the names in their order [default: that of the repository or the directory].
     #[arg(long, env = "STRATA_NAME", value_name = "NAME", value_parser = parse_name)]
-    pub name: Option<String>,
-    /// What clients load the tokenizer from: a Hugging Face name or a directory of theirs [default: where the model is].
+    pub name: Vec<String>,
+    /// What clients load the tokenizer from: a Hugging Face name or a directory of theirs, of each model in order [default: where the model is].
     #[arg(long, env = "STRATA_TOKENIZER", value_name = "TOKENIZER", value_parser = parse_name)]
-    pub tokenizer: Option<String>,
+    pub tokenizer: Vec<String>,
 }
 
 /// A name that fits a line and a path of a request.
@@ -112,30 +112,91 @@ pub struct BaseModel {
     pub kernels: String,
 }
 
-/// Loads a model and starts an engine over it. `spec` is a directory or a Hugging Face name; none: the model in this binary, whose
+/// A base model that is not loaded yet.
+struct Found {
+    source: ModelSource,
+    config: ModelConfig,
+    name: String,
+    tokenizer: Option<String>,
+    /// What its weights will take, about.
+    weight_bytes: u64,
+}
+
+/// Loads the models and starts an engine over each; they share the machine. A spec is a directory or a Hugging Face name; with none there is the model in this binary, whose
 /// tokenizer is written below `data_dir` for clients to load, unless `naming` sends them elsewhere.
 ///
 /// # Errors
-/// If the model cannot be found or read, or memory does not suffice.
-pub fn start(spec: Option<&str>, naming: &Naming, resources: &Resources, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
-    let source = ModelSource::resolve_with(spec.unwrap_or(EMBEDDED_NAME), &HubOptions::from_env(), &DownloadBars::default())?;
+/// If a model cannot be found or read, two have one name, or memory does not suffice.
+pub fn start(specs: &[String], naming: &Naming, resources: &Resources, data_dir: &DataDir) -> anyhow::Result<Vec<BaseModel>> {
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
     }
+    let embedded = [EMBEDDED_NAME.to_string()];
+    let specs = if specs.is_empty() { &embedded } else { specs };
+    let found = find(specs, naming, Quantize::storage(resources.quantize))?;
+    let memory = divide(resources.memory_bytes(), &found)?;
+    let machine = Machine::default();
+    found
+        .into_iter()
+        .zip(memory)
+        .map(|(found, memory_bytes)| start_one(found, memory_bytes, resources, &machine, data_dir))
+        .collect()
+}
+
+/// Finds the models, before any of them is loaded.
+fn find(specs: &[String], naming: &Naming, storage: WeightStorage) -> anyhow::Result<Vec<Found>> {
+    for (flag, given) in [("--name", naming.name.len()), ("--tokenizer", naming.tokenizer.len())] {
+        if given > specs.len() {
+            anyhow::bail!("{flag} is given {given} times, and there are {} models", specs.len());
+        }
+    }
+    let mut all: Vec<Found> = Vec::new();
+    for (i, spec) in specs.iter().enumerate() {
+        let source = ModelSource::resolve_with(spec, &HubOptions::from_env(), &DownloadBars::default())?;
+        let name = naming.name.get(i).cloned().unwrap_or_else(|| source.served_name());
+        if all.iter().any(|other| other.name == name) {
+            anyhow::bail!("two models would be served as {name}: give them names with --name, one after another");
+        }
+        let config = source.config()?;
+        let weight_bytes = weight_bytes(&config, storage);
+        all.push(Found { source, config, name, tokenizer: naming.tokenizer.get(i).cloned(), weight_bytes });
+    }
+    Ok(all)
+}
+
+/// What each model may use of the memory: its weights, and an equal part of the rest.
+fn divide(memory_bytes: u64, found: &[Found]) -> anyhow::Result<Vec<u64>> {
+    let weights = found.iter().fold(0u64, |sum, model| sum.saturating_add(model.weight_bytes));
+    if weights > memory_bytes {
+        let names: Vec<&str> = found.iter().map(|model| model.name.as_str()).collect();
+        anyhow::bail!("loading {}: the weights take {weights} bytes, and --memory grants {memory_bytes}", names.join(", "));
+    }
+    let part = (memory_bytes - weights) / found.len() as u64;
+    Ok(found.iter().map(|model| model.weight_bytes + part).collect())
+}
+
+fn start_one(
+    found: Found,
+    memory_bytes: u64,
+    resources: &Resources,
+    machine: &Machine,
+    data_dir: &DataDir,
+) -> anyhow::Result<BaseModel> {
+    let Found { source, config, name, tokenizer, .. } = found;
+    // Threads of its own: they sleep while other engines have the machine.
     let backend = machine::with_low_priority(|| CpuBackend::with_numerics(resources.threads, resources.numerics.into()))?;
-    let name = naming.name.clone().unwrap_or_else(|| source.served_name());
     let storage = Quantize::storage(resources.quantize);
-    check_weights_fit(&source.config()?, storage, resources.memory_bytes()).with_context(|| format!("loading {name}"))?;
     let model = Model::load_stored(Arc::new(backend), &source, None, storage).with_context(|| format!("loading {name}"))?;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
-    let architecture = model.config().model_type().to_string();
-    let config = EngineConfig { memory_bytes: resources.memory_bytes(), base_model: name.clone() };
-    let tokenizer = load_tokenizer(&source, model.config()).with_context(|| format!("loading {name}"))?.map(Arc::new);
-    let engine = machine::with_low_priority(|| EngineHandle::start(model, tokenizer, config)).context("starting the engine")?;
+    let architecture = config.model_type().to_string();
+    let own_tokenizer = load_tokenizer(&source, &config).with_context(|| format!("loading {name}"))?.map(Arc::new);
+    let config = EngineConfig { memory_bytes, base_model: name.clone(), machine: machine.clone() };
+    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, config));
+    let engine = engine.with_context(|| format!("starting the engine of {name}"))?;
     let info = ModelInfo {
         architecture,
-        tokenizer_id: match &naming.tokenizer {
-            Some(tokenizer) => tokenizer.clone(),
+        tokenizer_id: match tokenizer {
+            Some(tokenizer) => tokenizer,
             None => tokenizer_id(&source, data_dir.path())?,
         },
         max_context_tokens: engine.info().max_context_tokens,
@@ -155,18 +216,14 @@ fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::R
     Ok(tokenizer)
 }
 
-/// Refuses a model whose weights alone take more than all memory, before any of it is loaded.
-fn check_weights_fit(config: &ModelConfig, storage: WeightStorage, memory_bytes: u64) -> anyhow::Result<()> {
+/// What the weights of a model take, about.
+fn weight_bytes(config: &ModelConfig, storage: WeightStorage) -> u64 {
     let elements: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
     let element_bytes = match storage {
         WeightStorage::Dense => config.dtype.map_or(2, |dtype| dtype.size_bytes() as u64),
         WeightStorage::Int8 => 1,
     };
-    let weight_bytes = elements.saturating_mul(element_bytes);
-    if weight_bytes > memory_bytes {
-        anyhow::bail!("its weights take {weight_bytes} bytes, and --memory grants {memory_bytes}");
-    }
-    Ok(())
+    elements.saturating_mul(element_bytes)
 }
 
 /// What clients load the tokenizer from: the directory of the model, its Hugging Face name, or files that are written for them.
@@ -227,12 +284,35 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_exceed_all_memory_are_refused_before_they_are_loaded() {
+    fn memory_is_divided_among_models_and_too_little_is_refused_before_they_are_loaded() {
         let config = ModelConfig::named_shape("qwen3-0.6b").unwrap();
-        assert!(check_weights_fit(&config, WeightStorage::Dense, 2 << 30).is_ok());
-        assert!(check_weights_fit(&config, WeightStorage::Int8, 1 << 30).is_ok());
-        let error = check_weights_fit(&config, WeightStorage::Dense, 1 << 30).unwrap_err().to_string();
-        assert!(error.contains("--memory grants 1073741824"), "{error}");
+        let model = |name: &str, storage| Found {
+            source: ModelSource::Embedded,
+            weight_bytes: weight_bytes(&config, storage),
+            config: config.clone(),
+            name: name.into(),
+            tokenizer: None,
+        };
+        let two = [model("a", WeightStorage::Dense), model("b", WeightStorage::Int8)];
+        let parts = divide(4 << 30, &two).unwrap();
+        assert_eq!(parts[0] - two[0].weight_bytes, parts[1] - two[1].weight_bytes);
+        assert!(parts[0] > parts[1] && parts.iter().sum::<u64>().abs_diff(4 << 30) < 2);
+        assert!(divide(1 << 30, &two[1..]).is_ok());
+        let error = divide(1 << 30, &two).unwrap_err().to_string();
+        assert!(error.contains("loading a, b") && error.contains("--memory grants 1073741824"), "{error}");
+    }
+
+    #[test]
+    fn names_are_those_of_models_in_order_and_no_two_alike() {
+        let two = ["strata/tiny-base".to_string(), "strata/tiny-base".to_string()];
+        let named = |names: &[&str]| {
+            let naming = Naming { name: names.iter().map(|name| name.to_string()).collect(), tokenizer: Vec::new() };
+            let found = find(&two, &naming, WeightStorage::Dense);
+            found.map(|found| found.into_iter().map(|model| model.name).collect::<Vec<_>>()).map_err(|error| error.to_string())
+        };
+        assert_eq!(named(&["a"]), Ok(vec!["a".to_string(), EMBEDDED_NAME.to_string()]));
+        assert!(named(&[]).unwrap_err().contains("two models would be served as"));
+        assert!(named(&["a", "b", "c"]).unwrap_err().contains("3 times"));
     }
 
     #[test]

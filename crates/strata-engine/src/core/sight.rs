@@ -20,7 +20,7 @@ pub(super) type Seen<C> = HashMap<PictureId, <C as Compute>::Seen>;
 impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Has the next picture seen that a session's samples wait for. Answers whether there was one; what was seen before costs nothing.
     pub(super) fn see_for_samples(&mut self, c: &C, client: &Client) -> bool {
-        while let Some((job, index, picture)) = self.batcher.to_see(c, client) {
+        while let Some((job, index, picture)) = self.batcher.next_to_see(c, client) {
             if self.batcher.recall(job, index, &picture) {
                 continue;
             }

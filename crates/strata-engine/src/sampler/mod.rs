@@ -81,7 +81,7 @@ pub(crate) struct SamplerLimits {
 }
 
 /// What is held of what was seen, by job and place of the picture in its prompt.
-type Sights<C> = BTreeMap<(u64, usize), (PictureId, <C as Compute>::Seen)>;
+type Sights<S> = BTreeMap<(u64, usize), (PictureId, S)>;
 
 /// All sampling of an engine.
 pub(crate) struct Batcher<C: Compute> {
@@ -90,7 +90,7 @@ pub(crate) struct Batcher<C: Compute> {
     pool: CachePool,
     /// What was seen of pictures.
     gallery: Gallery<C::Seen>,
-    sights: Sights<C>,
+    sights: Sights<C::Seen>,
     seen_bytes_per_token: u64,
     /// For whom pictures are being seen, and their tokens.
     pub(crate) seeing: Vec<(Arc<str>, usize)>,

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, HashMap};
 use strata_model::Held;
 
 use super::job::{Job, Sequence};
-use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS};
+use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS, Sights};
 use crate::api::Client;
 use crate::compute::{Compute, RowTask, StepSpan};
 use crate::fair::company_limit;
-use crate::pictures::{PictureId, is_seen};
+use crate::pictures::is_seen;
 
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
@@ -214,7 +214,7 @@ fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
 
 /// A part of a step in the form that the device takes, and where its rows go.
 pub(super) fn span<'s, F, S>(
-    (jobs, sights): (&'s BTreeMap<u64, Job<F>>, &'s BTreeMap<(u64, usize), (PictureId, S)>),
+    (jobs, sights): (&'s BTreeMap<u64, Job<F>>, &'s Sights<S>),
     running: &'s [Sequence],
     part: &Part,
     targets: &mut Vec<RowFor>,

@@ -12,7 +12,7 @@ use crate::pictures::{Picture, PictureId};
 
 impl<C: Compute> Batcher<C> {
     /// The next picture that a session's work waits for, if it may be seen now: of which job, and which of its pictures.
-    pub(crate) fn to_see(&mut self, compute: &C, client: &Client) -> Option<(u64, usize, Picture)> {
+    pub(crate) fn next_to_see(&mut self, compute: &C, client: &Client) -> Option<(u64, usize, Picture)> {
         let number = self.sessions.get(client).map(|s| s.number)?;
         let with_pictures = |job: &u64| self.jobs[job].session == number && !self.jobs[job].plan.pictures.is_empty();
         for id in self.prefilling.iter().copied().filter(with_pictures).collect::<Vec<u64>>() {

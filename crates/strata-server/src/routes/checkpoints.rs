@@ -10,6 +10,7 @@ use strata_engine::api::{Request, Response, SaveTarget, TrainOp};
 use time::OffsetDateTime;
 
 use crate::app::{App, json_answer, unexpected};
+use crate::bases::BaseId;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
@@ -79,7 +80,7 @@ fn new_record(
 ) -> Result<CheckpointRecord, String> {
     let name = asked.path.map_or_else(|| format!("{:06}", head.seq_id), |path| path.0);
     let id = CheckpointId::new(&head.model_id, kind.segment(), &name).map_err(|error| error.to_string())?;
-    let mut record = CheckpointRecord::new(id, app.model.name.clone(), model.lora);
+    let mut record = CheckpointRecord::new(id, app.bases.get(model.base).info.name.clone(), model.lora);
     record.expires_at = wire::ttl(asked.ttl_seconds)?.map(|life| record.created_at + life);
     record.user_metadata = wire::metadata(asked.user_metadata);
     record.run_metadata = model.user_metadata;
@@ -89,7 +90,7 @@ fn new_record(
 /// Sampling weights that live in memory: frozen, or shared by all inflight samplers of the model and replaced in place.
 fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &str) -> ApiResult<Json<Value>> {
     let session_id = app.registry.session_of_model(&head.model_id)?;
-    let client = app.registry.client(&session_id)?;
+    let (client, base) = (app.registry.client(&session_id)?, app.registry.model(&head.model_id)?.base);
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
     let sampler_id = sampling_session_id(&session_id, sampling_session_seq_id);
     let op = match kind {
@@ -102,7 +103,7 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
     };
     let mut is_new = false;
     let op = op.and_then(|(weights, op)| {
-        let added = app.registry.add_sampler(&session_id, &sampler_id, weights, charge);
+        let added = app.registry.add_sampler(&session_id, &sampler_id, (base, weights), charge);
         let (added, freed) = added.map_err(|error| error.to_string())?;
         app.notify_engine(&client, freed);
         is_new = added;
@@ -142,7 +143,10 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let ((head, asked), _held) = body.decode(work).await?;
     if let Some(head) = head {
         let op = asked.and_then(|asked| {
-            let (record, path) = loadable(&app, &asked).map_err(|error| error.to_string())?;
+            let (base, record, path) = loadable(&app, &asked).map_err(|error| error.to_string())?;
+            if app.registry.model(&head.model_id).is_ok_and(|model| model.base != base) {
+                return Err(format!("{path} adapts {:?}, which is another base model than this one's", record.base_model));
+            }
             let op = TrainOp::LoadState { source: app.store.source(&record), with_optimizer: asked.optimizer };
             Ok((op, path))
         });
@@ -160,18 +164,18 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let (Some(session_id), Some(model_seq_id)) = (&asked.session_id, asked.model_seq_id) else {
         return Err(ApiError::bad("load_weights needs a model_id and seq_id, or a session_id and model_seq_id"));
     };
-    let (record, path) = loadable(&app, &asked)?;
+    let (base, record, path) = loadable(&app, &asked)?;
     let metadata = wire::metadata(asked.user_metadata);
     let source = app.store.source(&record);
     let answer = json!({ "type": "load_weights", "path": path });
     let lora = record.lora.clone();
-    training::create(&app, session_id, model_seq_id, record.lora, metadata, answer, |model_id| {
+    training::create(&app, (session_id, model_seq_id), (base, record.lora), metadata, answer, |model_id| {
         Request::CreateModelFromCheckpoint { model_id, source, lora, with_optimizer: asked.optimizer }
     })
 }
 
 /// The checkpoint to load into training, if it can be.
-fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(CheckpointRecord, String)> {
+fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(BaseId, CheckpointRecord, String)> {
     let id = CheckpointId::parse(&asked.path)?;
     if id.kind == CheckpointKind::SamplerWeights {
         return Err(ApiError::bad(format!(
@@ -184,10 +188,16 @@ fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(CheckpointRecord, Stri
         optimizer.check().map_err(ApiError::BadRequest)?;
     }
     let record = app.store.get(&id)?;
-    for base_model in std::iter::once(record.base_model.as_str()).chain(asked.base_model.as_deref()) {
-        app.model.check(base_model).map_err(|reason| ApiError::bad(format!("loading {}: {reason}", shown(&asked.path))))?;
+    let find =
+        |name: &str| app.bases.find(name).map_err(|reason| ApiError::bad(format!("loading {}: {reason}", shown(&asked.path))));
+    let base = find(&record.base_model)?;
+    if let Some(other) = asked.base_model.as_deref()
+        && find(other)? != base
+    {
+        let (path, own) = (shown(&asked.path), &record.base_model);
+        return Err(ApiError::bad(format!("{path} adapts {own:?}, and base_model is {:?}", shown(other))));
     }
-    Ok((record, id.tinker_path()))
+    Ok((base, record, id.tinker_path()))
 }
 
 /// `DELETE training_runs/{run}/checkpoints/{kind}/{name}`

@@ -31,12 +31,15 @@ pub async fn healthz(State(app): State<Arc<App>>) -> ApiResult<Json<Value>> {
 
 /// `GET get_server_capabilities`: the models.
 pub async fn capabilities(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(json!({ "supported_models": [{
-        "model_name": app.model.name,
-        "max_context_length": app.model.max_context_tokens,
-        "trainable": true,
-        "sampleable": true,
-    }] }))
+    let models = app.bases.iter().map(|base| {
+        json!({
+            "model_name": base.info.name,
+            "max_context_length": base.info.max_context_tokens,
+            "trainable": true,
+            "sampleable": true,
+        })
+    });
+    Json(json!({ "supported_models": models.collect::<Vec<Value>>() }))
 }
 
 /// `POST telemetry`: accepted and dropped. It may hold the client's API key and is not looked at.

@@ -51,7 +51,7 @@ fn describe_run(app: &App, run: &str) -> Option<Value> {
     let checkpoints = app.store.list(Some(run));
     let last_of = |kind: CheckpointKind| checkpoints.iter().find(|record| record.kind == kind).map(describe_checkpoint);
     let (lora_rank, last_request_at, user_metadata, base_model) = match app.registry.model(run) {
-        Ok(model) => (model.lora.rank, model.last_request_at, model.user_metadata, app.model.name.clone()),
+        Ok(model) => (model.lora.rank, model.last_request_at, model.user_metadata, app.bases.get(model.base).info.name.clone()),
         Err(_) => {
             let newest = checkpoints.first()?.clone();
             (newest.lora.rank, newest.created_at, newest.run_metadata, newest.base_model)

@@ -26,29 +26,29 @@ use crate::wire::{guard, proto};
 pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CreateSamplingSession>().await?;
     let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
-    let (weights, source) = match asked.model_path {
+    let (base, weights, source) = match asked.model_path {
         Some(path) => {
             let id = CheckpointId::parse(&path)?;
             let record = app.store.get(&id)?;
-            app.model.check(&record.base_model).map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
-            (Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
+            let base = app.bases.find(&record.base_model);
+            let base = base.map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
+            (base, Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
         }
         None => {
             let Some(base_model) = &asked.base_model else {
                 return Err(ApiError::bad("create_sampling_session needs a base_model or a model_path"));
             };
-            app.model.check(base_model).map_err(ApiError::BadRequest)?;
-            (Weights::Base, None)
+            (app.bases.find(base_model).map_err(ApiError::BadRequest)?, Weights::Base, None)
         }
     };
     let client = app.registry.client(&asked.session_id)?;
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
-    let (is_new, freed) = app.registry.add_sampler(&asked.session_id, &sampler_id, weights, charge)?;
+    let (is_new, freed) = app.registry.add_sampler(&asked.session_id, &sampler_id, (base, weights), charge)?;
     app.notify_engine(&client, freed);
     if is_new {
         let failed_id = sampler_id.clone();
         let request = Request::CreateSampler { sampler_id: sampler_id.clone(), source };
-        let submitted = app.submit(client.clone(), request, move |app, failure| {
+        let submitted = app.submit((base, client.clone()), request, move |app, failure| {
             tracing::warn!(sampler_id = failed_id, "sampling weights could not be made: {failure}");
             app.registry.end_sampler(&failed_id, &format!("its weights could not be loaded: {failure}"));
         });
@@ -70,7 +70,7 @@ pub async fn get(State(app): State<Arc<App>>, Path(sampler_id): Path<String>) ->
     if let SamplerState::Gone(reason) = sampler.state {
         return Err(ApiError::NotFound(format!("sampling session {} is gone: {reason}", shown(&sampler_id))));
     }
-    let mut found = json!({ "sampler_id": sampler_id, "base_model": app.model.name });
+    let mut found = json!({ "sampler_id": sampler_id, "base_model": app.bases.get(sampler.base).info.name });
     if let Weights::Checkpoint(path) = sampler.weights {
         found["model_path"] = json!(path);
     }
@@ -94,7 +94,7 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
         return Ok(acknowledgement);
     }
     let (sample, _held) = if assets.is_empty() { (sample, held) } else { with_assets(&app, sample, assets, held).await? };
-    let (weights, client) = app.registry.begin_sample(&sampler_id)?;
+    let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
     let Begun::New(completer) = app.futures.begin(&request_id, &client) else {
         app.registry.end_sample(&sampler_id);
         return Ok(acknowledgement);
@@ -103,7 +103,7 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
     let dispatched = app.dispatch(
         &request_id,
-        client,
+        (base, client),
         completer,
         Request::Sample { sampler_id: weights, sample },
         move |app, response| {

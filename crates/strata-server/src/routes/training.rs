@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use strata_engine::api::{Failure, LoraSpec, ModelId, Refusal, Request, Response, TrainOp};
 
 use crate::app::{App, acknowledged, json_answer, refused, unexpected};
+use crate::bases::BaseId;
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, Begun};
 use crate::limits;
@@ -24,7 +25,7 @@ use crate::wire::{guard, proto};
 /// `POST create_model`
 pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CreateModel>().await?;
-    app.model.check(&asked.base_model).map_err(ApiError::BadRequest)?;
+    let base = app.bases.find(&asked.base_model).map_err(ApiError::BadRequest)?;
     if let Some(optimizer) = &asked.optimizer_config {
         optimizer.check().map_err(ApiError::BadRequest)?;
     }
@@ -40,24 +41,25 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
         ranks: Default::default(),
     };
     let metadata = wire::metadata(asked.user_metadata);
-    create(&app, &asked.session_id, asked.model_seq_id, lora.clone(), metadata, json!({ "type": "create_model" }), |model_id| {
-        Request::CreateModel { model_id, lora }
+    let (place, adapter) = ((&*asked.session_id.0, asked.model_seq_id), (base, lora.clone()));
+    create(&app, place, adapter, metadata, json!({ "type": "create_model" }), |model_id| Request::CreateModel {
+        model_id,
+        lora,
     })
 }
 
 /// Makes a model in whichever way `request` says; `answer` is what its future resolves to, with the model's id put in.
 pub fn create(
     app: &Arc<App>,
-    session_id: &str,
-    model_seq_id: u64,
-    lora: LoraSpec,
+    (session_id, model_seq_id): (&str, u64),
+    (base, lora): (BaseId, LoraSpec),
     metadata: Metadata,
     mut answer: Value,
     request: impl FnOnce(ModelId) -> Request,
 ) -> ApiResult<Json<Value>> {
     let client = app.registry.client(session_id)?;
     let (entry, future) = (app.charge(&client, limits::SESSION_BYTES)?, app.charge(&client, limits::FUTURE_BYTES)?);
-    let (model_id, is_new) = app.registry.add_model(session_id, model_seq_id, lora, metadata, entry)?;
+    let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
     let request_id = format!("{model_id}:0");
     let completer = match app.futures.begin(&request_id, &client) {
         Begun::New(completer) if is_new => completer,
@@ -68,7 +70,7 @@ pub fn create(
     let created_id = model_id.clone();
     let dispatched = app.dispatch(
         &request_id,
-        client.clone(),
+        (base, client.clone()),
         completer.paid_by(future),
         request,
         move |_, response| match response {
@@ -111,17 +113,18 @@ pub async fn get_info(State(app): State<Arc<App>>, body: Payload) -> ApiResult<J
     if let ModelState::Gone(reason) = model.state {
         return Err(ApiError::bad(format!("model {} is gone: {reason}", shown(&asked.model_id))));
     }
+    let base = &app.bases.get(model.base).info;
     Ok(Json(json!({
         "type": "get_info",
         "model_id": *asked.model_id,
         "model_data": {
-            "arch": app.model.architecture,
-            "model_name": app.model.name,
-            "tokenizer_id": app.model.tokenizer_id,
+            "arch": base.architecture,
+            "model_name": base.name,
+            "tokenizer_id": base.tokenizer_id,
         },
         "is_lora": true,
         "lora_rank": model.lora.rank,
-        "model_name": app.model.name,
+        "model_name": base.name,
         "optimizer_config": { "type": "adamw" },
     })))
 }
@@ -198,11 +201,11 @@ pub fn accept_or_else(
     if seq_id == 0 {
         return Err(ApiError::bad("seq_id 0 is the creation of the model; operations count from 1"));
     }
-    let client = app.registry.use_model(&model_id)?;
+    let (base, client) = app.registry.use_model(&model_id)?;
     let request_id = format!("{model_id}:{seq_id}");
     let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
     let op = op.unwrap_or_else(TrainOp::Refused);
-    match app.dispatch(&request_id, client, completer, Request::Train { model_id, seq_id, op }, finish, on_failure) {
+    match app.dispatch(&request_id, (base, client), completer, Request::Train { model_id, seq_id, op }, finish, on_failure) {
         Ok(()) | Err(Refusal::Seen) => Ok(acknowledged(&request_id)),
         Err(refusal) => Err(refused(refusal)),
     }

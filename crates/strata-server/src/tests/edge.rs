@@ -13,6 +13,7 @@ use tokio::net::TcpStream;
 use super::engine::ScriptedEngine;
 use super::{TestServer, model_info};
 use crate::app::ServerConfig;
+use crate::bases::Base;
 use crate::data_dir::DataDir;
 use crate::server::{RunningServer, Server};
 
@@ -113,7 +114,7 @@ async fn start(change: impl FnOnce(&mut ServerConfig)) -> (RunningServer, tempfi
     let mut config = ServerConfig::new("127.0.0.1:0".parse().unwrap(), DataDir::claim(data_dir.path()).unwrap());
     change(&mut config);
     let engine = Arc::new(ScriptedEngine::default());
-    (Server::start_over(config, engine, model_info()).await.unwrap(), data_dir)
+    (Server::start_over(config, vec![Base { info: model_info(), engine }]).await.unwrap(), data_dir)
 }
 
 /// Sends the beginning of something and reads until the server closes the connection.

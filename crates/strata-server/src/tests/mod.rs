@@ -21,10 +21,11 @@ use tempfile::TempDir;
 use tower::ServiceExt;
 
 use crate::app::{App, ModelInfo, ServerConfig};
+use crate::bases::Base;
 use crate::data_dir::DataDir;
 use crate::routes;
 pub use allocations::{allocated_bytes, peak_bytes};
-use engine::ScriptedEngine;
+pub use engine::ScriptedEngine;
 
 use crate::transit::Transit;
 use crate::wire::budget::Budget;
@@ -76,7 +77,7 @@ impl TestServer {
         config.poll_hold = Duration::from_millis(50);
         change(&mut config);
         let engine = Arc::new(ScriptedEngine::default());
-        let app = App::new(config, model_info(), engine.clone()).unwrap();
+        let app = App::new(config, vec![Base { info: model_info(), engine: engine.clone() }]).unwrap();
         TestServer { router: routes::router(app.clone()), app, engine, data_dir }
     }
 
@@ -140,7 +141,7 @@ impl TestServer {
     }
 }
 
-fn model_info() -> ModelInfo {
+pub fn model_info() -> ModelInfo {
     ModelInfo {
         name: "org/base".into(),
         architecture: "qwen3".into(),

@@ -12,6 +12,7 @@ use tokio::net::TcpStream;
 
 use super::engine::ScriptedEngine;
 use crate::app::ServerConfig;
+use crate::bases::Base;
 use crate::data_dir::DataDir;
 use crate::server::{RunningServer, Server, StartError};
 
@@ -23,7 +24,7 @@ async fn start(
 ) -> Result<RunningServer, StartError> {
     let mut config = ServerConfig::new(address.parse().unwrap(), DataDir::claim(data_dir.path()).unwrap());
     config.api_key = api_key.map(str::to_owned);
-    Server::start_over(config, engine, super::model_info()).await
+    Server::start_over(config, vec![Base { info: super::model_info(), engine }]).await
 }
 
 /// Sends one request over a connection of its own and reads until the server closes it.

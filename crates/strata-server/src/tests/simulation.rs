@@ -9,6 +9,7 @@ use std::time::Instant;
 use strata_engine::simulation::{Engine, Faults, Limits, Rng, oracle};
 
 use super::*;
+use crate::bases::Base;
 use crate::{clock, ids};
 
 /// Worlds of a run, unless one is named.
@@ -59,7 +60,7 @@ impl World {
         let engine = Engine::new(limits);
         let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), DataDir::claim(data_dir.path()).unwrap());
         (config.poll_hold, config.session_timeout) = (Duration::ZERO, SESSION_TIMEOUT);
-        let app = App::new(config, model_info(), Arc::new(engine.handle())).unwrap();
+        let app = App::new(config, vec![Base { info: model_info(), engine: Arc::new(engine.handle()) }]).unwrap();
         World {
             rng,
             engine,

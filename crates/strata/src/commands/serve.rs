@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::HumanBytes;
+use strata_engine::EngineHandle;
 use strata_server::{DataDir, ImageDirs, KEY_PREFIX, Server, ServerConfig};
 
 use crate::base_model::{self, BaseModel, Naming, Resources};
@@ -21,9 +22,9 @@ const FILES_KEPT: usize = 128;
 /// Settings of the server. Every flag has a twin in the environment.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Base model: a checkpoint directory or a Hugging Face name; the small model in this binary if absent.
-    #[arg(env = "STRATA_MODEL")]
-    pub model: Option<String>,
+    /// Base models: checkpoint directories or Hugging Face names; the small model in this binary if absent. Several share memory and processors.
+    #[arg(env = "STRATA_MODEL", value_name = "MODEL")]
+    pub models: Vec<String>,
     #[command(flatten)]
     pub naming: Naming,
     /// Address to listen on. Anything but loopback needs an API key.
@@ -100,15 +101,17 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let connections_max = config.connections_max.min(machine::open_files_max().saturating_sub(FILES_KEPT).max(1));
     config.connections_max = args.max_connections.map_or(connections_max, NonZeroUsize::get);
 
-    let base = base_model::start(args.model.as_deref(), &args.naming, &args.resources, &data_dir)?;
-    config.transit_bytes = base.engine.info().transit_bytes as usize;
+    let bases = base_model::start(&args.models, &args.naming, &args.resources, &data_dir)?;
+    config.transit_bytes = bases.iter().map(|base| base.engine.info().transit_bytes as usize).sum();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
         let mut signals = Signals::listen()?;
-        let server = Server::start(config, base.engine.clone(), base.info.clone()).await?;
-        announce(&args, &base, &data_dir.path().display().to_string(), server.local_address());
+        let served = bases.iter().map(|base| (base.engine.clone(), base.info.clone())).collect();
+        let server = Server::start(config, served).await?;
+        announce(&args, &bases, &data_dir.path().display().to_string(), server.local_address());
         signals.next().await;
-        shutdown::end(server.stop(), &base.engine, args.shutdown_timeout, signals.next()).await
+        let engines: Vec<EngineHandle> = bases.iter().map(|base| base.engine.clone()).collect();
+        shutdown::end(server.stop(), &engines, args.shutdown_timeout, signals.next()).await
     });
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
@@ -116,16 +119,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Says what is served and how to reach it.
-fn announce(args: &Args, base: &BaseModel, data_dir: &str, address: SocketAddr) {
+fn announce(args: &Args, bases: &[BaseModel], data_dir: &str, address: SocketAddr) {
     let url = client_url(address);
     let key = if args.api_key.is_some() { "YOUR-KEY" } else { "tml-local" };
-    let limits = base.engine.info();
-    let training = match limits.max_example_tokens {
-        tokens if tokens < limits.max_context_tokens => format!(", {tokens} in training"),
-        _ => String::new(),
-    };
+    let served: Vec<String> = bases.iter().map(describe).collect();
     println!(
-        "Strata {} serves {} ({}, weights {}, up to {} tokens{training})\n\
+        "Strata {} serves {}\n\
          \x20 kernels  {}\n\
          \x20 memory   {}\n\
          \x20 data     {data_dir}\n\
@@ -135,13 +134,22 @@ fn announce(args: &Args, base: &BaseModel, data_dir: &str, address: SocketAddr) 
          \x20 import tinker\n\
          \x20 client = tinker.ServiceClient(base_url=\"{url}\", api_key=\"{key}\")\n",
         env!("CARGO_PKG_VERSION"),
-        base.info.name,
-        base.info.architecture,
-        HumanBytes(base.weight_bytes),
-        limits.max_context_tokens,
-        base.kernels,
+        served.join("\n         and "),
+        bases.first().map_or("", |base| &base.kernels),
         HumanBytes(args.resources.memory_bytes()),
     );
+}
+
+/// A base model in a line.
+fn describe(base: &BaseModel) -> String {
+    let limits = base.engine.info();
+    let training = match limits.max_example_tokens {
+        tokens if tokens < limits.max_context_tokens => format!(", {tokens} in training"),
+        _ => String::new(),
+    };
+    let (name, architecture) = (&base.info.name, &base.info.architecture);
+    let (weights, tokens) = (HumanBytes(base.weight_bytes), limits.max_context_tokens);
+    format!("{name} ({architecture}, weights {weights}, up to {tokens} tokens{training})")
 }
 
 /// What a client on this machine puts as `base_url`.

@@ -52,21 +52,21 @@ pub trait Saves {
     fn drain(&self);
 }
 
-impl Saves for EngineHandle {
+impl Saves for Vec<EngineHandle> {
     fn in_work(&self) -> usize {
-        self.saves_in_work()
+        self.iter().map(EngineHandle::saves_in_work).sum()
     }
 
     fn failed(&self) -> usize {
-        self.saves_failed()
+        self.iter().map(EngineHandle::saves_failed).sum()
     }
 
     fn is_alive(&self) -> bool {
-        EngineHandle::is_alive(self)
+        self.iter().any(EngineHandle::is_alive)
     }
 
     fn drain(&self) {
-        EngineHandle::drain(self);
+        self.iter().for_each(EngineHandle::drain);
     }
 }
 

@@ -9,7 +9,7 @@ use strata_engine::api::{
     AdamParams, CheckpointSource, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, Response, SaveTarget,
     TrainOp,
 };
-use strata_engine::{EngineConfig, EngineHandle};
+use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::{Model, ModelSource};
 use strata_tensor::{CpuBackend, DType};
 use tempfile::TempDir;
@@ -96,8 +96,12 @@ fn five_adamw_steps_follow_torch() {
         let model_dir = fixture.join("model");
         let backend = Arc::new(CpuBackend::new(None).expect("a backend"));
         let model = Model::load(backend, &ModelSource::Directory(model_dir), Some(DType::F32)).expect("the fixture loads");
-        let engine = EngineHandle::start(model, None, EngineConfig { memory_bytes: 1 << 30, base_model: "reference".into() })
-            .expect("the engine starts");
+        let engine = EngineHandle::start(
+            model,
+            None,
+            EngineConfig { memory_bytes: 1 << 30, base_model: "reference".into(), machine: Machine::default() },
+        )
+        .expect("the engine starts");
         for entry in std::fs::read_dir(&fixture).expect("a fixture directory") {
             let adapter_dir = entry.expect("an entry").path();
             if !adapter_dir.join("adapter_config.json").exists() {

@@ -358,9 +358,16 @@ impl<T: Element + Plain> Pass<'_, T> {
                             let (normalizer, delta) = (tile.log_normalizers[r], tile.delta[r]);
                             let (p, ds) = (page_row_mut(p, r), page_row_mut(ds, r));
                             let (scores, gradient) = (page_row(scores, r), page_row(dprobabilities, r));
+                            let own = visible.start;
                             softmax::attention_block_backward(
                                 self.isa, scores, gradient, visible, g.scale, normalizer, delta, p, ds,
                             );
+                            // Who sees one key gives it all of its weight, wherever it is. What rounding makes of that would be a step of an optimizer that divides by its size. (A sink takes
+                            // a part, and then the normalizer is another.)
+                            let sees_one = g.first_visible(position) == position;
+                            if sees_one && (scores[own] * g.scale - normalizer).abs() <= 1e-6 * normalizer.abs().max(1.0) {
+                                ds.fill(zero);
+                            }
                         }
                         p[rows * PAGE..].fill(zero);
                         ds[rows * PAGE..].fill(zero);

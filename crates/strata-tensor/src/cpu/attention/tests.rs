@@ -475,6 +475,27 @@ fn the_backward_of_attention_is_its_gradient_on_every_instruction_set() {
 }
 
 #[test]
+fn a_query_that_sees_one_key_sends_nothing_back_to_the_score() {
+    for (dtype, window) in DTYPES.into_iter().flat_map(|dtype| [(dtype, None), (dtype, Some(1))]) {
+        for shape in GEOMETRIES {
+            let layer = Layer::new(shape, window, false);
+            let sequences = packed(&[1, 70, 1]);
+            let qkv = random_qkv(&layer.g, 72, dtype);
+            let dout = random_dout(&layer.g, 72);
+            for isa in Arithmetic::available() {
+                let gradients = go_back(&CpuBackend::with_isa(isa, 2), &layer, &qkv, &dout, &sequences);
+                let is_zero = |t: &Tensor, token: usize| rows(t, token..token + 1).to_f32_vec().iter().all(|v| *v == 0.0);
+                let of = |t: &Tensor| (0..72).map(|token| is_zero(t, token)).collect::<Vec<bool>>();
+                let alone: Vec<bool> = (0..72).map(|token| window.is_some() || [0, 1, 71].contains(&token)).collect();
+                assert_eq!(of(&gradients[0]), alone, "{isa} {dtype} {window:?} {shape:?}");
+                assert!(is_zero(&gradients[1], 0) && is_zero(&gradients[1], 71), "{isa} {dtype} {window:?} {shape:?}");
+                assert!(!is_zero(&gradients[2], 0), "its value has a gradient");
+            }
+        }
+    }
+}
+
+#[test]
 fn the_reference_gradient_is_that_of_the_reference() {
     let (len, d, sight) = (5, 3, View { scale: 0.7, window: 3, sees: Sight::Before, sink: 0.4 });
     let random = |key| -> Vec<Vec<f64>> {

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use anyhow::Context;
 use strata_engine::api::{Client, Failure, LoraSpec, Outcome, Request, Response};
-use strata_engine::{EngineConfig, EngineHandle, EngineInfo};
+use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine};
 use strata_model::{Model, ModelConfig};
 use strata_tensor::{WeightFormat, random};
 
@@ -31,7 +31,11 @@ impl Engine {
         let backend = Arc::new(common.backend()?);
         let format = WeightFormat { compute: common.dtype.into(), storage: Quantize::storage(common.resources.quantize) };
         let model = Model::random(backend, config.clone(), 0, format)?;
-        let engine_config = EngineConfig { memory_bytes: common.resources.memory_bytes(), base_model: common.shape.clone() };
+        let engine_config = EngineConfig {
+            memory_bytes: common.resources.memory_bytes(),
+            base_model: common.shape.clone(),
+            machine: Machine::default(),
+        };
         let handle = EngineHandle::start(model, None, engine_config)?;
         Ok(Engine { handle, requests: Cell::new(0), sequences: Cell::new(0), config })
     }

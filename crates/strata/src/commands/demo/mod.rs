@@ -56,10 +56,11 @@ pub fn run(args: Args) -> Result<()> {
     }
     let temporary = TempDir::with_prefix("strata-demo-").context("making a directory for the demonstration")?;
     let data_dir = DataDir::claim(temporary.path())?;
-    let base = base_model::start(None, &Naming::default(), &args.resources, &data_dir)?;
+    let mut bases = base_model::start(&[], &Naming::default(), &args.resources, &data_dir)?;
+    let base = bases.remove(0);
     let config = ServerConfig::new((Ipv4Addr::LOCALHOST, args.port).into(), data_dir);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let server = runtime.block_on(Server::start(config, base.engine, base.info))?;
+    let server = runtime.block_on(Server::start(config, vec![(base.engine, base.info)]))?;
     let url = server.url();
     println!("Strata {} serves {EMBEDDED_NAME} at {url} ({})", env!("CARGO_PKG_VERSION"), base.kernels);
     println!(

@@ -179,6 +179,24 @@ fn ranks_alphas_and_parameters_of_an_adapter_of_a_composite_are_found_by_their_p
 }
 
 #[test]
+fn what_is_written_for_peft_on_a_composite_has_its_names_and_is_read_as_it_was() {
+    let modules = modules_with_experts(1);
+    let params = random(&modules, &all_parts());
+    let dir = written_as(AdapterFormat::PeftOfComposite, &modules, &all_parts(), &params);
+    let checkpoint = Checkpoint::open_file(&dir.path().join(WEIGHTS_FILE)).unwrap();
+    assert!(checkpoint.contains("base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"));
+    assert!(checkpoint.contains("base_model.model.model.language_model.layers.0.mlp.experts.base_layer.lora_A.weight"));
+    assert!(checkpoint.contains("base_model.model.lm_head.lora_A.weight"), "the unembedding is no part of that part");
+    let alone = written_as(AdapterFormat::Peft, &modules, &all_parts(), &params);
+    let [composite, alone] = [dir, alone].map(|dir| read_adapter(&*BACKEND, dir.path(), &modules).unwrap());
+    assert_eq!(composite.config, alone.config);
+    for index in 0..modules.len() {
+        let [a, b] = [&composite, &alone].map(|read| product(&modules, &read.config, &read.params, index));
+        assert_eq!(a, b, "module {index}");
+    }
+}
+
+#[test]
 fn a_name_of_experts_that_is_also_one_of_other_mlps_needs_tensors_of_these_only() {
     let modules = modules_with_experts(1);
     let mut config = LoraConfig { rank: 6, ..all_parts() };
