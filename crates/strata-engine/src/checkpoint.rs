@@ -27,6 +27,8 @@ pub(crate) struct BaseModel {
     /// What has the memory of adapters.
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) modules: Vec<LoraModule>,
+    /// How its adapters are written.
+    pub(crate) format: AdapterFormat,
 }
 
 /// Writes a checkpoint whole or not at all; returns the bytes of its files.
@@ -47,7 +49,7 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
     let existing = if *overwrite { Existing::Replace } else { Existing::Refuse };
     let written = write_atomically(dir, existing, |partial| {
         let adapter = (&state.config, &*state.weights);
-        write_adapter(&*base.backend, partial, &base.modules, adapter, &base.name, AdapterFormat::Tinker)?;
+        write_adapter(&*base.backend, partial, &base.modules, adapter, &base.name, base.format)?;
         if let Some(Moments { m, v, step }) = &state.moments {
             write_optimizer(&*base.backend, partial, &base.modules, [m, v], *step)?;
         }

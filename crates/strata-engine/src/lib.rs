@@ -52,5 +52,6 @@ mod unfinished;
 
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
+pub use learner::spec_of;
 pub use machine::Machine;
 pub use reply::Reply;

@@ -7,7 +7,7 @@
 //! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
-//! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
+//! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them; [`import`]: those that come from elsewhere.
 //! - [`ImageDirs`]: the directories that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
 //!
@@ -31,6 +31,7 @@ mod error;
 mod futures;
 mod ids;
 mod image_dirs;
+mod import;
 pub mod limits;
 mod names;
 mod payload;
@@ -48,5 +49,6 @@ pub use app::{ModelInfo, ServerConfig};
 pub use auth::KEY_PREFIX;
 pub use data_dir::{DataDir, DataDirError};
 pub use image_dirs::{ImageDirError, ImageDirs};
+pub use import::{ImportError, Imported, import};
 pub use server::{RunningServer, Server, StartError};
 pub use wire::proto;

@@ -2,6 +2,7 @@
 //! error are cut.
 
 use std::borrow::Cow;
+use std::path::{Path, PathBuf};
 
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
@@ -91,6 +92,11 @@ impl CheckpointId {
         let segments: Vec<&str> = path.strip_prefix("tinker://").ok_or_else(malformed)?.split('/').collect();
         let [run, kind, name] = segments[..] else { return Err(malformed()) };
         Self::new(run, kind, name)
+    }
+
+    /// Where its files are below a directory of checkpoints.
+    pub fn dir_in(&self, checkpoints_dir: &Path) -> PathBuf {
+        checkpoints_dir.join(&self.run).join(self.kind.segment()).join(&self.name)
     }
 
     /// Its `tinker://` path.

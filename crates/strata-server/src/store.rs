@@ -7,6 +7,8 @@
 //! Every save has an identity, which tells the two apart: an edit goes to what is on the disk, a load gets the save it was asked for, and a
 //! checkpoint that was deleted before its save was answered stays deleted. Names are held while the catalogue looks at one and acts on it.
 //!
+//! Checkpoints of runs named [`IMPORTED`] are written by other processes, and catalogued when someone asks for them.
+//!
 //! Nothing in the directory is believed to be what its name says: links and special files are passed over, and never opened or followed.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,6 +36,9 @@ use crate::names::{CheckpointId, CheckpointKind, check_name, shown};
 const RECORD_FORMAT: u32 = 1;
 /// Deleted directories that could not be removed and are tried again; beyond it they wait for the next start.
 const TRASH_MAX: usize = 4096;
+
+/// What the names of runs begin with whose checkpoints come from elsewhere, and may do so while a server runs.
+pub const IMPORTED: &str = "import-";
 
 /// What is known of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -184,7 +189,7 @@ impl Store {
 
     /// Where a checkpoint is, or would be.
     pub fn dir(&self, id: &CheckpointId) -> PathBuf {
-        self.checkpoints_dir.join(&id.run).join(id.kind.segment()).join(&id.name)
+        id.dir_in(&self.checkpoints_dir)
     }
 
     /// What the engine needs to load exactly this save.
@@ -227,12 +232,50 @@ impl Store {
     /// # Errors
     /// If there is none, or its time is over.
     pub fn get(&self, id: &CheckpointId) -> ApiResult<CheckpointRecord> {
-        let found = self.lock().records.get(id).filter(|record| !is_expired(record, OffsetDateTime::now_utc())).cloned();
+        let found = self.known(id).filter(|record| !is_expired(record, OffsetDateTime::now_utc()));
         found.ok_or_else(|| not_found(id))
+    }
+
+    /// A checkpoint of the catalogue, or one that was imported since that was read.
+    fn known(&self, id: &CheckpointId) -> Option<CheckpointRecord> {
+        let known = self.lock().records.get(id).cloned();
+        known.or_else(|| {
+            let dir = self.dir(id);
+            let is_there = id.run.starts_with(IMPORTED) && dir.ancestors().take(3).all(is_directory);
+            let record = is_there.then(|| read_record(&dir, id.kind).ok().flatten()).flatten()?;
+            let mut catalogue = self.lock();
+            // A full catalogue takes no more, and a delete may have come first.
+            if !catalogue.is_full() && is_directory(&dir) {
+                catalogue.put(record.clone());
+            }
+            Some(record)
+        })
+    }
+
+    /// Catalogues what was imported since: of one run, or of all.
+    fn find_imported(&self, run: Option<&str>) {
+        let runs: Vec<String> = match run {
+            Some(run) => vec![run.into()],
+            None => {
+                let entries = fs::read_dir(&self.checkpoints_dir).into_iter().flatten().map_while(Result::ok);
+                entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+            }
+        };
+        for run in runs.iter().filter(|run| run.starts_with(IMPORTED)) {
+            let kind = CheckpointKind::Weights;
+            let dir = self.checkpoints_dir.join(run).join(kind.segment());
+            let names = subdirectories(&dir).into_iter().flatten();
+            for name in names.filter_map(|dir| dir.file_name()?.to_str().map(str::to_owned)) {
+                if let Ok(id) = CheckpointId::new(run, kind.segment(), &name) {
+                    self.known(&id);
+                }
+            }
+        }
     }
 
     /// Checkpoints, newest first: all of them, or those of one run.
     pub fn list(&self, run: Option<&str>) -> Vec<CheckpointRecord> {
+        self.find_imported(run);
         let now = OffsetDateTime::now_utc();
         let catalogue = self.lock();
         let is_wanted = |record: &&CheckpointRecord| run.is_none_or(|run| record.run == run) && !is_expired(record, now);
@@ -354,7 +397,7 @@ impl Store {
     /// Deletes a checkpoint if what is on the disk under its name has an identity that is wanted.
     fn delete_if(&self, id: &CheckpointId, is_wanted: impl FnOnce(&str) -> bool) -> ApiResult<()> {
         let names = hold_names();
-        let known = self.lock().records.get(id).cloned().ok_or_else(|| not_found(id))?;
+        let known = self.known(id).ok_or_else(|| not_found(id))?;
         let dir = self.dir(id);
         // A record that cannot be read belongs to no save that is to be answered.
         let on_disk = read_record(&dir, id.kind).ok().flatten().map_or_else(|| known.save_id.clone(), |record| record.save_id);
@@ -530,7 +573,8 @@ mod tests {
 
     fn record(name: &str) -> CheckpointRecord {
         let id = CheckpointId::new("s:train:0", "weights", name).unwrap();
-        let lora = LoraSpec { rank: 4, seed: 1, train_attn: true, train_mlp: true, train_unembed: false };
+        let lora =
+            LoraSpec { rank: 4, seed: 1, train_attn: true, train_mlp: true, train_unembed: false, ranks: Default::default() };
         CheckpointRecord::new(id, "base".into(), lora)
     }
 
@@ -572,6 +616,38 @@ mod tests {
         assert_eq!(found.len(), 1);
         assert!(found[0].public && found[0].size_bytes > 10);
         assert_eq!(found[0].lora, record("a").lora);
+    }
+
+    #[test]
+    fn what_is_imported_while_a_server_runs_is_found_listed_and_deleted() {
+        let data_dir = tempfile::tempdir().unwrap();
+        let store = open(data_dir.path());
+        let write = |dir: &Path| {
+            fs::write(dir.join("adapter_model.safetensors"), [0u8; 10]).unwrap();
+            Ok(())
+        };
+        let import = |name: &str| crate::import(data_dir.path(), name, "base", record("a").lora, write);
+        let (one, other) = (import("one").unwrap(), import("other").unwrap());
+        let id = |path: &str| CheckpointId::parse(path).unwrap();
+        let found = store.get(&id(&one.path)).unwrap();
+        assert_eq!((found.lora.clone(), found.size_bytes), (record("a").lora, one.size_bytes));
+        assert_eq!(store.list(None).len(), 2, "one that nobody has asked for is listed too");
+        assert_eq!(store.list(Some(&id(&other.path).run)).len(), 1);
+        let third = import("third").unwrap();
+        for path in [&one.path, &third.path] {
+            store.delete(&id(path)).unwrap();
+            assert!(store.get(&id(path)).is_err() && !store.dir(&id(path)).exists());
+        }
+        assert_eq!(store.list(None).len(), 1);
+        drop(store);
+        assert_eq!(open(data_dir.path()).get(&id(&other.path)).unwrap().base_model, "base");
+        assert!(import("..").is_err() && import("a/b").is_err());
+        // Only what has the name of an import is looked for.
+        let store = open(data_dir.path());
+        let mut stray = record("stray");
+        stray.run = "s:train:9".into();
+        write_files(&store, &stray);
+        assert!(store.get(&stray.id()).is_err());
     }
 
     #[test]

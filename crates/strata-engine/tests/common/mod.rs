@@ -68,7 +68,7 @@ pub fn user_error(outcome: Outcome) -> String {
 }
 
 pub fn lora(rank: usize, seed: u64) -> LoraSpec {
-    LoraSpec { rank, seed, train_attn: true, train_mlp: true, train_unembed: true }
+    LoraSpec { rank, seed, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() }
 }
 
 pub fn create(engine: &EngineHandle, id: &str, rank: usize, seed: u64) {

@@ -38,6 +38,7 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
         train_attn: lora.train_attn,
         train_mlp: lora.train_mlp,
         train_unembed: lora.train_unembed,
+        ranks: Default::default(),
     };
     let metadata = wire::metadata(asked.user_metadata);
     let (place, adapter) = ((&*asked.session_id.0, asked.model_seq_id), (base, lora.clone()));

@@ -134,7 +134,7 @@ impl Submit for ScriptedEngine {
 }
 
 fn lora() -> LoraSpec {
-    LoraSpec { rank: 8, seed: 3, train_attn: true, train_mlp: true, train_unembed: true }
+    LoraSpec { rank: 8, seed: 3, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() }
 }
 
 fn answer(request: Request) -> Outcome {

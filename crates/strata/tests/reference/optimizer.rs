@@ -119,7 +119,14 @@ fn five_adamw_steps_follow_torch() {
                     model_id: model_id.clone(),
                     source: CheckpointSource { dir: adapter_dir.clone(), name: label.clone(), save_id: None },
                     // Room for any of them.
-                    lora: LoraSpec { rank: 64, seed: 0, train_attn: true, train_mlp: true, train_unembed: true },
+                    lora: LoraSpec {
+                        rank: 64,
+                        seed: 0,
+                        train_attn: true,
+                        train_mlp: true,
+                        train_unembed: true,
+                        ranks: Default::default(),
+                    },
                     with_optimizer: false,
                 };
                 ask(&engine, create);
