@@ -2,6 +2,7 @@
 //!
 //! The engine knows nothing of HTTP or of futures. A caller hands over a [`Request`] and a closure that takes the outcome.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -68,6 +69,9 @@ pub struct LoraSpec {
     pub train_mlp: bool,
     /// Whether the unembedding carries LoRA.
     pub train_unembed: bool,
+    /// Of an adapter that was made elsewhere, the modules that carry LoRA, by [`strata_model::lora::LoraModule::name`], and their ranks; empty where all else says it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub ranks: BTreeMap<String, usize>,
 }
 
 /// A request. Those with a `seq_id` run in the order of their ids within their model, whatever order they arrive in.
@@ -180,6 +184,8 @@ pub struct SaveTarget {
     pub overwrite: bool,
     /// Written into the same directory as [`METADATA_FILE`], for the caller's own use. A string `save_id` in it is the identity of this save.
     pub metadata: serde_json::Value,
+    /// Keys that every other file is encrypted to, as [`crate::age::Recipient`] reads them; none: files as they are.
+    pub recipients: Vec<String>,
 }
 
 /// Which checkpoint to load: one save, and never another that has taken its directory since.

@@ -15,6 +15,7 @@ use strata_model::checkpoint::{
 use strata_model::lora::LoraModule;
 use strata_tensor::Backend;
 
+use crate::age::{Recipient, encrypt_file};
 use crate::api::{CheckpointSource, Failure, METADATA_BYTES_MAX, METADATA_FILE, SaveTarget};
 use crate::learner::LearnerState;
 use crate::optimizer::Moments;
@@ -26,11 +27,15 @@ pub(crate) struct BaseModel {
     /// What has the memory of adapters.
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) modules: Vec<LoraModule>,
+    /// How its adapters are written.
+    pub(crate) format: AdapterFormat,
 }
 
 /// Writes a checkpoint whole or not at all; returns the bytes of its files.
 pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState) -> Result<u64, Failure> {
-    let SaveTarget { dir, name, overwrite, metadata } = target;
+    let SaveTarget { dir, name, overwrite, metadata, recipients } = target;
+    let recipients: Result<Vec<Recipient>, String> = recipients.iter().map(|text| Recipient::parse(text)).collect();
+    let recipients = recipients.map_err(|reason| Failure::User(format!("checkpoint {name}: {reason}")))?;
     if !overwrite && dir.symlink_metadata().is_ok() {
         return Err(Failure::User(format!("checkpoint {name} exists already")));
     }
@@ -44,9 +49,12 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
     let existing = if *overwrite { Existing::Replace } else { Existing::Refuse };
     let written = write_atomically(dir, existing, |partial| {
         let adapter = (&state.config, &*state.weights);
-        write_adapter(&*base.backend, partial, &base.modules, adapter, &base.name, AdapterFormat::Tinker)?;
+        write_adapter(&*base.backend, partial, &base.modules, adapter, &base.name, base.format)?;
         if let Some(Moments { m, v, step }) = &state.moments {
             write_optimizer(&*base.backend, partial, &base.modules, [m, v], *step)?;
+        }
+        if !recipients.is_empty() {
+            encrypt_files(partial, &recipients)?;
         }
         let path = partial.join(METADATA_FILE);
         std::fs::write(&path, metadata).map_err(|source| Error::Io { path, source })
@@ -55,6 +63,20 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
         tracing::error!(name, "a checkpoint was not written: {error}");
         Failure::Server(format!("checkpoint {name} was not written: {}", without_directory(&error, dir)))
     })
+}
+
+/// Encrypts every file of a directory that nobody else sees yet, and leaves none as it was.
+fn encrypt_files(partial: &Path, recipients: &[Recipient]) -> strata_model::Result<()> {
+    let io_error = |path: &Path| {
+        let path = path.to_owned();
+        move |source| Error::Io { path, source }
+    };
+    let files: std::io::Result<Vec<PathBuf>> =
+        std::fs::read_dir(partial).and_then(|dir| dir.map(|entry| Ok(entry?.path())).collect());
+    for path in files.map_err(io_error(partial))? {
+        encrypt_file(&path, recipients).map_err(io_error(&path))?;
+    }
+    Ok(())
 }
 
 /// Reads a checkpoint, with Adam's state if it is asked for.

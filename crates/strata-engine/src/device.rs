@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use strata_model::lora::{Adapter, LoraParams};
+use strata_model::lora::{Adapter, LoraConfig, LoraParams, Part};
 use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage, Targets, TokenLoss};
 use strata_tensor::{RowReply, RowRequest};
 
@@ -94,7 +94,7 @@ impl Compute for Device {
     }
 
     fn spec_of(&self, state: &LearnerState) -> LoraSpec {
-        learner::spec_of(&state.config)
+        learner::spec_of(&state.config, self.model.lora_modules())
     }
 
     fn state_bytes(&self, state: &LearnerState) -> AdapterBytes {
@@ -102,7 +102,13 @@ impl Compute for Device {
     }
 
     fn check_shape(&self, learner: &Learner, state: &LearnerState) -> Result<(), String> {
-        if state.config == learner.config {
+        let (ours, theirs) = (&learner.config, &state.config);
+        let has = |config: &LoraConfig, part| config.trains(part);
+        let parts = [Part::Attention, Part::Mlp, Part::Unembed, Part::Embedding];
+        // One that was made elsewhere may leave modules out or scale them otherwise; it takes the place of the model's.
+        let within = ours.rank == theirs.rank && parts.into_iter().all(|part| has(ours, part) || !has(theirs, part));
+        let bytes = |config| learner::adapter_bytes(&self.model, config).training;
+        if ours == theirs || within && bytes(theirs) <= bytes(ours) {
             return Ok(());
         }
         Err(format!(

@@ -269,7 +269,13 @@ mod tests {
     }
 
     fn save(ticket: u64, name: &str) -> SaveJob {
-        let target = SaveTarget { dir: name.into(), name: name.into(), overwrite: false, metadata: serde_json::Value::Null };
+        let target = SaveTarget {
+            dir: name.into(),
+            name: name.into(),
+            overwrite: false,
+            metadata: serde_json::Value::Null,
+            recipients: vec![],
+        };
         SaveJob { ticket, state: state(), target }
     }
 

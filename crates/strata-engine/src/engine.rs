@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use strata_model::checkpoint::AdapterFormat;
 use strata_model::lora::RANK_MAX;
 use strata_model::vision::ImageProcessor;
 use strata_model::{Model, PAGE_TOKENS, Tokenizer};
@@ -142,7 +143,8 @@ impl EngineHandle {
             adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),
         };
         let (backend, modules) = (model.shared_backend(), model.lora_modules().to_vec());
-        let base = BaseModel { name: config.base_model, backend, modules };
+        let format = AdapterFormat::tinker(model.config());
+        let base = BaseModel { name: config.base_model, backend, modules, format };
         let storage = DiskStorage::start(base, intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
         let device = Device::new(model, config.machine.join());

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use strata_model::Model;
-use strata_model::lora::{Adapter, LoraConfig, LoraParams, ModuleSet, Part};
+use strata_model::lora::{Adapter, LoraConfig, LoraModule, LoraParams, ModuleSet, PairShape, Part};
 use strata_tensor::Backend;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
@@ -145,9 +145,18 @@ pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes 
     AdapterBytes { training: parameters * 16 + frozen, frozen, captured: parameters * 12 }
 }
 
-/// The shape of a loaded adapter in the words of the API. A checkpoint does not know its seed: 0 stands for it.
-pub(crate) fn spec_of(config: &LoraConfig) -> LoraSpec {
-    LoraSpec { rank: config.rank, seed: 0, train_attn: config.attention, train_mlp: config.mlp, train_unembed: config.unembed }
+/// The shape of a loaded adapter in the words of the API, for the modules of its model. A checkpoint does not know its seed: 0 stands for it.
+pub fn spec_of(config: &LoraConfig, modules: &[LoraModule]) -> LoraSpec {
+    let is_of_the_api = !config.embedding && config.own.is_empty() && config.left_out == ModuleSet::NONE;
+    let carried = modules.iter().enumerate().filter(|(index, module)| !is_of_the_api && config.carries(*index, module));
+    LoraSpec {
+        rank: config.rank,
+        seed: 0,
+        train_attn: config.attention,
+        train_mlp: config.mlp,
+        train_unembed: config.unembed,
+        ranks: carried.map(|(index, module)| (module.name(), config.rank_of(index, module))).collect(),
+    }
 }
 
 /// The shape of an adapter that the API asks for.
@@ -155,7 +164,7 @@ pub(crate) fn spec_of(config: &LoraConfig) -> LoraSpec {
 /// # Errors
 /// A message for the user if there is no such adapter on this model.
 pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, String> {
-    let config = LoraConfig {
+    let mut config = LoraConfig {
         rank: spec.rank,
         alpha: LORA_ALPHA,
         attention: spec.train_attn,
@@ -165,11 +174,37 @@ pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, St
         left_out: ModuleSet::NONE,
         own: BTreeMap::new(),
     };
+    if !spec.ranks.is_empty() {
+        own_ranks(&mut config, &spec.ranks, model.lora_modules())?;
+    }
     config.validate().map_err(|e| e.to_string())?;
     if !model.lora_modules().iter().any(|m| config.trains(m.part)) {
         return Err("this model has no module of the parts that the adapter trains".into());
     }
     Ok(config)
+}
+
+/// Has the modules that are listed, and no other, carry LoRA of these ranks.
+fn own_ranks(config: &mut LoraConfig, ranks: &BTreeMap<String, usize>, modules: &[LoraModule]) -> Result<(), String> {
+    if let Some(name) = ranks.keys().find(|name| modules.iter().all(|module| module.name() != **name)) {
+        return Err(format!("the adapter has pairs of {name}, which this model does not have"));
+    }
+    let carries = |part| modules.iter().any(|module| module.part == part && ranks.contains_key(&module.name()));
+    (config.attention, config.mlp) = (carries(Part::Attention), carries(Part::Mlp));
+    (config.unembed, config.embedding) = (carries(Part::Unembed), carries(Part::Embedding));
+    for (index, module) in modules.iter().enumerate() {
+        match ranks.get(&module.name()) {
+            Some(&rank) => {
+                let common = config.common_shape(module);
+                if rank != common.rank {
+                    config.own.insert(index, PairShape { rank, ..common });
+                }
+            }
+            None if config.trains(module.part) => config.left_out.insert(index),
+            None => {}
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -184,9 +219,16 @@ mod tests {
         let backend = CpuBackend::new(Some(1)).unwrap();
         let model = Model::load(Arc::new(backend), &ModelSource::Embedded, None).unwrap();
         for rank in [1, 8, 33, 64, 100] {
-            let lora = LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true };
-            let config = LoraConfig { embedding: rank != 64, ..config_of(&lora, &model).unwrap() };
+            let lora =
+                LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true, ranks: BTreeMap::new() };
+            let mut config = LoraConfig { embedding: rank != 64, ..config_of(&lora, &model).unwrap() };
+            if rank == 33 {
+                config.left_out.insert(1);
+                config.own.insert(0, PairShape { rank: 70, scale: 0.5 });
+            }
             let bytes = adapter_bytes(&model, &config);
+            let as_recorded = config_of(&spec_of(&config, model.lora_modules()), &model).unwrap();
+            assert_eq!(adapter_bytes(&model, &as_recorded), bytes, "rank {rank}");
             let mut learner = Learner::fresh(&model, config, 1).unwrap();
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");
             let state = learner.full_state(&model).unwrap();

@@ -7,6 +7,7 @@
 //! - `fair`: whose turn it is; `tenant`: a model in training; `sampler`: continuous batching on the paged KV cache.
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
 //! - `pictures`: pictures among the tokens of inputs; `gallery`: what was seen of them.
+//! - [`age`]: files that are encrypted to whoever asked for them.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
 //! - `budget`: memory, divided once; `machine`: what engines of several base models share.
 //! - `simulation`: all of it over a toy model, a toy disk and a simulated clock.
@@ -20,6 +21,7 @@
 //! - A panic in a pass fails what was in that pass. The engine goes on.
 
 mod admission;
+pub mod age;
 pub mod api;
 mod budget;
 mod checkpoint;
@@ -50,5 +52,6 @@ mod unfinished;
 
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
+pub use learner::spec_of;
 pub use machine::Machine;
 pub use reply::Reply;

@@ -56,7 +56,13 @@ mod tests {
     use crate::api::{Response, SaveTarget};
 
     fn save() -> Request {
-        let target = SaveTarget { dir: "a".into(), name: "a".into(), overwrite: false, metadata: serde_json::Value::Null };
+        let target = SaveTarget {
+            dir: "a".into(),
+            name: "a".into(),
+            overwrite: false,
+            metadata: serde_json::Value::Null,
+            recipients: vec![],
+        };
         Request::Train { model_id: "m".into(), seq_id: 1, op: TrainOp::SaveState(target) }
     }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use common::*;
 use strata_engine::EngineHandle;
 use strata_engine::api::*;
-use strata_model::checkpoint::{AdapterFormat, Checkpoint, write_adapter};
+use strata_model::checkpoint::{AdapterFormat, Checkpoint, read_adapter, write_adapter};
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_tensor::DType;
 
@@ -92,6 +92,26 @@ fn an_adapter_of_the_embedding_that_was_read_trains_saves_resumes_and_samples_to
     let all: Vec<i64> = tokens(4, 30).into_iter().chain(sequence.tokens.iter().map(|&t| i64::from(t))).collect();
     let scored = losses(ask(&engine, train("m", 6, forward(vec![cross_entropy_datum(&all, 1.0)]))));
     assert_eq!(bits_of(&scored.data[0].logprobs[29..]), bits_of(&sequence.logprobs));
+}
+
+#[test]
+fn an_adapter_fits_the_room_that_its_own_shape_asks_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let written = dir.path().join("written");
+    write(&written);
+    let model = model(1);
+    let read = read_adapter(model.backend(), &written, model.lora_modules()).unwrap();
+    let engine = engine();
+    let spec = strata_engine::spec_of(&read.config, model.lora_modules());
+    assert_eq!(spec.ranks["model.embed_tokens"], 2);
+    load(&engine, "m", &written, spec.clone(), false).unwrap();
+    let source = || Some((CheckpointSource { dir: written.clone(), name: "it".into(), save_id: None }, spec.clone()));
+    ask(&engine, Request::CreateSampler { sampler_id: "s".into(), source: source() }).unwrap();
+    sampled(ask(&engine, sample("s", sample_request(tokens(4, 30), 1, 3, 6))));
+    let smaller = LoraSpec { ranks: [("model.embed_tokens".to_owned(), 1)].into(), ..spec.clone() };
+    assert!(user_error(load(&engine, "n", &written, smaller, false)).contains("do not belong together"));
+    let unknown = LoraSpec { ranks: [("mlp.nothing".to_owned(), 1)].into(), ..spec };
+    assert!(user_error(load(&engine, "n", &written, unknown, false)).contains("mlp.nothing"));
 }
 
 #[test]

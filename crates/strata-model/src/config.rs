@@ -126,6 +126,11 @@ impl ModelConfig {
         self.family.config().vision()
     }
 
+    /// Whether transformers has models of this kind as a part of a composite only, never by themselves.
+    pub fn is_composite(&self) -> bool {
+        self.vision().is_some()
+    }
+
     /// How pictures are cut up, unless a file of the model says otherwise; `None` if it reads text alone.
     pub fn image_processor(&self) -> Option<ImageProcessor> {
         self.vision().map(VisionConfig::processor)

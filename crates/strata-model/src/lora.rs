@@ -82,6 +82,14 @@ pub struct LoraModule {
 }
 
 impl LoraModule {
+    /// Its name among those of its model: its path, and of experts also which projection, as the Tinker tools call it.
+    pub fn name(&self) -> String {
+        match self.experts {
+            Some(experts) => format!("{}.{}", self.path, experts.tinker_name),
+            None => self.path.into(),
+        }
+    }
+
     /// Entries of its stacks: one for each layer, or for each expert of each layer.
     pub fn entries(&self) -> usize {
         self.layers.len() * self.entries_of_layer()

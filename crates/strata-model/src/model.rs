@@ -1,5 +1,6 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
+mod merge;
 mod weights;
 
 use std::collections::HashMap;
@@ -20,6 +21,7 @@ use crate::vision::{ImageProcessor, Patches};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 use weights::{CheckpointWeights, RandomWeights, account_for, check_tied, tensors_of};
 
+pub use merge::write_merged;
 pub use weights::random_parameter;
 
 /// Lists that a pass keeps for each token: positions, steps of sums, terms of the loss.

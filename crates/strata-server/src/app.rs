@@ -1,8 +1,9 @@
 //! What all handlers share, and the way from a request to a future.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -30,6 +31,8 @@ pub struct ServerConfig {
     pub api_key: Option<String>,
     /// Where checkpoints live.
     pub data_dir: DataDir,
+    /// What clients reach the server by, for addresses in answers; `None`: the name that each has used itself.
+    pub public_url: Option<String>,
     /// Where prompts may name pictures.
     pub image_dirs: ImageDirs,
     /// How long a session may be silent before it ends.
@@ -59,6 +62,7 @@ impl ServerConfig {
             address,
             api_key: None,
             data_dir,
+            public_url: None,
             image_dirs: ImageDirs::default(),
             session_timeout: Duration::from_secs(300),
             poll_hold: limits::POLL_HOLD,
@@ -96,6 +100,9 @@ pub struct ModelInfo {
     pub max_context_tokens: usize,
 }
 
+/// An owner, and what is sampled for it: a base model or a checkpoint.
+pub type SharedSource = (Arc<str>, Option<String>);
+
 /// What all handlers share.
 pub struct App {
     /// Settings.
@@ -114,6 +121,10 @@ pub struct App {
     pub decodes: Arc<Semaphore>,
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
     pub asset_reads: Arc<Semaphore>,
+    /// Sampling sessions of those who sample without one, by owner and source.
+    pub shared_samplers: Mutex<HashMap<SharedSource, String>>,
+    /// What addresses of files are signed with, for as long as this server lives.
+    pub signing_key: [u8; 32],
     closing: watch::Sender<bool>,
 }
 
@@ -123,7 +134,11 @@ impl App {
     /// # Errors
     /// If the directory cannot be used.
     pub fn new(config: ServerConfig, bases: Vec<Base>) -> std::io::Result<Arc<Self>> {
+        let mut signing_key = [0; 32];
+        getrandom::fill(&mut signing_key).map_err(std::io::Error::other)?;
         let app = App {
+            signing_key,
+            shared_samplers: Mutex::default(),
             registry: Registry::new(config.session_timeout),
             store: Store::open(config.data_dir.clone())?,
             futures: Futures::new(Retention::default()),

@@ -11,7 +11,7 @@ use axum::middleware::Next;
 use axum::response::Response;
 
 use crate::app::App;
-use crate::error::ApiError;
+use crate::error::{ApiError, ApiResult};
 use crate::ids;
 use crate::payload::refuse;
 
@@ -20,13 +20,24 @@ pub const KEY_PREFIX: &str = "tml-";
 
 /// Lets a request pass if it carries the server's key, or if the server has none.
 pub async fn require_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let Some(expected) = &app.config.api_key else { return next.run(request).await };
-    let refusal = match given_key(request.headers()) {
-        Some(given) if equal_in_constant_time(given.as_bytes(), expected.as_bytes()) => return next.run(request).await,
+    match check_key(&app, request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => refuse(request, refusal).await,
+    }
+}
+
+/// Whether a request carries the server's key, or the server has none.
+///
+/// # Errors
+/// If it does not.
+pub fn check_key(app: &App, headers: &HeaderMap) -> ApiResult<()> {
+    let Some(expected) = &app.config.api_key else { return Ok(()) };
+    let refusal = match given_key(headers) {
+        Some(given) if equal_in_constant_time(given.as_bytes(), expected.as_bytes()) => return Ok(()),
         Some(_) => "this API key is not the server's",
         None => "an API key is needed in the header X-API-Key",
     };
-    refuse(request, ApiError::Unauthorized(refusal.into())).await
+    Err(ApiError::Unauthorized(refusal.into()))
 }
 
 /// Whom a request's key stands for. Where the server has no key of its own, each key that clients make up is an owner.

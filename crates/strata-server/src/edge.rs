@@ -15,9 +15,10 @@ use axum::middleware::Next;
 use axum::response::Response;
 
 use crate::app::App;
+use crate::auth::check_key;
 use crate::error::ApiError;
 use crate::names::shown;
-use crate::payload::refuse;
+use crate::payload::{refuse, refuse_operation};
 
 /// Types of bodies that the API takes, whatever their parameters.
 const BODY_TYPES: [&str; 2] = ["application/json", "application/x-protobuf"];
@@ -29,6 +30,9 @@ pub async fn check(State(app): State<Arc<App>>, request: Request, next: Next) ->
         check_host(&request, is_open).and_then(|()| check_origin(request.headers())).and_then(|()| check_body_type(&request));
     match checked {
         Ok(()) => next.run(request).await,
+        Err(refusal @ ApiError::UnsupportedMediaType(_)) if check_key(&app, request.headers()).is_ok() => {
+            refuse_operation(&app, request, refusal).await
+        }
         Err(refusal) => refuse(request, refusal).await,
     }
 }

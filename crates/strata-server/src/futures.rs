@@ -4,11 +4,16 @@
 //! A reader that comes early waits on its entry's `Notify`; nobody polls. Results stay readable for a while after they were read,
 //! because an answer can be lost on the way.
 //!
+//! Who has many requests open need not come for each: the completions of a [`Target`] are numbered as they happen, and kept until their client says
+//! that it has seen them, or has read the result. One whose result is given up unread is told of all the same: the client then learns that
+//! it is gone, and asks anew.
+//!
 //! Every result holds the [`Charge`] that its request was accepted with, shrunk to its size: an unread result takes of its session's share of
 //! memory until it is read, and so a client that never reads fills its own share and nobody else's. When the account runs short, results that
 //! were read go first, and then those whose session is over.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -84,6 +89,24 @@ impl Default for Retention {
     }
 }
 
+/// Whose completions are numbered: the requests of one client of a sampling session.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Target {
+    /// The sampling session.
+    pub sampler_id: Arc<str>,
+    /// The number of the client within it.
+    pub clone: u64,
+}
+
+/// That a request was done.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// The request.
+    pub request_id: Arc<str>,
+    /// Bytes of its result; `None` if it failed.
+    pub result_bytes: Option<usize>,
+}
+
 /// The store of outcomes.
 #[derive(Clone)]
 pub struct Futures {
@@ -104,7 +127,13 @@ struct Table {
     read: VecDeque<(Instant, Arc<str>)>,
     /// Sessions that are over: their results are kept as long as there is room.
     over: HashSet<Arc<str>>,
-    gone: HashSet<Arc<str>>,
+    /// Completions by their targets and numbers.
+    completions: BTreeMap<(Target, u64), Completion>,
+    completed: u64,
+    /// Who waits for completions.
+    watched: HashMap<Target, Arc<Notify>>,
+    /// Ids of results that are gone, and completions that their clients may not know of.
+    gone: HashMap<Arc<str>, Option<(Target, u64)>>,
     gone_order: VecDeque<Arc<str>>,
 }
 
@@ -113,6 +142,8 @@ struct Entry {
     client: Client,
     was_read: bool,
     charge: Option<Charge>,
+    target: Option<Target>,
+    completion: Option<(Target, u64)>,
 }
 
 #[derive(Default)]
@@ -139,12 +170,18 @@ impl Futures {
 
     /// Opens the future of a client's request.
     pub fn begin(&self, id: &str, client: &Client) -> Begun {
+        self.begin_for(id, client, None)
+    }
+
+    /// As [`Futures::begin`], of a request whose completion `target` is to be told.
+    pub fn begin_for(&self, id: &str, client: &Client, target: Option<Target>) -> Begun {
         let mut table = self.shared.lock();
-        if table.entries.contains_key(id) || table.gone.contains(id) {
+        if table.entries.contains_key(id) || table.gone.contains_key(id) {
             return Begun::Known;
         }
         let (id, slot): (Arc<str>, Arc<Slot>) = (id.into(), Arc::default());
-        let entry = Entry { slot: slot.clone(), client: client.clone(), was_read: false, charge: None };
+        let entry =
+            Entry { slot: slot.clone(), client: client.clone(), was_read: false, charge: None, target, completion: None };
         table.entries.insert(id.clone(), entry);
         Begun::New(Completer { shared: self.shared.clone(), id, slot, charge: None })
     }
@@ -152,7 +189,7 @@ impl Futures {
     /// Whether a request of this id was accepted.
     pub fn is_known(&self, id: &str) -> bool {
         let table = self.shared.lock();
-        table.entries.contains_key(id) || table.gone.contains(id)
+        table.entries.contains_key(id) || table.gone.contains_key(id)
     }
 
     /// Waits for an outcome, no longer than `hold`.
@@ -161,7 +198,7 @@ impl Futures {
             let table = self.shared.lock();
             match table.entries.get(id) {
                 Some(entry) => entry.slot.clone(),
-                None if table.gone.contains(id) => return Waited::Gone,
+                None if table.gone.contains_key(id) => return Waited::Gone,
                 None => return Waited::Unknown,
             }
         };
@@ -180,6 +217,48 @@ impl Futures {
             }
             None => Waited::Unknown,
         }
+    }
+
+    /// What of a target was completed after number `seen`, and the number of the last of it; waits for something no longer than `hold`. Completions
+    /// up to `seen` are forgotten.
+    pub async fn completions(&self, target: &Target, seen: u64, hold: Duration) -> (Vec<Completion>, u64) {
+        let deadline = tokio::time::Instant::now() + hold;
+        loop {
+            let watched = {
+                let mut table = self.shared.lock();
+                let found = table.completions_after(target, seen);
+                if !found.0.is_empty() {
+                    return found;
+                }
+                table.watched.entry(target.clone()).or_default().clone()
+            };
+            let done = watched.notified();
+            tokio::pin!(done);
+            // Registered before looking again: see `wait`.
+            done.as_mut().enable();
+            let found = self.shared.lock().completions_after(target, seen);
+            if found.0.is_empty() && tokio::time::timeout_at(deadline, done).await.is_ok() {
+                continue;
+            }
+            let mut table = self.shared.lock();
+            // The last to wait takes the entry along: then it and this have it, and nobody else.
+            if table.watched.get(target).is_some_and(|watched| Arc::strong_count(watched) == 2) {
+                table.watched.remove(target);
+            }
+            return if found.0.is_empty() { table.completions_after(target, seen) } else { found };
+        }
+    }
+
+    /// Lets go of a result that its client has read and will not read again.
+    pub fn retrieved(&self, id: &str) {
+        let mut table = self.shared.lock();
+        let id = match table.entries.get_key_value(id) {
+            Some((id, entry)) if entry.was_read => id.clone(),
+            _ => return,
+        };
+        let freed = table.forget(id, &self.shared.retention);
+        drop(table);
+        drop(freed);
     }
 
     /// Lets go of results whose time is over.
@@ -210,6 +289,9 @@ impl Futures {
         let of_it = |entry: &Entry| *entry.client.session == *session_id && entry.slot.answer.get().is_some();
         let ids: Vec<Arc<str>> = table.entries.iter().filter(|(_, e)| of_it(e)).map(|(id, _)| id.clone()).collect();
         let freed: Vec<Entry> = ids.iter().filter_map(|id| table.entries.remove(id)).collect();
+        for completion in freed.iter().filter_map(|entry| entry.completion.as_ref()) {
+            table.completions.remove(completion);
+        }
         table.unread.retain(|(_, id)| !ids.contains(id));
         table.read.retain(|(_, id)| !ids.contains(id));
         drop(table);
@@ -271,15 +353,53 @@ impl Table {
     }
 
     fn forget(&mut self, id: Arc<str>, retention: &Retention) -> Option<Entry> {
-        let entry = self.entries.remove(&id)?;
-        self.gone.insert(id.clone());
+        let mut entry = self.entries.remove(&id)?;
+        let completion = entry.completion.take();
+        let untold = match (completion, entry.was_read) {
+            (Some(completion), true) => {
+                self.completions.remove(&completion);
+                None
+            }
+            (completion, _) => completion,
+        };
+        self.gone.insert(id.clone(), untold);
         self.gone_order.push_back(id);
         while self.gone_order.len() > retention.gone_max {
-            if let Some(oldest) = self.gone_order.pop_front() {
-                self.gone.remove(&oldest);
+            if let Some(oldest) = self.gone_order.pop_front()
+                && let Some(Some(completion)) = self.gone.remove(&oldest)
+            {
+                self.completions.remove(&completion);
             }
         }
         Some(entry)
+    }
+
+    /// Numbers the completion of a request, if anybody is to be told, and answers who waits for it.
+    fn note_completion(&mut self, id: &Arc<str>, result_bytes: Option<usize>) -> Option<Arc<Notify>> {
+        let entry = self.entries.get_mut(id)?;
+        let target = entry.target.take()?;
+        self.completed += 1;
+        entry.completion = Some((target.clone(), self.completed));
+        let watched = self.watched.get(&target).cloned();
+        self.completions.insert((target, self.completed), Completion { request_id: id.clone(), result_bytes });
+        watched
+    }
+
+    /// Forgets a target's completions up to number `seen`, and answers those after it with the number of the last.
+    fn completions_after(&mut self, target: &Target, seen: u64) -> (Vec<Completion>, u64) {
+        let end = |number| (target.clone(), number);
+        let told = self.completions.range(end(0)..=end(seen)).map(|(at, _)| at.clone()).collect::<Vec<_>>();
+        for at in told {
+            self.completions.remove(&at);
+        }
+        let after = (Bound::Excluded(end(seen)), Bound::Included(end(u64::MAX)));
+        let found = self.completions.range(after).take(limits::COMPLETIONS_MAX);
+        let mut last = seen;
+        let found = found.map(|((_, number), completion)| {
+            last = *number;
+            completion.clone()
+        });
+        (found.collect(), last)
     }
 }
 
@@ -293,20 +413,23 @@ impl Completer {
     /// Stores the outcome with what pays for it, and wakes its readers.
     pub fn complete(mut self, answer: Answer, charge: Option<Charge>) {
         let mut charge = charge.or_else(|| self.charge.take());
+        let result_bytes = if matches!(answer, Answer::Failed(_)) { None } else { Some(answer.size_bytes()) };
         if let Some(charge) = &mut charge {
             charge.shrink_to(answer.size_bytes() as u64 + limits::FUTURE_BYTES);
         }
         if self.slot.answer.set(Arc::new(answer)).is_err() {
             return;
         }
-        {
+        let watched = {
             let mut table = self.shared.lock();
             if let Some(entry) = table.entries.get_mut(&self.id) {
                 entry.charge = charge;
                 table.unread.push_back((clock::now(), self.id.clone()));
             }
-        }
+            table.note_completion(&self.id, result_bytes)
+        };
         self.slot.done.notify_waiters();
+        watched.inspect(|watched| watched.notify_waiters());
     }
 }
 
@@ -415,6 +538,72 @@ mod tests {
         drop(refused);
         assert_eq!(reader.await.unwrap(), Waited::Unknown);
         begin(&futures, "a").complete(json("{}"), None);
+    }
+
+    fn target(clone: u64) -> Target {
+        Target { sampler_id: "s".into(), clone }
+    }
+
+    fn begin_for(futures: &Futures, id: &str, clone: u64) -> Completer {
+        match futures.begin_for(id, &client("s"), Some(target(clone))) {
+            Begun::New(completer) => completer,
+            Begun::Known => panic!("{id} is new"),
+        }
+    }
+
+    async fn told(futures: &Futures, clone: u64, seen: u64, hold: Duration) -> (Vec<String>, u64) {
+        let (completions, cursor) = futures.completions(&target(clone), seen, hold).await;
+        (completions.into_iter().map(|completion| completion.request_id.to_string()).collect(), cursor)
+    }
+
+    #[tokio::test]
+    async fn completions_are_told_again_until_they_were_seen_and_to_nobody_else() {
+        let futures = Futures::new(Retention::default());
+        begin_for(&futures, "a", 0).complete(json("{}"), None);
+        begin_for(&futures, "other", 7).complete(json("{}"), None);
+        begin_for(&futures, "b", 0).complete(Answer::Failed(Failure::User("no".into())), None);
+        let (first, cursor) = told(&futures, 0, 0, SHORT).await;
+        assert_eq!(first, ["a", "b"]);
+        assert_eq!(told(&futures, 0, 0, SHORT).await.0, first, "an answer that was lost on its way");
+        assert_eq!(told(&futures, 0, cursor, SHORT).await, (vec![], cursor));
+        assert_eq!(told(&futures, 0, 0, SHORT).await.0, Vec::<String>::new(), "what was seen is forgotten");
+        assert_eq!(told(&futures, 7, 0, SHORT).await.0, ["other"]);
+        let bytes =
+            |told: (Vec<Completion>, u64)| told.0.into_iter().map(|completion| completion.result_bytes).collect::<Vec<_>>();
+        assert_eq!(bytes(futures.completions(&target(7), 0, SHORT).await), [Some(2)]);
+    }
+
+    #[tokio::test]
+    async fn a_completion_wakes_who_waits_for_it_and_no_waiting_is_left_behind() {
+        let futures = Futures::new(Retention::default());
+        let completer = begin_for(&futures, "a", 0);
+        let reader = tokio::spawn({
+            let futures = futures.clone();
+            async move { told(&futures, 0, 0, LONG).await.0 }
+        });
+        tokio::time::sleep(SHORT).await;
+        completer.complete(json("{}"), None);
+        assert_eq!(reader.await.unwrap(), ["a"]);
+        let cursor = told(&futures, 0, 0, SHORT).await.1;
+        told(&futures, 0, cursor, SHORT).await;
+        assert!(futures.shared.lock().watched.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_completion_whose_result_is_given_up_unread_is_told_and_one_that_was_read_is_not_kept() {
+        let futures = Futures::new(Retention { unread: Duration::ZERO, read: Duration::ZERO, gone_max: 1 });
+        begin_for(&futures, "read", 0).complete(json("{}"), None);
+        futures.wait("read", SHORT).await;
+        futures.retrieved("read");
+        assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
+        begin_for(&futures, "unread", 0).complete(json("{}"), None);
+        futures.retrieved("unread");
+        futures.sweep(Instant::now() + SHORT);
+        assert_eq!(futures.wait("unread", SHORT).await, Waited::Gone);
+        assert_eq!(told(&futures, 0, 0, SHORT).await.0, ["unread"]);
+        begin(&futures, "later").complete(json("{}"), None);
+        futures.sweep(Instant::now() + SHORT);
+        assert!(futures.shared.lock().completions.is_empty(), "ids that are forgotten take their completions along");
     }
 
     #[test]

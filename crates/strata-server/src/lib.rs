@@ -7,14 +7,14 @@
 //! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
-//! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them.
+//! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them; [`import`]: those that come from elsewhere.
 //! - [`ImageDirs`]: the directories that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
 //!
 //! Invariants:
 //! - A request is acknowledged at once; no handler waits for the engine. Only `retrieve_future` waits, and not for longer than the client.
 //! - Ids follow from what a client sends: a request that is sent again gets the same id and runs once.
-//! - Once a training operation's model and place in the order are known, it takes its place, even if the rest of it is refused.
+//! - Once a training operation's model and place in the order can be read, it takes its place, even if the rest of it is refused or never read.
 //! - A user's mistake is a 4xx with a sentence, or a failed future of category `user`; never a 409, a 425, a 5xx or a panic.
 //! - No body takes memory that was not charged to the transit budget first, as it arrives, inflated or decoded.
 //! - No path of the server's own file system is in an answer, but for the tokenizer's.
@@ -31,6 +31,7 @@ mod error;
 mod futures;
 mod ids;
 mod image_dirs;
+mod import;
 pub mod limits;
 mod names;
 mod payload;
@@ -48,5 +49,6 @@ pub use app::{ModelInfo, ServerConfig};
 pub use auth::KEY_PREFIX;
 pub use data_dir::{DataDir, DataDirError};
 pub use image_dirs::{ImageDirError, ImageDirs};
+pub use import::{ImportError, Imported, import};
 pub use server::{RunningServer, Server, StartError};
 pub use wire::proto;

@@ -22,6 +22,12 @@ pub const BODY_STALL_MAX: Duration = Duration::from_secs(10);
 pub const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 /// Bytes that are read of a body that nobody wants, such as one without the right key.
 pub const DRAINED_BYTES_MAX: usize = 1 << 20;
+/// Bytes of a body that is refused in which the model and the place of its operation are looked for.
+pub const HEAD_BYTES_MAX: usize = 64 << 10;
+/// How long the start of a body is waited for whose rest will not be read.
+pub const HEAD_TIME_MAX: Duration = Duration::from_millis(500);
+/// Log2 of the largest zstd window in bytes that is taken to look there.
+pub const ZSTD_START_WINDOW_LOG_MAX: u32 = 21;
 /// How long such a body may take to arrive.
 pub const DRAIN_TIME_MAX: Duration = Duration::from_secs(5);
 
@@ -99,6 +105,14 @@ pub const SESSION_BYTES: u64 = 1024;
 /// How long a session that has neither models nor samplers may be silent before it makes room for others.
 pub const EMPTY_SESSION_PATIENCE: Duration = Duration::from_secs(30);
 
+/// Ids of read results that one poll may report: a client keeps those of a poll that failed for the next.
+pub const RETRIEVED_IDS_MAX: usize = 65_536;
+/// Completions that one poll is told of at most; the next gets the rest.
+pub const COMPLETIONS_MAX: usize = 4096;
+/// Requests of one client of a sampling session: the next client's begin there.
+pub const REQUESTS_PER_CLONE: u64 = 1_000_000_000;
+/// Sessions of one page of a search.
+pub const SESSIONS_FOUND_MAX: usize = 200;
 /// How long a poll for a result is held; the SDK gives up on a poll after 45 s.
 pub const POLL_HOLD: Duration = Duration::from_secs(25);
 /// How often expired sessions, results and checkpoints are looked for.
@@ -111,6 +125,10 @@ pub const CHECKPOINT_TTL_SECONDS: std::ops::RangeInclusive<i64> = 3600..=10 * 36
 /// Bytes that the catalogue of checkpoints takes in memory; beyond it saves are refused until some are deleted. With short metadata that
 /// is some 200,000 checkpoints.
 pub const CATALOGUE_BYTES_MAX: usize = 128 << 20;
+/// How long the address of a file of a checkpoint holds; the SDK asks for new ones when less than five minutes are left.
+pub const DOWNLOAD_URL_LIFE: Duration = Duration::from_secs(2 * 3600);
+/// Bytes of a file that are read at a time, as they are sent.
+pub const DOWNLOAD_CHUNK_BYTES: usize = 64 << 10;
 /// Entries of one page of a listing.
 pub const PAGE_MAX: usize = 1000;
 

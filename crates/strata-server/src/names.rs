@@ -2,11 +2,12 @@
 //! error are cut.
 
 use std::borrow::Cow;
+use std::path::{Path, PathBuf};
 
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 
-/// The two kinds of checkpoints.
+/// The kinds of checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointKind {
@@ -14,17 +15,21 @@ pub enum CheckpointKind {
     Weights,
     /// The adapter alone.
     SamplerWeights,
+    /// The adapter alone, to be downloaded; encrypted, where its user gave keys.
+    ExternalWeights,
 }
 
 impl CheckpointKind {
     /// All kinds.
-    pub const ALL: [CheckpointKind; 2] = [CheckpointKind::Weights, CheckpointKind::SamplerWeights];
+    pub const ALL: [CheckpointKind; 3] =
+        [CheckpointKind::Weights, CheckpointKind::SamplerWeights, CheckpointKind::ExternalWeights];
 
     /// Its segment in a path.
     pub fn segment(self) -> &'static str {
         match self {
             CheckpointKind::Weights => "weights",
             CheckpointKind::SamplerWeights => "sampler_weights",
+            CheckpointKind::ExternalWeights => "external_weights",
         }
     }
 
@@ -33,6 +38,7 @@ impl CheckpointKind {
         match self {
             CheckpointKind::Weights => "training",
             CheckpointKind::SamplerWeights => "sampler",
+            CheckpointKind::ExternalWeights => "external",
         }
     }
 
@@ -61,7 +67,10 @@ impl CheckpointId {
         check_name("training run id", run)?;
         check_name("checkpoint name", name)?;
         let Some(kind) = CheckpointKind::parse(kind) else {
-            return Err(ApiError::bad(format!("checkpoint kind {:?} is not one of weights, sampler_weights", shown(kind))));
+            return Err(ApiError::bad(format!(
+                "checkpoint kind {:?} is not one of weights, sampler_weights, external_weights",
+                shown(kind)
+            )));
         };
         Ok(CheckpointId { run: run.into(), kind, name: name.into() })
     }
@@ -83,6 +92,11 @@ impl CheckpointId {
         let segments: Vec<&str> = path.strip_prefix("tinker://").ok_or_else(malformed)?.split('/').collect();
         let [run, kind, name] = segments[..] else { return Err(malformed()) };
         Self::new(run, kind, name)
+    }
+
+    /// Where its files are below a directory of checkpoints.
+    pub fn dir_in(&self, checkpoints_dir: &Path) -> PathBuf {
+        checkpoints_dir.join(&self.run).join(self.kind.segment()).join(&self.name)
     }
 
     /// Its `tinker://` path.

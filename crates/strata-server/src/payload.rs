@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
@@ -16,10 +17,11 @@ use tokio::sync::Semaphore;
 use crate::app::App;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
+use crate::routes::take_place;
 use crate::transit::Charge;
 use crate::wire::budget::Budget;
-use crate::wire::guard;
 use crate::wire::json::OpHead;
+use crate::wire::{guard, head};
 
 /// Bytes that are inflated at a time.
 const INFLATED_CHUNK_BYTES: usize = 64 << 10;
@@ -51,13 +53,15 @@ impl FromRequest<Arc<App>> for Payload {
         let encoding = header(&request, &CONTENT_ENCODING).to_ascii_lowercase();
         let bytes_max = app.config.body_bytes_max();
         if announced_bytes(&request).is_some_and(|bytes| bytes > bytes_max as u64) {
-            return Err(too_large(bytes_max));
+            let (start, _held) = start_of(app, request).await?;
+            return Err(refuse_in_place(app, &start, encoding == "zstd", too_large(bytes_max)));
         }
-        let mut charge = app.transit.charge();
-        let arriving = read(request.into_body(), bytes_max, &mut charge);
+        let (mut charge, mut bytes) = (app.transit.charge(), Vec::new());
+        let arriving = read(request.into_body(), bytes_max, &mut bytes, &mut charge);
         // Read before anything is refused: see `refuse`.
-        let bytes = match tokio::time::timeout(app.config.body_timeout, arriving).await {
-            Ok(read) => read?,
+        match tokio::time::timeout(app.config.body_timeout, arriving).await {
+            Ok(Ok(())) => {}
+            Ok(Err(refusal)) => return Err(refuse_in_place(app, &bytes, encoding == "zstd", refusal)),
             Err(_) => {
                 let seconds = app.config.body_timeout.as_secs_f64();
                 return Err(ApiError::Timeout(format!("the request body did not arrive within {seconds} s")));
@@ -71,7 +75,7 @@ impl FromRequest<Arc<App>> for Payload {
                 return Err(ApiError::bad(format!("content-encoding {other:?} is not supported; send zstd or none")));
             }
         };
-        Ok(Payload { bytes, is_protobuf, is_zstd, charge, app: app.clone() })
+        Ok(Payload { bytes: bytes.into(), is_protobuf, is_zstd, charge, app: app.clone() })
     }
 }
 
@@ -92,13 +96,9 @@ impl Payload {
     /// Decodes the JSON body of an operation.
     ///
     /// # Errors
-    /// If the body is not JSON, or names no model or place, or there is no room for it at the moment.
+    /// If the body names no model or place, as far as it is JSON, or there is no room for it at the moment.
     pub async fn operation<T: DeserializeOwned + Send + 'static>(self) -> ApiResult<(Operation<T>, Charge)> {
-        self.decode(|bytes, budget| {
-            let head = guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?;
-            Ok(Operation { head, asked: guard::parse(&bytes, budget) })
-        })
-        .await
+        self.decode(|bytes, budget| Ok(Operation { head: op_head(&bytes, budget)?, asked: guard::parse(&bytes, budget) })).await
     }
 
     /// Inflates and decodes: in place if the body is small, on one of a few blocking threads otherwise.
@@ -111,10 +111,18 @@ impl Payload {
         work: impl FnOnce(Bytes, &Budget) -> ApiResult<T> + Send + 'static,
     ) -> ApiResult<(T, Charge)> {
         let Payload { bytes, is_zstd, mut charge, app, .. } = self;
+        let decodes = app.decodes.clone();
         let is_small = !is_zstd && bytes.len() <= limits::BODY_INLINE_BYTES_MAX;
         let (body_bytes_max, request_bytes_max) = (app.config.body_bytes_max(), app.config.request_bytes_max());
         let decode = move || {
-            let bytes = if is_zstd { inflate(bytes, body_bytes_max, &mut charge)? } else { bytes };
+            let bytes = if is_zstd {
+                let mut inflated = Vec::new();
+                inflate(&bytes, body_bytes_max, &mut inflated, &mut charge)
+                    .map_err(|refusal| refuse_in_place(&app, &inflated, false, refusal))?;
+                inflated.into()
+            } else {
+                bytes
+            };
             let body_bytes = charge.bytes();
             let budget = Budget::new(request_bytes_max, charge);
             let decoded = work(bytes, &budget);
@@ -128,8 +136,37 @@ impl Payload {
                 }
             }
         };
-        if is_small { decode() } else { blocking(&app.decodes, decode).await }
+        if is_small { decode() } else { blocking(&decodes, decode).await }
     }
+}
+
+/// The head of the JSON body of an operation. Where the body is malformed, it is what can be read of it.
+///
+/// # Errors
+/// If there is none; the text says what is wrong with the body.
+pub fn op_head(body: &[u8], budget: &Budget) -> ApiResult<OpHead> {
+    guard::parse(body, budget).or_else(|reason| head::of_json(body).ok_or(ApiError::BadRequest(reason)))
+}
+
+/// Has the operation whose body begins with `start` take its place, and fail there, if it is refused for good: those behind it would wait for
+/// it for ever. Answers the refusal. What a client sends again by itself takes its place then.
+fn refuse_in_place(app: &Arc<App>, start: &[u8], is_zstd: bool, refusal: ApiError) -> ApiError {
+    if matches!(refusal, ApiError::Busy(_) | ApiError::Timeout(_) | ApiError::Internal(_)) {
+        return refusal;
+    }
+    let found = if is_zstd {
+        let mut charge = app.transit.charge();
+        if let Err(busy) = charge.try_grow(limits::HEAD_BYTES_MAX + (1 << limits::ZSTD_START_WINDOW_LOG_MAX)) {
+            return busy;
+        }
+        head::glimpse(&inflated_start(start))
+    } else {
+        head::glimpse(&start[..start.len().min(limits::HEAD_BYTES_MAX)])
+    };
+    if let Some(head) = found {
+        take_place(app, head, &refusal);
+    }
+    refusal
 }
 
 /// Runs work that grows with the size of a body on a blocking thread. Few of them run at once, by `turns`, so that requests that wait for their
@@ -156,22 +193,21 @@ pub async fn blocking<T: Send + 'static>(
 }
 
 /// Reads a body, charged as it arrives. The buffer grows by doubling up to what is announced: an announcement alone takes nothing.
-async fn read(body: Body, bytes_max: usize, charge: &mut Charge) -> ApiResult<Bytes> {
+async fn read(body: Body, bytes_max: usize, bytes: &mut Vec<u8>, charge: &mut Charge) -> ApiResult<()> {
     let announced = body.size_hint().exact().and_then(|bytes| usize::try_from(bytes).ok());
     let mut body = pin!(body);
-    let mut bytes: Vec<u8> = Vec::new();
     loop {
         let Ok(arrived) = tokio::time::timeout(limits::BODY_STALL_MAX, body.frame()).await else {
             let seconds = limits::BODY_STALL_MAX.as_secs();
             return Err(ApiError::Timeout(format!("nothing of the request body arrived for {seconds} s")));
         };
-        let Some(frame) = arrived else { return Ok(bytes.into()) };
+        let Some(frame) = arrived else { return Ok(()) };
         let frame = frame.map_err(|error| ApiError::bad(format!("request body: {error}")))?;
         let Some(arrived) = frame.data_ref() else { continue };
         if bytes.len() + arrived.len() > bytes_max {
             return Err(too_large(bytes_max));
         }
-        let grows_by = growth(&bytes, arrived.len(), announced.unwrap_or(bytes_max));
+        let grows_by = growth(bytes, arrived.len(), announced.unwrap_or(bytes_max));
         charge.grow(grows_by).await?;
         bytes.reserve_exact(grows_by + bytes.capacity() - bytes.len());
         bytes.extend_from_slice(arrived);
@@ -229,19 +265,67 @@ impl Write for ChargedText {
 /// Refuses a request whose body has not been read. A connection that is answered before its request has arrived is closed, and a client that
 /// sends its next request over it sees an error in place of an answer; so what is left of a small body is read and dropped first.
 pub async fn refuse(request: Request, refusal: ApiError) -> Response {
-    if announced_bytes(&request).is_some_and(|bytes| bytes > limits::DRAINED_BYTES_MAX as u64) {
+    let is_large = is_large(&request);
+    if !is_large {
+        drain(request, limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX, |_| {}).await;
+    }
+    answer_unread(is_large, refusal)
+}
+
+/// As [`refuse`], of a request that may be an operation of a model: it takes its place, if it says which.
+pub async fn refuse_operation(app: &Arc<App>, request: Request, refusal: ApiError) -> Response {
+    let (is_large, is_zstd) = (is_large(&request), header(&request, &CONTENT_ENCODING).eq_ignore_ascii_case("zstd"));
+    match start_of(app, request).await {
+        Ok((start, _held)) => answer_unread(is_large, refuse_in_place(app, &start, is_zstd, refusal)),
+        Err(busy) => answer_unread(is_large, busy),
+    }
+}
+
+fn is_large(request: &Request) -> bool {
+    announced_bytes(request).is_some_and(|bytes| bytes > limits::DRAINED_BYTES_MAX as u64)
+}
+
+fn answer_unread(is_large: bool, refusal: ApiError) -> Response {
+    if is_large {
         return ([(axum::http::header::CONNECTION, "close")], refusal).into_response();
     }
+    refusal.into_response()
+}
+
+/// The first bytes of a body that is to be refused; of a small one, the rest is read and dropped.
+///
+/// # Errors
+/// If there is no room for them at the moment.
+async fn start_of(app: &App, request: Request) -> ApiResult<(Vec<u8>, Charge)> {
+    let mut charge = app.transit.charge();
+    charge.grow(limits::HEAD_BYTES_MAX).await?;
+    let (read_max, time_max) = match is_large(&request) {
+        // Its connection is closed, and its client may be waiting for that.
+        true => (limits::HEAD_BYTES_MAX, limits::HEAD_TIME_MAX),
+        false => (limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX),
+    };
+    let mut start = Vec::new();
+    drain(request, read_max, time_max, |arrived| {
+        let kept = arrived.len().min(limits::HEAD_BYTES_MAX - start.len());
+        start.extend_from_slice(&arrived[..kept]);
+    })
+    .await;
+    Ok((start, charge))
+}
+
+/// Reads a body up to `read_max` and for `time_max`, and shows `see` what arrives.
+async fn drain(request: Request, read_max: usize, time_max: Duration, mut see: impl FnMut(&[u8])) {
     let drained = async {
-        let (mut body, mut left) = (pin!(request.into_body()), limits::DRAINED_BYTES_MAX);
+        let (mut body, mut left) = (pin!(request.into_body()), read_max);
         while let Some(Ok(frame)) = body.frame().await {
-            let Some(rest) = left.checked_sub(frame.data_ref().map_or(0, Bytes::len)) else { return };
+            let Some(arrived) = frame.data_ref() else { continue };
+            see(arrived);
+            let Some(rest) = left.checked_sub(arrived.len()) else { return };
             left = rest;
         }
     };
     // Whatever comes of it, the answer is the same.
-    let _ = tokio::time::timeout(limits::DRAIN_TIME_MAX, drained).await;
-    refusal.into_response()
+    let _ = tokio::time::timeout(time_max, drained).await;
 }
 
 fn announced_bytes(request: &Request) -> Option<u64> {
@@ -258,8 +342,8 @@ fn too_large(bytes_max: usize) -> ApiError {
     ApiError::TooLarge(format!("request body is above the limit of {}", limits::shown_bytes(bytes_max)))
 }
 
-/// Inflates a body, each part charged before it is there, and lets go of what it was compressed to.
-fn inflate(compressed: Bytes, bytes_max: usize, charge: &mut Charge) -> ApiResult<Bytes> {
+/// Inflates a body into `inflated`, each part charged before it is there, and lets go of what is charged for what it was compressed to.
+fn inflate(compressed: &[u8], bytes_max: usize, inflated: &mut Vec<u8>, charge: &mut Charge) -> ApiResult<()> {
     let compressed_bytes = charge.bytes();
     // A frame may ask for its window before its first byte is out.
     let window_log = (charge.transit().bytes_max() / 16).max(1 << 10).ilog2().min(limits::ZSTD_WINDOW_LOG_MAX);
@@ -269,9 +353,9 @@ fn inflate(compressed: Bytes, bytes_max: usize, charge: &mut Charge) -> ApiResul
         let window = limits::shown_bytes(window_bytes);
         ApiError::bad(format!("request body is not zstd with a window of up to {window}: {error}"))
     };
-    let mut decoder = zstd::stream::read::Decoder::with_buffer(&compressed[..]).map_err(malformed)?;
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(compressed).map_err(malformed)?;
     decoder.window_log_max(window_log).map_err(malformed)?;
-    let (mut inflated, mut chunk) = (Vec::new(), vec![0; INFLATED_CHUNK_BYTES]);
+    let mut chunk = vec![0; INFLATED_CHUNK_BYTES];
     loop {
         let count = decoder.read(&mut chunk).map_err(malformed)?;
         if count == 0 {
@@ -280,13 +364,29 @@ fn inflate(compressed: Bytes, bytes_max: usize, charge: &mut Charge) -> ApiResul
         if inflated.len() + count > bytes_max {
             return Err(too_large(bytes_max));
         }
-        let grows_by = growth(&inflated, count, bytes_max);
+        let grows_by = growth(inflated, count, bytes_max);
         charge.try_grow(grows_by)?;
         inflated.reserve_exact(grows_by + inflated.capacity() - inflated.len());
         inflated.extend_from_slice(&chunk[..count]);
     }
     charge.shrink(compressed_bytes + window_bytes);
-    Ok(inflated.into())
+    Ok(())
+}
+
+/// How a body starts of whose compressed form only the start is there.
+fn inflated_start(compressed: &[u8]) -> Vec<u8> {
+    let mut start = Vec::new();
+    if let Ok(mut decoder) = zstd::stream::read::Decoder::with_buffer(compressed)
+        && decoder.window_log_max(limits::ZSTD_START_WINDOW_LOG_MAX).is_ok()
+    {
+        let mut chunk = [0; 4096];
+        while start.len() < limits::HEAD_BYTES_MAX
+            && let Ok(count @ 1..) = decoder.read(&mut chunk)
+        {
+            start.extend_from_slice(&chunk[..count]);
+        }
+    }
+    start
 }
 
 #[cfg(test)]
@@ -297,9 +397,10 @@ mod tests {
     fn inflated(frame: &[u8], bytes_max: usize, transit: &Transit) -> ApiResult<Bytes> {
         let mut charge = transit.charge();
         charge.try_grow(frame.len()).unwrap();
-        let inflated = inflate(Bytes::copy_from_slice(frame), bytes_max, &mut charge)?;
+        let mut inflated = Vec::new();
+        inflate(frame, bytes_max, &mut inflated, &mut charge)?;
         assert!((inflated.len()..=2 * inflated.len() + 100).contains(&charge.bytes()), "what is held is what is charged");
-        Ok(inflated)
+        Ok(inflated.into())
     }
 
     #[test]

@@ -30,6 +30,32 @@ pub enum SessionStatus {
     Active,
     /// It is over, for this reason; its models and sampling weights are freed.
     Ended(String),
+    /// Its client finished it, and said how; the same holds.
+    Finished(String),
+}
+
+impl SessionStatus {
+    /// Why it is over, for whoever asks it for something.
+    fn reason(&self) -> &str {
+        match self {
+            SessionStatus::Active => "it is active",
+            SessionStatus::Ended(reason) => reason,
+            SessionStatus::Finished(_) => "its client finished the session",
+        }
+    }
+}
+
+/// What a user says of a session.
+#[derive(Debug, Default)]
+pub struct About {
+    /// What is attached to it.
+    pub user_metadata: Metadata,
+    /// Its name.
+    pub display_name: Option<String>,
+    /// What the user calls the project that it belongs to.
+    pub project_id: Option<String>,
+    /// Whether nobody sends heartbeats for it: it is then alive while it samples.
+    pub is_shared: bool,
 }
 
 /// A client process and its forks.
@@ -41,12 +67,17 @@ pub struct Session {
     pub user_metadata: Metadata,
     /// The name the user gave it.
     pub display_name: Option<String>,
+    /// What the user calls the project that it belongs to.
+    pub project_id: Option<String>,
+    /// When it was made.
+    pub created_at: OffsetDateTime,
     /// Its models, oldest first.
     pub models: Vec<ModelId>,
     /// Its sampling sessions, oldest first.
     pub samplers: Vec<String>,
     /// Who it is to the engine.
     pub client: Client,
+    is_shared: bool,
     /// Its place in the order of all sessions.
     number: u64,
     last_seen: Instant,
@@ -102,6 +133,8 @@ pub struct SamplingSession {
     session_id: String,
     last_used: Instant,
     running: usize,
+    /// Clients that joined it.
+    joined: u64,
     _charge: Arc<Charge>,
 }
 
@@ -165,7 +198,8 @@ impl Registry {
     }
 
     /// Makes a session under an id that no other has; `charge` pays for what is known of it.
-    pub fn create_session(&self, client: Client, user_metadata: Metadata, display_name: Option<String>, charge: Charge) {
+    pub fn create_session(&self, client: Client, about: About, charge: Charge) {
+        let About { user_metadata, display_name, project_id, is_shared } = about;
         let mut inner = self.lock();
         inner.sessions_made += 1;
         let (id, number) = (client.session.to_string(), inner.sessions_made);
@@ -173,6 +207,9 @@ impl Registry {
             status: SessionStatus::Active,
             user_metadata,
             display_name,
+            project_id,
+            created_at: OffsetDateTime::now_utc(),
+            is_shared,
             models: Vec::new(),
             samplers: Vec::new(),
             client,
@@ -233,29 +270,54 @@ impl Registry {
         self.lock().sessions.get(session_id).is_some_and(|session| session.status == SessionStatus::Active)
     }
 
-    /// Ends a session; ending it twice is the same as once. Answers whom the engine has to end, if it was not over.
+    /// Ends a session as its client says; ending it twice is the same as once. Answers whom the engine has to end, if it was not over.
     ///
     /// # Errors
     /// If there is none.
-    pub fn end_session(&self, session_id: &str, reason: &str) -> ApiResult<Option<Client>> {
+    pub fn finish_session(&self, session_id: &str, how: &str) -> ApiResult<Option<Client>> {
         let mut inner = self.lock();
         let session = inner.sessions.get(session_id).ok_or_else(|| unknown_session(session_id))?;
         match session.status {
-            SessionStatus::Ended(_) => Ok(None),
-            SessionStatus::Active => Ok(inner.end(session_id, reason)),
+            SessionStatus::Active => Ok(inner.end(session_id, SessionStatus::Finished(how.to_owned()))),
+            _ => Ok(None),
         }
+    }
+
+    /// Notes the project of a session.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn set_project(&self, session_id: &str, project_id: String) -> ApiResult<()> {
+        let mut inner = self.lock();
+        let session = inner.sessions.get_mut(session_id).ok_or_else(|| unknown_session(session_id))?;
+        session.project_id = Some(project_id);
+        Ok(())
+    }
+
+    /// Numbers another client of a sampling session; the one that made it is 0.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn join_sampler(&self, sampler_id: &str) -> ApiResult<u64> {
+        let mut inner = self.lock();
+        let sampler = inner.samplers.get_mut(sampler_id).ok_or_else(|| unknown_sampler(sampler_id))?;
+        sampler.joined += 1;
+        Ok(sampler.joined)
     }
 
     /// Ends sessions that have not been heard of. Answers whom the engine has to end.
     pub fn expire(&self, now: Instant) -> Vec<Client> {
         let mut inner = self.lock();
         let is_expired = |session: &Session| {
-            session.status == SessionStatus::Active && now.saturating_duration_since(session.last_seen) > self.session_timeout
+            let is_sampling = |id: &String| inner.samplers.get(id).is_some_and(|sampler| sampler.running > 0);
+            session.status == SessionStatus::Active
+                && now.saturating_duration_since(session.last_seen) > self.session_timeout
+                && !(session.is_shared && session.samplers.iter().any(is_sampling))
         };
         let expired = inner.session_order.values().filter(|id| inner.sessions.get(*id).is_some_and(is_expired));
         let expired: Vec<String> = expired.cloned().collect();
         let reason = format!("its session was not heard of for {} s", self.session_timeout.as_secs());
-        expired.into_iter().filter_map(|id| inner.end(&id, &reason)).collect()
+        expired.into_iter().filter_map(|id| inner.end(&id, SessionStatus::Ended(reason.clone()))).collect()
     }
 
     /// Forgets sessions that were over before many others.
@@ -267,6 +329,14 @@ impl Registry {
     /// Session ids, newest first.
     pub fn sessions(&self) -> Vec<String> {
         self.lock().session_order.values().rev().cloned().collect()
+    }
+
+    /// Sessions that a condition holds for, newest first, with their ids; as many as `limit`, which holds for what is copied.
+    pub fn find_sessions(&self, limit: usize, condition: impl Fn(&str, &Session) -> bool) -> Vec<(String, Session)> {
+        let inner = self.lock();
+        let sessions = inner.session_order.values().rev().filter_map(|id| Some((id, inner.sessions.get(id)?)));
+        let found = sessions.filter(|(id, session)| condition(id, session)).take(limit);
+        found.map(|(id, session)| (id.clone(), session.clone())).collect()
     }
 
     /// A session by its id.
@@ -389,6 +459,7 @@ impl Registry {
             session_id: session_id.to_owned(),
             last_used: clock::now(),
             running: 0,
+            joined: 0,
             _charge: Arc::new(charge),
         };
         inner.samplers.insert(sampler_id.to_owned(), sampler);
@@ -455,26 +526,27 @@ impl Inner {
         let session = self.sessions.get_mut(session_id).ok_or_else(|| unknown_session(session_id))?;
         match &session.status {
             SessionStatus::Active => Ok(session),
-            SessionStatus::Ended(reason) => Err(ApiError::Gone(format!("session {session_id} is over: {reason}"))),
+            over => Err(ApiError::Gone(format!("session {session_id} is over: {}", over.reason()))),
         }
     }
 
-    fn end(&mut self, session_id: &str, reason: &str) -> Option<Client> {
+    fn end(&mut self, session_id: &str, status: SessionStatus) -> Option<Client> {
         let session = self.sessions.get_mut(session_id)?;
-        session.status = SessionStatus::Ended(reason.to_owned());
+        let reason = status.reason().to_owned();
+        session.status = status;
         let client = session.client.clone();
         for id in &session.models {
             if let Some(entry) = self.models.get_mut(id)
                 && entry.model.state == State::Active
             {
-                entry.model.state = State::Gone(reason.to_owned());
+                entry.model.state = State::Gone(reason.clone());
             }
         }
         for id in &session.samplers {
             if let Some(sampler) = self.samplers.get_mut(id)
                 && sampler.state == State::Active
             {
-                sampler.state = State::Gone(reason.to_owned());
+                sampler.state = State::Gone(reason.clone());
             }
         }
         self.ended.push_back(session_id.to_owned());

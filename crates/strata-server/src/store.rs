@@ -7,29 +7,38 @@
 //! Every save has an identity, which tells the two apart: an edit goes to what is on the disk, a load gets the save it was asked for, and a
 //! checkpoint that was deleted before its save was answered stays deleted. Names are held while the catalogue looks at one and acts on it.
 //!
+//! Checkpoints of runs named [`IMPORTED`] are written by other processes, and catalogued when someone asks for them.
+//!
 //! Nothing in the directory is believed to be what its name says: links and special files are passed over, and never opened or followed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use strata_engine::api::{CheckpointSource, LoraSpec, METADATA_BYTES_MAX, METADATA_FILE};
 use strata_model::Error;
-use strata_model::checkpoint::{hold_names, read_own_file, recover_directories, set_aside, write_file_atomically};
+use strata_model::checkpoint::{
+    Existing, hold_names, read_own_file, recover_directories, set_aside, write_atomically, write_file_atomically,
+};
 use time::OffsetDateTime;
 
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
-use crate::names::{CheckpointId, CheckpointKind, check_name};
+use crate::names::{CheckpointId, CheckpointKind, check_name, shown};
 
 /// What this build writes; a record of a later format is left alone.
 const RECORD_FORMAT: u32 = 1;
 /// Deleted directories that could not be removed and are tried again; beyond it they wait for the next start.
 const TRASH_MAX: usize = 4096;
+
+/// What the names of runs begin with whose checkpoints come from elsewhere, and may do so while a server runs.
+pub const IMPORTED: &str = "import-";
 
 /// What is known of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -180,7 +189,7 @@ impl Store {
 
     /// Where a checkpoint is, or would be.
     pub fn dir(&self, id: &CheckpointId) -> PathBuf {
-        self.checkpoints_dir.join(&id.run).join(id.kind.segment()).join(&id.name)
+        id.dir_in(&self.checkpoints_dir)
     }
 
     /// What the engine needs to load exactly this save.
@@ -223,12 +232,50 @@ impl Store {
     /// # Errors
     /// If there is none, or its time is over.
     pub fn get(&self, id: &CheckpointId) -> ApiResult<CheckpointRecord> {
-        let found = self.lock().records.get(id).filter(|record| !is_expired(record, OffsetDateTime::now_utc())).cloned();
+        let found = self.known(id).filter(|record| !is_expired(record, OffsetDateTime::now_utc()));
         found.ok_or_else(|| not_found(id))
+    }
+
+    /// A checkpoint of the catalogue, or one that was imported since that was read.
+    fn known(&self, id: &CheckpointId) -> Option<CheckpointRecord> {
+        let known = self.lock().records.get(id).cloned();
+        known.or_else(|| {
+            let dir = self.dir(id);
+            let is_there = id.run.starts_with(IMPORTED) && dir.ancestors().take(3).all(is_directory);
+            let record = is_there.then(|| read_record(&dir, id.kind).ok().flatten()).flatten()?;
+            let mut catalogue = self.lock();
+            // A full catalogue takes no more, and a delete may have come first.
+            if !catalogue.is_full() && is_directory(&dir) {
+                catalogue.put(record.clone());
+            }
+            Some(record)
+        })
+    }
+
+    /// Catalogues what was imported since: of one run, or of all.
+    fn find_imported(&self, run: Option<&str>) {
+        let runs: Vec<String> = match run {
+            Some(run) => vec![run.into()],
+            None => {
+                let entries = fs::read_dir(&self.checkpoints_dir).into_iter().flatten().map_while(Result::ok);
+                entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+            }
+        };
+        for run in runs.iter().filter(|run| run.starts_with(IMPORTED)) {
+            let kind = CheckpointKind::Weights;
+            let dir = self.checkpoints_dir.join(run).join(kind.segment());
+            let names = subdirectories(&dir).into_iter().flatten();
+            for name in names.filter_map(|dir| dir.file_name()?.to_str().map(str::to_owned)) {
+                if let Ok(id) = CheckpointId::new(run, kind.segment(), &name) {
+                    self.known(&id);
+                }
+            }
+        }
     }
 
     /// Checkpoints, newest first: all of them, or those of one run.
     pub fn list(&self, run: Option<&str>) -> Vec<CheckpointRecord> {
+        self.find_imported(run);
         let now = OffsetDateTime::now_utc();
         let catalogue = self.lock();
         let is_wanted = |record: &&CheckpointRecord| run.is_none_or(|run| record.run == run) && !is_expired(record, now);
@@ -236,6 +283,107 @@ impl Store {
         drop(catalogue);
         found.sort_by_key(|record| std::cmp::Reverse(record.created_at));
         found
+    }
+
+    /// A checkpoint and the names of its files that clients may have, in order. Blocks.
+    ///
+    /// # Errors
+    /// If there is none, or its directory cannot be read.
+    pub fn files(&self, id: &CheckpointId) -> ApiResult<(CheckpointRecord, Vec<String>)> {
+        let _names = hold_names();
+        let record = self.get(id)?;
+        let unread = |error: std::io::Error| {
+            let path = self.dir(id);
+            failed(format!("the files of {} cannot be listed", id.tinker_path()), &Error::Io { path, source: error })
+        };
+        let mut files = Vec::new();
+        for entry in fs::read_dir(self.dir(id)).map_err(unread)? {
+            let entry = entry.map_err(unread)?;
+            let name = entry.file_name().into_string().unwrap_or_default();
+            if is_for_clients(&name) && entry.file_type().map_err(unread)?.is_file() {
+                files.push(name);
+            }
+        }
+        files.sort();
+        Ok((record, files))
+    }
+
+    /// Opens a file of exactly this save for reading, with its length. Blocks.
+    ///
+    /// # Errors
+    /// If it has no such file, or another save has taken its place.
+    pub fn open_file(&self, record: &CheckpointRecord, name: &str) -> ApiResult<(fs::File, u64)> {
+        let id = record.id();
+        let missing = || ApiError::NotFound(format!("{} has no file {:?}", id.tinker_path(), shown(name)));
+        if !is_for_clients(name) {
+            return Err(missing());
+        }
+        let _names = hold_names();
+        let on_disk = read_record(&self.dir(&id), id.kind).ok().flatten();
+        if on_disk.is_none_or(|on_disk| on_disk.save_id != record.save_id) {
+            return Err(not_found(&id));
+        }
+        // Neither through a link nor waiting for the other end of a pipe.
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let opened = fs::OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(self.dir(&id).join(name));
+        let file = opened.map_err(|_| missing())?;
+        let metadata = file.metadata().map_err(|_| missing())?;
+        if metadata.is_file() { Ok((file, metadata.len())) } else { Err(missing()) }
+    }
+
+    /// Makes a copy of a checkpoint under another run's name, as a checkpoint of its own. Files are shared where the file system lets them be; none
+    /// is ever changed. Blocks.
+    ///
+    /// # Errors
+    /// If the source is gone, the name is taken, there is no room in the catalogue, or the file system refuses.
+    pub fn copy(
+        &self,
+        source: &CheckpointRecord,
+        run: &str,
+        expires_at: Option<OffsetDateTime>,
+    ) -> ApiResult<CheckpointRecord> {
+        self.check_room().map_err(ApiError::BadRequest)?;
+        let from = source.id();
+        let mut copy = CheckpointRecord::new(
+            CheckpointId { run: run.to_owned(), ..from.clone() },
+            source.base_model.clone(),
+            source.lora.clone(),
+        );
+        copy.expires_at = expires_at;
+        (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
+        let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
+        if dir.symlink_metadata().is_ok() {
+            return Err(ApiError::bad(format!("checkpoint {} exists already", copy.id().tinker_path())));
+        }
+        let io_error = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Io { path, source }
+        };
+        let is_same = || matches!(read_record(&source_dir, from.kind), Ok(Some(found)) if found.save_id == source.save_id);
+        let written = write_atomically(&dir, Existing::Refuse, |partial| {
+            let is_file = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_file());
+            for entry in fs::read_dir(&source_dir).map_err(io_error(&source_dir))? {
+                let entry = entry.map_err(io_error(&source_dir))?;
+                let name = entry.file_name();
+                if !is_file(&entry) || !is_for_clients(&name.to_string_lossy()) {
+                    continue;
+                }
+                let (from, to) = (entry.path(), partial.join(&name));
+                fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop)).map_err(io_error(&to))?;
+            }
+            // Another save may have taken the name meanwhile, and its files are not to be mixed in.
+            if !is_same() {
+                return Err(Error::Io { path: source_dir.clone(), source: ErrorKind::NotFound.into() });
+            }
+            write_record(partial, &copy)
+        });
+        match written {
+            Ok(size_bytes) => copy.size_bytes = size_bytes,
+            Err(_) if !is_same() => return Err(not_found(&from)),
+            Err(error) => return Err(failed(format!("{} was not copied", from.tinker_path()), &error)),
+        }
+        self.insert(copy.clone());
+        Ok(copy)
     }
 
     /// Deletes a checkpoint and its files. Blocks.
@@ -249,7 +397,7 @@ impl Store {
     /// Deletes a checkpoint if what is on the disk under its name has an identity that is wanted.
     fn delete_if(&self, id: &CheckpointId, is_wanted: impl FnOnce(&str) -> bool) -> ApiResult<()> {
         let names = hold_names();
-        let known = self.lock().records.get(id).cloned().ok_or_else(|| not_found(id))?;
+        let known = self.known(id).ok_or_else(|| not_found(id))?;
         let dir = self.dir(id);
         // A record that cannot be read belongs to no save that is to be answered.
         let on_disk = read_record(&dir, id.kind).ok().flatten().map_or_else(|| known.save_id.clone(), |record| record.save_id);
@@ -342,6 +490,11 @@ impl Store {
     }
 }
 
+/// Whether a file of a checkpoint's directory is one of the checkpoint, rather than what the server keeps about it.
+fn is_for_clients(name: &str) -> bool {
+    !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\']) && name != METADATA_FILE
+}
+
 fn not_found(id: &CheckpointId) -> ApiError {
     ApiError::NotFound(format!("there is no checkpoint {}", id.tinker_path()))
 }
@@ -416,13 +569,12 @@ fn write_record(dir: &Path, record: &CheckpointRecord) -> strata_model::Result<(
 
 #[cfg(test)]
 mod tests {
-    use strata_model::checkpoint::{Existing, write_atomically};
-
     use super::*;
 
     fn record(name: &str) -> CheckpointRecord {
         let id = CheckpointId::new("s:train:0", "weights", name).unwrap();
-        let lora = LoraSpec { rank: 4, seed: 1, train_attn: true, train_mlp: true, train_unembed: false };
+        let lora =
+            LoraSpec { rank: 4, seed: 1, train_attn: true, train_mlp: true, train_unembed: false, ranks: Default::default() };
         CheckpointRecord::new(id, "base".into(), lora)
     }
 
@@ -464,6 +616,38 @@ mod tests {
         assert_eq!(found.len(), 1);
         assert!(found[0].public && found[0].size_bytes > 10);
         assert_eq!(found[0].lora, record("a").lora);
+    }
+
+    #[test]
+    fn what_is_imported_while_a_server_runs_is_found_listed_and_deleted() {
+        let data_dir = tempfile::tempdir().unwrap();
+        let store = open(data_dir.path());
+        let write = |dir: &Path| {
+            fs::write(dir.join("adapter_model.safetensors"), [0u8; 10]).unwrap();
+            Ok(())
+        };
+        let import = |name: &str| crate::import(data_dir.path(), name, "base", record("a").lora, write);
+        let (one, other) = (import("one").unwrap(), import("other").unwrap());
+        let id = |path: &str| CheckpointId::parse(path).unwrap();
+        let found = store.get(&id(&one.path)).unwrap();
+        assert_eq!((found.lora.clone(), found.size_bytes), (record("a").lora, one.size_bytes));
+        assert_eq!(store.list(None).len(), 2, "one that nobody has asked for is listed too");
+        assert_eq!(store.list(Some(&id(&other.path).run)).len(), 1);
+        let third = import("third").unwrap();
+        for path in [&one.path, &third.path] {
+            store.delete(&id(path)).unwrap();
+            assert!(store.get(&id(path)).is_err() && !store.dir(&id(path)).exists());
+        }
+        assert_eq!(store.list(None).len(), 1);
+        drop(store);
+        assert_eq!(open(data_dir.path()).get(&id(&other.path)).unwrap().base_model, "base");
+        assert!(import("..").is_err() && import("a/b").is_err());
+        // Only what has the name of an import is looked for.
+        let store = open(data_dir.path());
+        let mut stray = record("stray");
+        stray.run = "s:train:9".into();
+        write_files(&store, &stray);
+        assert!(store.get(&stray.id()).is_err());
     }
 
     #[test]

@@ -81,7 +81,7 @@ pub struct Naming {
 }
 
 /// A name that fits a line and a path of a request.
-fn parse_name(name: &str) -> Result<String, String> {
+pub fn parse_name(name: &str) -> Result<String, String> {
     /// Longer than any on the hub.
     const CHARS_MAX: usize = 200;
     if name.is_empty() || name.chars().count() > CHARS_MAX {

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use commands::{bench, demo, export, init_model, inspect, serve, trace};
+use commands::{bench, demo, export, import, init_model, inspect, serve, trace};
 
 /// Train and sample LoRA adapters on one base model, through the Tinker API.
 #[derive(Parser)]
@@ -32,8 +32,10 @@ enum Command {
     Trace(trace::Args),
     /// Say what a checkpoint holds and would take, without loading its weights.
     Inspect(inspect::Args),
-    /// Write an adapter in the form that PEFT or the Tinker tools load.
+    /// Write an adapter in the form that PEFT or the Tinker tools load, or a checkpoint of the base model with the adapter in its weights.
     Export(export::Args),
+    /// Make a checkpoint that can be trained and sampled of a PEFT adapter.
+    Import(import::Args),
     /// Write a checkpoint with random weights.
     InitModel(init_model::Args),
     /// Measure training and sampling beside the limits of this machine.
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Export(args) => export::run(args),
+        Command::Import(args) => import::run(args),
         Command::InitModel(args) => init_model::run(args),
         Command::Bench(args) => bench::run(args),
     };

@@ -115,7 +115,13 @@ fn the_last_room_for_adapters_is_for_those_who_have_none() {
 fn draining_keeps_what_saves_wait_for_and_nothing_else() {
     let intake = intake(1 << 20);
     intake.add_model(&"other".into(), &client(), BYTES).unwrap();
-    let target = SaveTarget { dir: "d".into(), name: "n".into(), overwrite: false, metadata: serde_json::Value::Null };
+    let target = SaveTarget {
+        dir: "d".into(),
+        name: "n".into(),
+        overwrite: false,
+        metadata: serde_json::Value::Null,
+        recipients: vec![],
+    };
     let save = || Op::Save { target: target.clone(), with_optimizer: true };
     for (seq, op) in [(1, Op::Optim(AdamParams::default())), (2, save()), (3, Op::Optim(AdamParams::default())), (5, save())] {
         intake.accept_op("m", seq, 1, queued(seq, op).0).unwrap();

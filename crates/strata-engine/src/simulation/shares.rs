@@ -151,7 +151,14 @@ impl Clients {
         let mut rng = Rng::new(3);
         for n in 0..models {
             let model_id = format!("{}:{n}", who.session);
-            let lora = LoraSpec { rank: 1, seed: 1, train_attn: true, train_mlp: true, train_unembed: true };
+            let lora = LoraSpec {
+                rank: 1,
+                seed: 1,
+                train_attn: true,
+                train_mlp: true,
+                train_unembed: true,
+                ranks: Default::default(),
+            };
             self.send(who, Request::CreateModel { model_id: model_id.clone(), lora });
             let ops = (0..ops).flat_map(|_| op(&model_id, self.sent.get() + 1, &mut rng)).collect::<Vec<_>>();
             for (seq_id, op) in (1..).zip(ops) {

@@ -393,7 +393,14 @@ impl Compute for Toy {
     }
 
     fn spec_of(&self, state: &State) -> LoraSpec {
-        LoraSpec { rank: state.rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true }
+        LoraSpec {
+            rank: state.rank,
+            seed: 0,
+            train_attn: true,
+            train_mlp: true,
+            train_unembed: true,
+            ranks: Default::default(),
+        }
     }
 
     fn state_bytes(&self, state: &State) -> AdapterBytes {

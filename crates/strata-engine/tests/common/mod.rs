@@ -68,7 +68,7 @@ pub fn user_error(outcome: Outcome) -> String {
 }
 
 pub fn lora(rank: usize, seed: u64) -> LoraSpec {
-    LoraSpec { rank, seed, train_attn: true, train_mlp: true, train_unembed: true }
+    LoraSpec { rank, seed, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() }
 }
 
 pub fn create(engine: &EngineHandle, id: &str, rank: usize, seed: u64) {
@@ -156,7 +156,13 @@ pub fn bits_of(values: &[f32]) -> Vec<u32> {
 }
 
 pub fn save(dir: &Path) -> SaveTarget {
-    SaveTarget { dir: dir.into(), name: "the-save".into(), overwrite: false, metadata: serde_json::json!({ "by": "test" }) }
+    SaveTarget {
+        dir: dir.into(),
+        name: "the-save".into(),
+        overwrite: false,
+        metadata: serde_json::json!({ "by": "test" }),
+        recipients: vec![],
+    }
 }
 
 /// What [`save`] saved in a directory.

@@ -1,6 +1,6 @@
 //! Checkpoints on disk: the only place that knows how Hugging Face lays out files and names tensors.
 //!
-//! - [`write_adapter`], [`read_adapter`]: PEFT adapters; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
+//! - [`write_adapter`], [`read_adapter`]: PEFT adapters; [`gradient_as_given`]: their gradients; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
 //! - [`write_atomically`]: directories that appear whole or not at all; [`set_aside`], [`write_file_atomically`]: the same for what goes or changes.
 //! - [`read_own_file`]: small files that may be anything.
 //! - [`fetch_model`]: models of the Hugging Face hub, through its cache.
@@ -13,18 +13,22 @@ mod mxfp4;
 mod peft;
 mod reader;
 mod safetensors;
+mod safetensors_file;
 mod source_tensor;
 
 pub use atomic::{Existing, NamesHeld, hold_names, recover_directories, set_aside, write_atomically, write_file_atomically};
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
 pub use limits::read_own_file;
 pub use peft::{
-    AdapterFormat, OptimizerState, PeftAdapter, adapter_tensors, read_adapter, read_optimizer, write_adapter, write_optimizer,
+    AdapterFormat, OptimizerState, PeftAdapter, gradient_as_given, named_base_model, read_adapter, read_optimizer,
+    write_adapter, write_optimizer,
 };
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
-pub(crate) use limits::{read_text, read_text_if_exists};
+pub(crate) use limits::{open_regular, read_text, read_text_if_exists};
 pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
+pub(crate) use safetensors::{INDEX_FILE, SINGLE_FILE, StoredTensor};
+pub(crate) use safetensors_file::{Sink, WrittenTensor, write_safetensors};
 pub(crate) use source_tensor::first_not_finite;

@@ -2,12 +2,13 @@
 //!
 //! For each layer and projection there is an A of `[rank, in]` and a B of `[out, rank]`, unscaled, under
 //! `base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight` and so on. The unembedding and experts are where two conventions part
-//! ([`AdapterFormat`]). What training saves has the names by which the Tinker tools merge it, `base_model.model.model.unembed_tokens` and `mlp.experts.w1`, which PEFT passes over with a
-//! warning about missing keys while all else loads; `strata export` writes PEFT's own. Writing both into one file would make the Tinker tools merge the products twice.
+//! ([`AdapterFormat`]). What training saves has the names by which the Tinker tools merge it, `base_model.model.model.unembed_tokens` and `mlp.experts.w1`, which PEFT would pass over; its
+//! configuration has PEFT refuse it therefore, and `strata export` writes PEFT's own. Writing both into one file would make the Tinker tools merge the products twice.
 
 mod config;
 mod config_file;
 mod fused;
+mod given;
 mod modules;
 mod names;
 mod pattern;
@@ -15,7 +16,7 @@ mod read;
 mod write;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use strata_tensor::Backend;
 
@@ -23,11 +24,11 @@ use super::{Checkpoint, CheckpointReader, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, ModuleSet, Part};
 use crate::{Error, ModelConfig, Result};
 use config::AdapterSettings;
-use names::AdapterTensors;
+use names::{AdapterTensors, Layout};
 use read::{leave_base, read_params, refuse_not_finite};
 use write::{Lost, OutTensor, Source, tensors, write_tensors};
 
-pub use write::adapter_tensors;
+pub use given::gradient_as_given;
 
 /// The largest `adapter_config.json` that is read.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -64,25 +65,32 @@ pub struct OptimizerState {
     pub numerics: Option<String>,
 }
 
-/// How an adapter is written. Either form is read.
+/// How an adapter is written. Each form is read. The metadata of the file says which it is: `form` is `tinker` or `peft`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdapterFormat {
-    /// As the Tinker tools merge it: the unembedding as `unembed_tokens`, all experts of a layer and projection in one tensor. PEFT loads all else.
+    /// As the Tinker tools merge it: the unembedding as `unembed_tokens`, all experts of a layer and projection in one tensor. Stock PEFT refuses an adapter that has any of these, and loads all others.
     Tinker,
+    /// The same, of a model that transformers has as a part of a composite only: PEFT finds none of its modules under these names, and refuses it.
+    TinkerOfComposite,
     /// As stock PEFT (0.21, on transformers 5) loads it, all of it: the unembedding as `lm_head`, experts as pairs of the parameters that have all of them.
     Peft,
-    /// The same, of a model that transformers has as a part of a composite only: under `model.language_model.`.
+    /// The same, of a model that transformers has as a part of a composite only, under `model.language_model.`.
     PeftOfComposite,
 }
 
 impl AdapterFormat {
-    /// PEFT's form of adapters of this model.
+    /// The form of the Tinker tools for models of this configuration.
+    pub fn tinker(model: &ModelConfig) -> Self {
+        if model.is_composite() { AdapterFormat::TinkerOfComposite } else { AdapterFormat::Tinker }
+    }
+
+    /// PEFT's form for models of this configuration.
     pub fn peft(model: &ModelConfig) -> Self {
-        if model.family.config().vision().is_some() { AdapterFormat::PeftOfComposite } else { AdapterFormat::Peft }
+        if model.is_composite() { AdapterFormat::PeftOfComposite } else { AdapterFormat::Peft }
     }
 
     fn is_peft(self) -> bool {
-        self != AdapterFormat::Tinker
+        matches!(self, AdapterFormat::Peft | AdapterFormat::PeftOfComposite)
     }
 }
 
@@ -102,27 +110,60 @@ pub fn write_adapter(
     let json = config_file::to_json(modules, config, base_model, format).map_err(Error::Lora)?;
     std::fs::write(&path, json).map_err(|source| Error::Io { path, source })?;
     let lost = Lost::default();
-    // Transformers and PEFT insist on this entry.
-    let metadata = ("format".to_string(), "pt".to_string());
+    // Transformers and PEFT insist on the first.
+    let metadata = [("format", "pt"), ("form", if format.is_peft() { "peft" } else { "tinker" })];
     let all = tensors(Source { backend, lost: &lost }, "", modules, params, format);
-    write_tensors(&dir.join(WEIGHTS_FILE), metadata, all, &lost)
+    write_tensors(&dir.join(WEIGHTS_FILE), &metadata, all, &lost)
 }
 
-/// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers; the
-/// adapter is widened to f32 if it is narrower. Of experts whose gate and up share an A, each gets a copy of it.
+/// The files of an adapter, and how they have it.
+struct OpenAdapter {
+    /// Where the configuration is, for errors.
+    path: PathBuf,
+    settings: AdapterSettings,
+    checkpoint: Checkpoint,
+    /// Whether the file has the names of a model that is a part of a composite.
+    of_composite: bool,
+    /// By place of the modules.
+    layouts: Vec<Option<Layout>>,
+    /// By place of the modules, the numbers of those of its layers that carry LoRA.
+    layers: Vec<Vec<usize>>,
+}
+
+impl OpenAdapter {
+    fn open(dir: &Path, modules: &[LoraModule]) -> Result<Self> {
+        let path = dir.join(CONFIG_FILE);
+        let refused = |message| Error::Checkpoint { path: path.clone(), message };
+        let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?).map_err(refused)?;
+        let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
+        let [composite, alone] = names::MODEL_PREFIXES;
+        let of_composite = checkpoint.rename(composite, alone)?;
+        let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "", of_composite };
+        let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
+        let layers = modules.iter().zip(&layouts).map(|(module, layout)| match layout {
+            Some(layout) => settings.layers_of(module, *layout, &tensors),
+            None => Vec::new(),
+        });
+        let layers = layers.collect();
+        Ok(OpenAdapter { path, settings, checkpoint, of_composite, layouts, layers })
+    }
+
+    fn tensors(&self) -> AdapterTensors<'_> {
+        AdapterTensors { checkpoint: &self.checkpoint, prefix: "", of_composite: self.of_composite }
+    }
+}
+
+/// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers or in those that `layers_to_transform` lists; the
+/// adapter is widened to f32 if it is narrower. Of experts whose gate and up share an A, each gets a copy of it. Layers that carry nothing are zeros on both sides, which training leaves at that.
 ///
 /// # Errors
 /// If files are missing or malformed, a tensor does not fit the model or the rank, belongs to nothing, or is missing, or the
 /// adapter needs something that is not plain LoRA. The message says what.
 pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
-    let path = dir.join(CONFIG_FILE);
+    let file = OpenAdapter::open(dir, modules)?;
+    let OpenAdapter { path, settings, checkpoint, of_composite, layouts, layers } = &file;
     let refused = |message| Error::Checkpoint { path: path.clone(), message };
-    let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?).map_err(refused)?;
-    let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
-    let [composite, alone] = names::MODEL_PREFIXES;
-    let of_composite = checkpoint.rename(composite, alone)?;
-    let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "", of_composite };
-    let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
+    let tensors = file.tensors();
     let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();
     let trains = |part| modules.iter().zip(&carried).any(|(module, carried)| *carried && module.part == part);
     let mut config = LoraConfig {
@@ -135,23 +176,44 @@ pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -
         left_out: ModuleSet::NONE,
         own: BTreeMap::new(),
     };
-    settings.check_modules(modules, &carried, of_composite).map_err(refused)?;
+    settings.check_modules(modules, &carried, *of_composite).map_err(refused)?;
+    for (index, module) in modules.iter().enumerate() {
+        let Some(layout) = layouts[index] else { continue };
+        let mut unlisted = module.layers.iter().filter(|number| !layers[index].contains(number));
+        if let Some(number) = unlisted.find(|number| tensors.holds_layer(module, layout, **number)) {
+            let path = module.path;
+            return Err(refused(format!(
+                "layers_to_transform is without layer {number}, and the adapter holds tensors for {path} there"
+            )));
+        }
+    }
     for (index, module) in modules.iter().enumerate() {
         if !carried[index] && config.trains(module.part) {
             config.left_out.insert(index);
         }
     }
-    let with_layouts = modules.iter().zip(&layouts).enumerate();
-    let pairs =
-        with_layouts.filter_map(|(index, (module, layout))| Some(settings.named_pairs(index, module, (*layout)?, &tensors)));
+    let with_layouts = modules.iter().zip(layouts).enumerate();
+    let pairs = with_layouts.filter_map(|(index, (module, layout))| {
+        Some(settings.named_pairs((index, &layers[index]), module, (*layout)?, &tensors))
+    });
     config.own = settings.own_shapes(&config, &pairs.collect::<Vec<_>>()).map_err(refused)?;
-    let mut reader = CheckpointReader::new(&checkpoint);
+    let mut reader = CheckpointReader::new(checkpoint);
     modules.iter().zip(&carried).filter(|(_, carried)| **carried).for_each(|(module, _)| leave_base(&mut reader, module));
-    let params = read_params(backend, tensors, &mut reader, modules, &config);
+    let params = read_params(backend, tensors, &mut reader, modules, &config, Some(layers));
     reader.finish()?;
     config.validate()?;
-    refuse_not_finite(&checkpoint)?;
-    Ok(PeftAdapter { config, params: params?, base_model: settings.base_model })
+    refuse_not_finite(checkpoint)?;
+    Ok(PeftAdapter { config, params: params?, base_model: file.settings.base_model })
+}
+
+/// The base model that the configuration of an adapter names, if it names one.
+///
+/// # Errors
+/// If the configuration cannot be read, or is not that of an adapter.
+pub fn named_base_model(dir: &Path) -> Result<Option<String>> {
+    let path = dir.join(CONFIG_FILE);
+    let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?);
+    settings.map(|settings| settings.base_model).map_err(|message| Error::Checkpoint { path, message })
 }
 
 impl PeftAdapter {
@@ -193,8 +255,9 @@ pub fn write_optimizer(
     let of = |prefix, params| tensors(source, prefix, modules, params, AdapterFormat::Tinker);
     let moments = of(m_prefix, m).into_iter().chain(of(v_prefix, v));
     // Where a run goes on with the same bits.
-    let numerics = (NUMERICS.to_string(), backend.numerics());
-    write_tensors(&dir.join(OPTIMIZER_FILE), numerics, moments.chain([(STEP.into(), OutTensor::count(step))]), &lost)
+    let numerics = backend.numerics();
+    let metadata = [(NUMERICS, &*numerics)];
+    write_tensors(&dir.join(OPTIMIZER_FILE), &metadata, moments.chain([(STEP.into(), OutTensor::count(step))]), &lost)
 }
 
 /// Reads the state of an optimizer of an adapter of `config`: the bits that were written.
@@ -210,7 +273,7 @@ pub fn read_optimizer(
     let checkpoint = Checkpoint::open_file(&dir.join(OPTIMIZER_FILE))?;
     let mut reader = CheckpointReader::new(&checkpoint);
     let of = |prefix| AdapterTensors { checkpoint: &checkpoint, prefix, of_composite: false };
-    let [m, v] = MOMENTS.map(|prefix| read_params(backend, of(prefix), &mut reader, modules, config));
+    let [m, v] = MOMENTS.map(|prefix| read_params(backend, of(prefix), &mut reader, modules, config, None));
     let step = reader.require_count(STEP);
     reader.finish()?;
     let step = step.expect("a reader that finished well has filled every request");

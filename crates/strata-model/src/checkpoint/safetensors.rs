@@ -25,8 +25,8 @@ const HEADER_BYTES_MAX: usize = 8 << 20;
 const INDEX_BYTES_MAX: usize = 32 << 20;
 /// The most shards of a checkpoint.
 const SHARDS_MAX: usize = 4096;
-pub(super) const SINGLE_FILE: &str = "model.safetensors";
-pub(super) const INDEX_FILE: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE_FILE: &str = "model.safetensors";
+pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 // Safetensors files are little-endian, and tensors are viewed in place.
 const _: () = assert!(cfg!(target_endian = "little"));
@@ -35,7 +35,17 @@ const _: () = assert!(cfg!(target_endian = "little"));
 pub struct Checkpoint {
     path: PathBuf,
     shards: Vec<ShardBytes>,
+    /// Where each shard was opened from.
+    files: Vec<PathBuf>,
     tensors: BTreeMap<String, Entry>,
+}
+
+/// A tensor of any dtype as it lies in a file.
+pub(crate) struct StoredTensor<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'a [usize],
+    pub(crate) bytes: &'a [u8],
 }
 
 enum ShardBytes {
@@ -102,6 +112,16 @@ impl Checkpoint {
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// The files, each with its tensors, sorted by name.
+    pub(crate) fn stored(&self) -> Vec<(&Path, Vec<StoredTensor<'_>>)> {
+        let mut files: Vec<_> = self.files.iter().map(|file| (&**file, Vec::new())).collect();
+        for (name, entry) in &self.tensors {
+            let bytes = &self.shards[entry.shard].bytes()[entry.bytes.clone()];
+            files[entry.shard].1.push(StoredTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes });
+        }
+        files
     }
 
     /// Whether there is a tensor of this name.
@@ -184,7 +204,7 @@ impl Checkpoint {
     }
 
     fn empty(path: &Path) -> Self {
-        Checkpoint { path: path.into(), shards: Vec::new(), tensors: BTreeMap::new() }
+        Checkpoint { path: path.into(), shards: Vec::new(), files: Vec::new(), tensors: BTreeMap::new() }
     }
 
     fn open_sharded(dir: &Path) -> Result<Self> {
@@ -237,6 +257,7 @@ impl Checkpoint {
             return Err(error(format!("with this file there are {all} tensors, more than {ALL_TENSORS_MAX}")));
         }
         self.shards.push(bytes);
+        self.files.push(path.into());
         Ok(names)
     }
 }

@@ -12,7 +12,7 @@ use crate::config::FP8_BLOCK;
 use crate::{ModelConfig, ModelSource, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
-const SLICE_ELEMENTS: usize = 8 << 20;
+pub(super) const SLICE_ELEMENTS: usize = 8 << 20;
 
 /// The tensors of a model, those that lie as a part of a composite under the names that they have by themselves.
 pub(super) fn tensors_of(source: &ModelSource, config: &ModelConfig) -> Result<Checkpoint> {
@@ -83,7 +83,7 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
 }
 
 /// The tensor of scales of a parameter in bytes.
-fn scales_name(name: &str) -> String {
+pub(super) fn scales_name(name: &str) -> String {
     format!("{name}_scale_inv")
 }
 
@@ -98,7 +98,7 @@ pub(super) struct CheckpointWeights<'c> {
 }
 
 /// Where a parameter of an expert lies, if the checkpoint has all experts of its layer in one tensor.
-fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p FusedExpert> {
+pub(super) fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p FusedExpert> {
     match &parameter.form {
         Form::Expert(fused) if !checkpoint.contains(&parameter.name) && checkpoint.contains(&fused.name) => Some(fused),
         Form::Expert(_) | Form::Own | Form::ZeroCentred | Form::Flipped => None,
@@ -107,7 +107,7 @@ fn fused_in<'p>(checkpoint: &Checkpoint, parameter: &'p Parameter) -> Option<&'p
 
 /// Whether a tensor has its experts as `[columns, rows]`. One that is as wide as high does not tell, and lies as the other of its layer does, which is never so, too: the one is twice
 /// as high as the other is wide.
-fn is_flipped(checkpoint: &Checkpoint, fused: &FusedExpert) -> bool {
+pub(super) fn is_flipped(checkpoint: &Checkpoint, fused: &FusedExpert) -> bool {
     let FusedExpert { name, rows, columns, .. } = fused;
     let has = |name: &str, matrix: [usize; 2]| checkpoint.shape(name).and_then(|shape| shape.get(1..)) == Some(&matrix[..]);
     if rows != columns {
@@ -121,14 +121,14 @@ fn is_flipped(checkpoint: &Checkpoint, fused: &FusedExpert) -> bool {
 }
 
 /// Where the experts of a layer lie as blocks and scales: names and shapes.
-struct Mxfp4 {
-    blocks: (String, [usize; 4]),
-    scales: (String, [usize; 3]),
+pub(super) struct Mxfp4 {
+    pub(super) blocks: (String, [usize; 4]),
+    pub(super) scales: (String, [usize; 3]),
 }
 
 impl Mxfp4 {
     /// If the checkpoint has a parameter so.
-    fn of(checkpoint: &Checkpoint, parameter: &Parameter) -> Option<Self> {
+    pub(super) fn of(checkpoint: &Checkpoint, parameter: &Parameter) -> Option<Self> {
         let Parameter { name, form: Form::Flipped, shape, .. } = parameter else { return None };
         let [blocks, scales] = ["blocks", "scales"].map(|part| format!("{name}_{part}"));
         let [experts, columns, rows] = shape[..] else { return None };
@@ -142,7 +142,7 @@ impl Mxfp4 {
 }
 
 /// Matrices `[count, m, n]` as `[count, n, m]`.
-fn turned(matrices: HostRef<'_>) -> HostTensor {
+pub(super) fn turned(matrices: HostRef<'_>) -> HostTensor {
     let shape = matrices.shape();
     let &[count, m, n] = shape.dims() else { panic!("matrices of shape {shape}") };
     let mut out = HostTensor::zeros(&[count, n, m], matrices.dtype());
@@ -233,7 +233,7 @@ impl CheckpointWeights<'_> {
 }
 
 /// Rows of a matrix in bytes, each multiplied by the scale of its block.
-fn scaled_rows(tensor: &SourceTensor<'_>, rows: Range<usize>, scales: &[f32], dtype: DType) -> Result<HostTensor> {
+pub(super) fn scaled_rows(tensor: &SourceTensor<'_>, rows: Range<usize>, scales: &[f32], dtype: DType) -> Result<HostTensor> {
     let (first, columns) = (rows.start, tensor.shape[1..].iter().product::<usize>());
     let read = tensor.read_rows(rows, DType::F32)?;
     let shape = read.as_ref().shape();

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
+use axum::http::HeaderMap;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use strata_engine::api::{Request, Response, SaveTarget, TrainOp};
 use time::OffsetDateTime;
 
@@ -14,12 +16,12 @@ use crate::bases::BaseId;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
-use crate::payload::{Operation, Payload};
-use crate::registry::{TrainedModel, Weights, inflight_name, sampling_session_id};
+use crate::payload::{Operation, Payload, op_head};
+use crate::registry::{TrainedModel, Weights, inflight_name, model_id, sampling_session_id};
 use crate::routes::training;
 use crate::store::CheckpointRecord;
 use crate::wire::guard;
-use crate::wire::json::{self as wire, LoadKind, LoadWeights, OpHead, SaveWeights, Ttl};
+use crate::wire::json::{self as wire, CopyWeights, LoadKind, LoadWeights, OpHead, SaveWeights, Ttl};
 
 /// `POST save_weights`: adapter and optimizer state, under a name.
 pub async fn save_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
@@ -38,6 +40,12 @@ pub async fn save_weights_for_sampler(State(app): State<Arc<App>>, body: Payload
     }
 }
 
+/// `POST save_weights_external`: the adapter under a name, for its user to download.
+pub async fn save_weights_external(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let (Operation { head, asked }, _held) = body.operation::<SaveWeights>().await?;
+    save_named(&app, head, asked, CheckpointKind::ExternalWeights)
+}
+
 fn save_named(
     app: &Arc<App>,
     head: OpHead,
@@ -46,26 +54,30 @@ fn save_named(
 ) -> ApiResult<Json<Value>> {
     let model = app.registry.model(&head.model_id)?;
     let overwrite = asked.as_ref().is_ok_and(|asked| asked.overwrite);
-    let record = asked.and_then(|asked| new_record(app, &head, model, asked, kind));
-    let op = record.clone().and_then(|record| {
+    let asked = asked.and_then(|asked| {
+        let recipients = if kind == CheckpointKind::ExternalWeights { asked.recipients()? } else { Vec::new() };
+        let record = new_record(app, &head, model, asked, kind)?;
         let metadata = serde_json::to_value(&record).map_err(|error| format!("the checkpoint's record: {error}"))?;
         app.store.check_room()?;
-        let target = SaveTarget { dir: app.store.dir(&record.id()), name: record.id().tinker_path(), overwrite, metadata };
-        Ok(match kind {
-            CheckpointKind::Weights => TrainOp::SaveState(target),
-            CheckpointKind::SamplerWeights => TrainOp::SaveSampler(target),
-        })
+        let (dir, name) = (app.store.dir(&record.id()), record.id().tinker_path());
+        Ok((record, SaveTarget { dir, name, overwrite, metadata, recipients }))
     });
+    let (record, op) = match asked {
+        Ok((record, target)) if kind == CheckpointKind::Weights => (Some(record), Ok(TrainOp::SaveState(target))),
+        Ok((record, target)) => (Some(record), Ok(TrainOp::SaveSampler(target))),
+        Err(reason) => (None, Err(reason)),
+    };
     training::accept(app, head, op, move |app, response| match (response, record) {
-        (Response::Saved { size_bytes, .. }, Ok(mut record)) => {
+        (Response::Saved { size_bytes, .. }, Some(mut record)) => {
             record.size_bytes = size_bytes;
             let path = record.id().tinker_path();
             app.store.insert(record);
             let kind = match kind {
                 CheckpointKind::Weights => "save_weights",
                 CheckpointKind::SamplerWeights => "save_weights_for_sampler",
+                CheckpointKind::ExternalWeights => "save_weights_external",
             };
-            Ok(json_answer(&json!({ "type": kind, "path": path })))
+            Ok(json_answer(&json!({ "type": kind, "path": path, "size_bytes": size_bytes })))
         }
         (other, _) => Err(unexpected(&other)),
     })
@@ -136,8 +148,10 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
 /// `POST load_weights`: into a new model, or as an operation of one that is there.
 pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let work = |bytes: Bytes, budget: &_| {
-        let kind = guard::parse::<LoadKind>(&bytes, budget).map_err(ApiError::BadRequest)?;
-        let head = kind.model_id.map(|_| guard::parse::<OpHead>(&bytes, budget)).transpose().map_err(ApiError::BadRequest)?;
+        let head = match guard::parse::<LoadKind>(&bytes, budget) {
+            Ok(LoadKind { model_id: None }) => None,
+            _ => Some(op_head(&bytes, budget)?),
+        };
         Ok((head, guard::parse::<LoadWeights>(&bytes, budget)))
     };
     let ((head, asked), _held) = body.decode(work).await?;
@@ -177,10 +191,11 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
 /// The checkpoint to load into training, if it can be.
 fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(BaseId, CheckpointRecord, String)> {
     let id = CheckpointId::parse(&asked.path)?;
-    if id.kind == CheckpointKind::SamplerWeights {
+    if id.kind != CheckpointKind::Weights {
         return Err(ApiError::bad(format!(
-            "{} holds sampler weights, which cannot be trained; load what save_state returned, such as tinker://{}/weights/NAME",
+            "{} holds {} weights, which cannot be trained; load what save_state returned, such as tinker://{}/weights/NAME",
             shown(&asked.path),
+            id.kind.checkpoint_type(),
             id.run
         )));
     }
@@ -198,6 +213,52 @@ fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(BaseId, CheckpointReco
         return Err(ApiError::bad(format!("{path} adapts {own:?}, and base_model is {:?}", shown(other))));
     }
     Ok((base, record, id.tinker_path()))
+}
+
+/// `POST copy_weights`: a checkpoint of the same name, in a run of its own that cannot be trained.
+pub async fn copy_weights(State(app): State<Arc<App>>, headers: HeaderMap, body: Payload) -> ApiResult<Json<Value>> {
+    let (asked, _held) = body.json::<CopyWeights>().await?;
+    let id = CheckpointId::parse(&asked.source_path)?;
+    let record = app.store.get(&id)?;
+    let life = wire::ttl(asked.ttl_seconds).map_err(ApiError::BadRequest)?;
+    let run = match (asked.session_id, asked.model_seq_id) {
+        (Some(session_id), Some(model_seq_id)) => {
+            app.registry.session(&session_id)?;
+            let run = model_id(&session_id, model_seq_id);
+            if app.registry.model(&run).is_ok() {
+                return Err(ApiError::bad(format!(
+                    "model_seq_id {model_seq_id} of session {} is a model already",
+                    shown(&session_id)
+                )));
+            }
+            run
+        }
+        (None, None) => copy_run(&headers, &record),
+        _ => return Err(ApiError::bad("copy_weights needs a session_id and a model_seq_id, or neither")),
+    };
+    let copied = CheckpointId { run: run.clone(), ..id };
+    // A request that is sent again has been answered, if not heard.
+    if app.store.get(&copied).is_err() {
+        let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
+        let copy = tokio::task::spawn_blocking(move || app.store.copy(&record, &run, expires_at)).await;
+        copy.unwrap_or_else(|error| {
+            tracing::error!("copying a checkpoint: {error}");
+            Err(ApiError::Internal("this request hit a bug in the server; its log says where".into()))
+        })?;
+    }
+    Ok(Json(json!({ "tinker_path": copied.tinker_path() })))
+}
+
+/// A name for the run of a copy: the same for a request that is sent again, as its key says.
+fn copy_run(headers: &HeaderMap, record: &CheckpointRecord) -> String {
+    let key = headers.get("x-idempotency-key").filter(|key| !key.is_empty());
+    let Some(key) = key else { return format!("copy:{}", uuid::Uuid::new_v4()) };
+    let mut hash = Sha256::new();
+    hash.update(record.id().tinker_path().as_bytes());
+    hash.update(record.save_id.as_bytes());
+    hash.update(key.as_bytes());
+    let hash = hash.finalize();
+    format!("copy:{}", hash[..16].iter().map(|byte| format!("{byte:02x}")).collect::<String>())
 }
 
 /// `DELETE training_runs/{run}/checkpoints/{kind}/{name}`

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::Bytes;
@@ -13,11 +14,11 @@ use serde_json::json;
 
 use crate::app::App;
 use crate::error::{ApiError, ApiResult, failure_category};
-use crate::futures::{Answer, Waited};
+use crate::futures::{Answer, Completion, Target, Waited};
 use crate::limits;
 use crate::names::shown;
 use crate::payload::{ChargedText, Payload, blocking};
-use crate::wire::json::FutureOnly;
+use crate::wire::json::{FutureOnly, RetrieveFutures};
 use crate::wire::render;
 
 const PROTOBUF: &str = "application/x-protobuf";
@@ -66,6 +67,32 @@ pub async fn cancel(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     let (FutureOnly { request_id }, _) = body.json().await?;
     app.cancel(&request_id);
     Ok(Json(json!({})))
+}
+
+/// `POST retrieve_futures`: which requests of one client of a sampling session are done. Held until there is one that it has not been told of.
+pub async fn retrieve_many(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<serde_json::Value>> {
+    let (RetrieveFutures { target, prev_cursor, timeout, retrieved_request_ids }, _) = body.json().await?;
+    let sampler_id = target.sampling_session_id.0;
+    app.registry.sampler(&sampler_id)?;
+    for id in &retrieved_request_ids.0 {
+        // Others' results are not its to give up.
+        if id.strip_prefix(sampler_id.as_str()).is_some_and(|rest| rest.starts_with(':')) {
+            app.futures.retrieved(id);
+        }
+    }
+    let hold = timeout.map_or(app.config.poll_hold, |seconds| {
+        Duration::try_from_secs_f64(seconds).unwrap_or_default().min(app.config.poll_hold)
+    });
+    let target = Target { sampler_id: sampler_id.into(), clone: target.cloned_sampler_id };
+    let (completions, cursor) = tokio::select! {
+        told = app.futures.completions(&target, prev_cursor, hold) => told,
+        () = app.closed() => (Vec::new(), prev_cursor),
+    };
+    let told = |Completion { request_id, result_bytes }: &Completion| match result_bytes {
+        Some(bytes) => json!({ "state": "finished", "request_id": &**request_id, "response_payload_uncompressed_size": bytes }),
+        None => json!({ "state": "failed", "request_id": &**request_id }),
+    };
+    Ok(Json(json!({ "completions": completions.iter().map(told).collect::<Vec<_>>(), "cursor": cursor })))
 }
 
 /// A result as JSON, which takes several times the memory that it does as protobuf, and is charged as a request is.

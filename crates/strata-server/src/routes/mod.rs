@@ -1,7 +1,9 @@
 //! The endpoints, one file for each part of the API.
 
+mod account;
 mod checkpoints;
 mod config;
+mod downloads;
 mod futures;
 mod runs;
 mod sampling;
@@ -11,7 +13,7 @@ mod training;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::header::CONTENT_TYPE;
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
@@ -28,11 +30,17 @@ use crate::edge;
 use crate::error::ApiError;
 use crate::limits;
 use crate::names::{cut, shown};
-use crate::payload::refuse;
+use crate::payload::{refuse, refuse_operation};
+
+pub use training::take_place;
 
 /// All endpoints over one server's state.
 pub fn router(app: Arc<App>) -> Router {
-    let open = Router::new().route("/healthz", get(config::healthz)).route("/api/v1/healthz", get(config::healthz));
+    let open = Router::new()
+        .route("/healthz", get(config::healthz))
+        .route("/api/v1/healthz", get(config::healthz))
+        // Whoever holds such an address may have the file.
+        .route("/api/v1/downloads/{run}/{kind}/{name}/{file}", get(downloads::file));
     let api = Router::new()
         .route("/client/config", post(config::client_config))
         .route("/client/dynamic_config", post(config::client_dynamic_config))
@@ -43,6 +51,15 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/sessions", get(sessions::list))
         .route("/sessions/{session_id}", get(sessions::get))
         .route("/sessions/{session_id}/finish", post(sessions::finish))
+        .route("/sessions/search", post(sessions::search))
+        .route("/sessions/{session_id}/project", put(sessions::assign_project))
+        .route("/sessions/{session_id}/trace_export", get(account::trace))
+        .route("/auth/apikey/me", get(account::key).delete(account::delete_key))
+        .route("/auth/token", post(account::token))
+        .route("/billing/usage/events", get(account::usage))
+        .route("/billing/usage/checkpoints/current", get(account::checkpoint_usage))
+        .route("/audit", get(account::audit))
+        .route("/create_custom_loss", post(account::custom_loss))
         .route("/create_model", post(training::create_model))
         .route("/unload_model", post(training::unload_model))
         .route("/get_info", post(training::get_info))
@@ -50,12 +67,16 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/forward", post(training::forward))
         .route("/optim_step", post(training::optim_step))
         .route("/save_weights", post(checkpoints::save_weights))
+        .route("/save_weights_external", post(checkpoints::save_weights_external))
         .route("/save_weights_for_sampler", post(checkpoints::save_weights_for_sampler))
         .route("/load_weights", post(checkpoints::load_weights))
         .route("/create_sampling_session", post(sampling::create_session))
+        .route("/join_sampling_session", post(sampling::join))
         .route("/samplers/{sampler_id}", get(sampling::get))
         .route("/asample", post(sampling::sample))
         .route("/retrieve_future", post(futures::retrieve))
+        .route("/retrieve_futures", post(futures::retrieve_many))
+        .route("/copy_weights", post(checkpoints::copy_weights))
         .route("/cancel_future", post(futures::cancel))
         .route("/weights_info", post(runs::weights_info))
         .route("/checkpoints", get(runs::all_checkpoints))
@@ -68,6 +89,8 @@ pub fn router(app: Arc<App>) -> Router {
             post(checkpoints::publish).delete(checkpoints::unpublish),
         )
         .route("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", put(checkpoints::set_ttl))
+        .route("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls", get(downloads::urls))
+        .route("/training_runs/{run}/checkpoints/{kind}/{name}/archive", get(downloads::archive))
         .route_layer(middleware::from_fn_with_state(app.clone(), auth::require_key));
     let trace = TraceLayer::new_for_http()
         .make_span_with(|request: &Request| {
@@ -103,14 +126,22 @@ async fn with_detail(response: Response) -> Response {
     (parts.status, Json(json!({ "detail": cut(&detail, limits::ERROR_CHARS_MAX) }))).into_response()
 }
 
-async fn no_endpoint(request: Request) -> Response {
+async fn no_endpoint(State(app): State<Arc<App>>, request: Request) -> Response {
     let refusal = format!("there is no endpoint {} {} on this server", method_of(&request), shown(request.uri().path()));
-    refuse(request, ApiError::NotFound(refusal)).await
+    refuse_unknown(&app, request, ApiError::NotFound(refusal)).await
 }
 
-async fn no_method(request: Request) -> Response {
+async fn no_method(State(app): State<Arc<App>>, request: Request) -> Response {
     let refusal = format!("{} does not answer to {}", shown(request.uri().path()), method_of(&request));
-    refuse(request, ApiError::MethodNotAllowed(refusal)).await
+    refuse_unknown(&app, request, ApiError::MethodNotAllowed(refusal)).await
+}
+
+/// A client may send an operation that this server does not know, and waits for those that it sends after it.
+async fn refuse_unknown(app: &Arc<App>, request: Request, refusal: ApiError) -> Response {
+    match auth::check_key(app, request.headers()) {
+        Ok(()) => refuse_operation(app, request, refusal).await,
+        Err(_) => refuse(request, refusal).await,
+    }
 }
 
 fn method_of(request: &Request) -> String {

@@ -14,11 +14,9 @@ use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, check_name};
 use crate::payload::Payload;
+use crate::routes::account::USER;
 use crate::store::CheckpointRecord;
 use crate::wire::json::{Page, WeightsInfo};
-
-/// Whom all runs belong to: there is one key, and so one user.
-const MODEL_OWNER: &str = "tml:organization_user:local";
 
 /// `GET training_runs`: most recently used first.
 pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
@@ -60,7 +58,7 @@ fn describe_run(app: &App, run: &str) -> Option<Value> {
     Some(json!({
         "training_run_id": run,
         "base_model": base_model,
-        "model_owner": MODEL_OWNER,
+        "model_owner": USER,
         "is_lora": true,
         "corrupted": false,
         "lora_rank": lora_rank,
@@ -71,15 +69,18 @@ fn describe_run(app: &App, run: &str) -> Option<Value> {
     }))
 }
 
-/// `GET training_runs/{run}/checkpoints`
-pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>) -> ApiResult<Json<Value>> {
+/// `GET training_runs/{run}/checkpoints`: all of them, or a page.
+pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>, page: Page) -> ApiResult<Json<Value>> {
     check_name("training run id", &run)?;
     let found = app.store.list(Some(&run));
     if found.is_empty() {
         app.registry.model(&run).map_err(|_| ApiError::NotFound(format!("there is no training run {run}")))?;
     }
-    let found: Vec<Value> = found.iter().map(describe_checkpoint).collect();
-    Ok(Json(json!({ "checkpoints": found })))
+    let (total_count, offset) = (found.len(), page.offset.unwrap_or(0));
+    let limit = page.limit.map_or(total_count, |limit| limit.min(limits::PAGE_MAX));
+    let shown: Vec<Value> = found.iter().skip(offset).take(limit).map(describe_checkpoint).collect();
+    let cursor = json!({ "offset": offset, "limit": limit, "total_count": total_count });
+    Ok(Json(json!({ "checkpoints": shown, "cursor": cursor })))
 }
 
 /// `GET checkpoints`: all of them, newest first.
@@ -121,7 +122,8 @@ pub async fn weights_info(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     })))
 }
 
-fn rfc3339(at: OffsetDateTime) -> String {
+/// A time as the wire has it.
+pub fn rfc3339(at: OffsetDateTime) -> String {
     // Only years beyond 9999 cannot be written.
     at.format(&Rfc3339).unwrap_or_default()
 }

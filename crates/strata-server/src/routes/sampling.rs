@@ -6,44 +6,59 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
-use strata_engine::api::{Refusal, Request, Response, SampleRequest};
+use strata_engine::api::{Client, Refusal, Request, Response, SampleRequest};
 
 use crate::app::{App, refused, unexpected};
+use crate::auth::Owner;
 use crate::error::{ApiError, ApiResult};
-use crate::futures::{Answer, Begun};
+use crate::futures::{Answer, Begun, Target};
+use crate::ids;
 use crate::limits;
-use crate::names::{CheckpointId, shown};
+use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::payload::{Payload, blocking};
-use crate::registry::{State as SamplerState, Weights, sampling_session_id};
+use crate::registry::{About, State as SamplerState, Weights, sampling_session_id};
 use crate::transit::Charge;
 use crate::wire::budget::Budget;
 use crate::wire::input::Asset;
-use crate::wire::json::CreateSamplingSession;
+use crate::wire::json::{CreateSamplingSession, JoinSamplingSession, Source, random_seed};
 use crate::wire::sample::Sample;
 use crate::wire::{guard, proto};
 
 /// `POST create_sampling_session`: from the base model or a checkpoint. The engine loads while the client goes on.
 pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CreateSamplingSession>().await?;
-    let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
-    let (base, weights, source) = match asked.model_path {
+    let from = Source { base_model: asked.base_model, model_path: asked.model_path };
+    let sampler_id = make(&app, &asked.session_id, asked.sampling_session_seq_id, from)?;
+    Ok(Json(json!({ "type": "create_sampling_session", "sampling_session_id": sampler_id })))
+}
+
+/// Makes a sampling session, unless it is there; its id.
+fn make(app: &Arc<App>, session_id: &str, number: u64, from: Source) -> ApiResult<String> {
+    let sampler_id = sampling_session_id(session_id, number);
+    let (base, weights, source) = match from.model_path {
         Some(path) => {
             let id = CheckpointId::parse(&path)?;
+            if id.kind == CheckpointKind::ExternalWeights {
+                return Err(ApiError::bad(format!(
+                    "model_path {} is for download, and may be encrypted; sample what save_weights_for_sampler or save_state returned",
+                    shown(&path)
+                )));
+            }
             let record = app.store.get(&id)?;
             let base = app.bases.find(&record.base_model);
             let base = base.map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
             (base, Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
         }
         None => {
-            let Some(base_model) = &asked.base_model else {
-                return Err(ApiError::bad("create_sampling_session needs a base_model or a model_path"));
+            let Some(base_model) = &from.base_model else {
+                return Err(ApiError::bad("sampling needs a base_model or a model_path"));
             };
             (app.bases.find(base_model).map_err(ApiError::BadRequest)?, Weights::Base, None)
         }
     };
-    let client = app.registry.client(&asked.session_id)?;
+    let client = app.registry.client(session_id)?;
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
-    let (is_new, freed) = app.registry.add_sampler(&asked.session_id, &sampler_id, (base, weights), charge)?;
+    let (is_new, freed) = app.registry.add_sampler(session_id, &sampler_id, (base, weights), charge)?;
     app.notify_engine(&client, freed);
     if is_new {
         let failed_id = sampler_id.clone();
@@ -56,12 +71,50 @@ pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiRe
             app.registry.remove_sampler(&sampler_id);
             return Err(refused(refusal));
         }
-        if !app.registry.is_active(&asked.session_id) {
+        if !app.registry.is_active(session_id) {
             // The session ended in between, when the engine did not know the weights yet.
             app.notify_engine(&client, vec![Request::DropSampler { sampler_id: sampler_id.clone() }]);
         }
     }
-    Ok(Json(json!({ "type": "create_sampling_session", "sampling_session_id": sampler_id })))
+    Ok(sampler_id)
+}
+
+/// The sampling session of those who sample without one, as old clients do: one for each owner and source. It has a session of its own, which
+/// ends when nothing has been sampled for the time of a silent session.
+fn shared(app: &Arc<App>, owner: Arc<str>, from: Source) -> ApiResult<String> {
+    let source = (owner.clone(), from.model_path.as_deref().or(from.base_model.as_deref()).map(str::to_owned));
+    let is_there = |id: &String| app.registry.sampler(id).is_ok_and(|sampler| sampler.state == SamplerState::Active);
+    // Held while one is made, so that no two are; making asks others for nothing that waits.
+    let mut known = app.shared_samplers.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(id) = known.get(&source).filter(|id| is_there(id)) {
+        return Ok(id.clone());
+    }
+    let session_id = ids::session();
+    let client = Client { owner, session: session_id.as_str().into() };
+    let charge = app.charge(&client, limits::SESSION_BYTES)?;
+    app.registry.create_session(client.clone(), About { is_shared: true, ..About::default() }, charge);
+    let made = make(app, &session_id, 0, from);
+    match &made {
+        Ok(sampler_id) => {
+            known.retain(|_, id| is_there(id));
+            known.insert(source, sampler_id.clone());
+        }
+        Err(_) => {
+            let ended = app.registry.finish_session(&session_id, "errored");
+            drop(known);
+            if let Ok(Some(client)) = ended {
+                app.end_session(&client);
+            }
+        }
+    }
+    made
+}
+
+/// `POST join_sampling_session`: a number for another client of it, from which those of its requests follow.
+pub async fn join(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let (asked, _held) = body.json::<JoinSamplingSession>().await?;
+    let client_counter = app.registry.join_sampler(&asked.sampling_session_id)?;
+    Ok(Json(json!({ "type": "join_sampling_session", "client_counter": client_counter })))
 }
 
 /// `GET samplers/{id}`
@@ -78,15 +131,22 @@ pub async fn get(State(app): State<Arc<App>>, Path(sampler_id): Path<String>) ->
 }
 
 /// `POST asample`: acknowledged with the ids that its sequences will have.
-pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
     let work = |bytes: Bytes, budget: &_| {
         let mut asked = guard::parse::<Sample>(&bytes, budget).map_err(ApiError::BadRequest)?;
-        let (Some(sampler_id), Some(seq_id)) = (asked.sampling_session_id.take(), asked.seq_id) else {
-            return Err(ApiError::bad("asample needs a sampling_session_id and a seq_id"));
+        let addressed = match (asked.sampling_session_id.take(), asked.seq_id) {
+            (Some(sampler_id), Some(seq_id)) => Addressed::To(sampler_id.0, seq_id),
+            (Some(_), None) => return Err(ApiError::bad("asample to a sampling_session_id needs a seq_id")),
+            (None, _) => Addressed::Without(guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?),
         };
-        Ok((sampler_id.0, seq_id, asked.into_request(budget)?))
+        Ok((addressed, asked.into_request(budget)?))
     };
-    let ((sampler_id, seq_id, (sample, assets)), held) = body.decode(work).await?;
+    let ((addressed, (sample, assets)), held) = body.decode(work).await?;
+    let (sampler_id, seq_id) = match addressed {
+        Addressed::To(sampler_id, seq_id) => (sampler_id, seq_id),
+        // Nothing says whether such a request was sent before, so each is one of its own.
+        Addressed::Without(from) => (shared(&app, owner.0, from)?, random_seed()),
+    };
     let request_id = format!("{sampler_id}:{seq_id}");
     let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| format!("{request_id}:{i}")).collect();
     let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
@@ -95,7 +155,8 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     }
     let (sample, _held) = if assets.is_empty() { (sample, held) } else { with_assets(&app, sample, assets, held).await? };
     let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
-    let Begun::New(completer) = app.futures.begin(&request_id, &client) else {
+    let target = Target { sampler_id: sampler_id.as_str().into(), clone: seq_id / limits::REQUESTS_PER_CLONE };
+    let Begun::New(completer) = app.futures.begin_for(&request_id, &client, Some(target)) else {
         app.registry.end_sample(&sampler_id);
         return Ok(acknowledgement);
     };
@@ -122,6 +183,14 @@ pub async fn sample(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
             Err(refused(refusal))
         }
     }
+}
+
+/// What a sample is drawn from.
+enum Addressed {
+    /// A sampling session, by its id, and the number of the request in it.
+    To(String, u64),
+    /// What the request itself says.
+    Without(Source),
 }
 
 /// Reads the pictures that a prompt points to. They count as what the request becomes decoded.

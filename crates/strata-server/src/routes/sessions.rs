@@ -1,5 +1,7 @@
 //! Sessions: begin, heartbeat, end, look.
 
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::Json;
@@ -9,23 +11,29 @@ use strata_engine::api::Client;
 
 use crate::app::App;
 use crate::auth::Owner;
-use crate::error::ApiResult;
+use crate::error::{ApiError, ApiResult};
 use crate::ids;
 use crate::limits;
 use crate::payload::Payload;
-use crate::wire::json::{self as wire, CreateSession, FinishSession, Page, SessionOnly};
+use crate::registry::{About, Session, SessionStatus};
+use crate::routes::account::USER;
+use crate::routes::runs::rfc3339;
+use crate::store::CheckpointRecord;
+use crate::wire::json::{self as wire, AssignProject, CreateSession, FinishSession, Page, SearchSessions, SessionOnly};
 
 /// `POST create_session`
 pub async fn create(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CreateSession>().await?;
     let metadata = wire::metadata(asked.user_metadata);
     let display_name = asked.display_name.map(|name| name.0);
+    let project_id = asked.project_id.map(|project| project.0);
     let session_id = ids::session();
     let client = Client { owner: owner.0, session: session_id.as_str().into() };
     let texts = metadata.iter().flatten().map(|(key, value)| key.len() + value.len() + 100).sum::<usize>();
-    let bytes = limits::SESSION_BYTES + (texts + display_name.as_ref().map_or(0, String::len)) as u64;
+    let bytes = limits::SESSION_BYTES
+        + (texts + [&display_name, &project_id].into_iter().flatten().map(String::len).sum::<usize>()) as u64;
     let charge = app.charge(&client, bytes)?;
-    app.registry.create_session(client, metadata, display_name, charge);
+    app.registry.create_session(client, About { user_metadata: metadata, display_name, project_id, is_shared: false }, charge);
     tracing::info!(session_id, sdk_version = asked.sdk_version.as_deref(), "session began");
     Ok(Json(json!({ "type": "create_session", "session_id": session_id })))
 }
@@ -40,8 +48,14 @@ pub async fn heartbeat(State(app): State<Arc<App>>, body: Payload) -> ApiResult<
 /// `POST sessions/{id}/finish`: the first one counts.
 pub async fn finish(State(app): State<Arc<App>>, Path(session_id): Path<String>, body: Payload) -> ApiResult<Json<Value>> {
     let asked = if body.is_empty() { FinishSession::default() } else { body.json::<FinishSession>().await?.0 };
-    let kind = asked.reason.and_then(|reason| reason.kind).map_or_else(|| "success".into(), |kind| kind.0);
-    let ended = app.registry.end_session(&session_id, "its client finished the session")?;
+    let kind = asked.reason.and_then(|reason| reason.kind);
+    let kind = match kind.as_deref() {
+        None | Some("success") => "success",
+        Some("interrupted") => "interrupted",
+        // Whatever else a client says went wrong.
+        Some(_) => "errored",
+    };
+    let ended = app.registry.finish_session(&session_id, kind)?;
     tracing::info!(session_id, reason = kind, detail = asked.detail.map(|detail| detail.0), "session finished");
     ended.inspect(|client| app.end_session(client));
     Ok(Json(json!({})))
@@ -52,6 +66,89 @@ pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
     let limit = page.limit.unwrap_or(20).min(limits::PAGE_MAX);
     let sessions: Vec<String> = app.registry.sessions().into_iter().skip(page.offset.unwrap_or(0)).take(limit).collect();
     Json(json!({ "sessions": sessions }))
+}
+
+/// `PUT sessions/{id}/project`: noted, and otherwise without meaning here.
+pub async fn assign_project(
+    State(app): State<Arc<App>>,
+    Path(session_id): Path<String>,
+    body: Payload,
+) -> ApiResult<Json<Value>> {
+    let (asked, _held) = body.json::<AssignProject>().await?;
+    app.registry.set_project(&session_id, asked.project_id.0)?;
+    Ok(Json(json!({})))
+}
+
+/// `POST sessions/search`: newest first, in pages that begin where the one before ended.
+pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
+    let (asked, _held) = body.json::<SearchSessions>().await?;
+    let limit = asked.limit.unwrap_or(50);
+    if !(1..=limits::SESSIONS_FOUND_MAX).contains(&limit) {
+        return Err(ApiError::bad(format!("limit {limit} is not between 1 and {}", limits::SESSIONS_FOUND_MAX)));
+    }
+    // Sessions are in the order in which they were made, and so is what follows a session that is known.
+    let is_past = Cell::new(asked.cursor.is_none());
+    let words: Vec<String> =
+        asked.display_name.iter().flat_map(|name| name.split_whitespace()).map(str::to_lowercase).collect();
+    let is_wanted = |id: &str, session: &Session| {
+        if !is_past.get() {
+            is_past.set(asked.cursor.as_ref().is_some_and(|cursor| *cursor.last_session_id == *id));
+            return false;
+        }
+        let name = session.display_name.as_deref().unwrap_or("").to_lowercase();
+        let is_named = !words.is_empty() && words.iter().all(|word| name.contains(word));
+        let is_it = match &asked.session_id {
+            Some(wanted) => **wanted == *id || is_named,
+            None => words.is_empty() || is_named,
+        };
+        let metadata = session.user_metadata.iter().flatten().collect::<BTreeMap<_, _>>();
+        is_it
+            && asked.user_metadata.0.iter().all(|(key, value)| metadata.get(key) == Some(&value))
+            && asked.project_ids.as_ref().is_none_or(|ids| ids.0.iter().any(|id| session.project_id.as_deref() == Some(&**id)))
+            && asked
+                .statuses
+                .as_ref()
+                .is_none_or(|statuses| statuses.0.iter().any(|s| *s.kind == *status_kind(&session.status)))
+    };
+    // One more, to know whether there is another page.
+    let mut found = app.registry.find_sessions(limit + 1, is_wanted);
+    let has_more = found.len() > limit;
+    found.truncate(limit);
+    let checkpoints = app.store.list(None);
+    let shown: Vec<Value> = found.iter().map(|(id, session)| summary(id, session, &checkpoints)).collect();
+    let next_cursor = found
+        .last()
+        .filter(|_| has_more)
+        .map(|(id, session)| json!({ "last_session_id": id, "last_created_at": rfc3339(session.created_at) }));
+    Ok(Json(json!({ "sessions": shown, "next_cursor": next_cursor })))
+}
+
+fn summary(id: &str, session: &Session, checkpoints: &[CheckpointRecord]) -> Value {
+    let own = || checkpoints.iter().filter(|record| session.models.contains(&record.run));
+    let status = match &session.status {
+        SessionStatus::Active => json!({ "type": "active" }),
+        SessionStatus::Ended(reason) => json!({ "type": "cancelled", "detail": reason }),
+        SessionStatus::Finished(how) => json!({ "type": "client_finished", "reason": { "type": how } }),
+    };
+    json!({
+        "session_id": id,
+        "created_at": rfc3339(session.created_at),
+        "owner": USER,
+        "project_id": session.project_id.as_deref().unwrap_or("local"),
+        "status": status,
+        "checkpoints_count": own().count(),
+        "checkpoint_storage_bytes": own().map(|record| record.size_bytes).sum::<u64>(),
+        "display_name": session.display_name,
+        "user_metadata": session.user_metadata,
+    })
+}
+
+fn status_kind(status: &SessionStatus) -> &'static str {
+    match status {
+        SessionStatus::Active => "active",
+        SessionStatus::Ended(_) => "cancelled",
+        SessionStatus::Finished(_) => "client_finished",
+    }
 }
 
 /// `GET sessions/{id}`

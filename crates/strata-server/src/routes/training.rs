@@ -17,10 +17,10 @@ use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, Begun};
 use crate::limits;
 use crate::names::shown;
-use crate::payload::{Operation, Payload};
+use crate::payload::{Operation, Payload, op_head};
 use crate::registry::{Metadata, State as ModelState};
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
-use crate::wire::{guard, proto};
+use crate::wire::{guard, head, proto};
 
 /// `POST create_model`
 pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
@@ -38,6 +38,7 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
         train_attn: lora.train_attn,
         train_mlp: lora.train_mlp,
         train_unembed: lora.train_unembed,
+        ranks: Default::default(),
     };
     let metadata = wire::metadata(asked.user_metadata);
     let (place, adapter) = ((&*asked.session_id.0, asked.model_seq_id), (base, lora.clone()));
@@ -142,14 +143,18 @@ async fn pass(app: Arc<App>, body: Payload, forward_only: bool) -> ApiResult<Jso
     let is_protobuf = body.is_protobuf;
     let work = move |bytes: Bytes, budget: &_| {
         if !is_protobuf {
-            let head = guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?;
-            let asked = guard::parse::<ForwardBackward>(&bytes, budget);
-            return Ok((head, asked.and_then(|asked| asked.into_op(forward_only, budget))));
+            let op = guard::parse::<ForwardBackward>(&bytes, budget).and_then(|asked| asked.into_op(forward_only, budget));
+            return Ok((op_head(&bytes, budget)?, op));
         }
-        let proto::ForwardBackwardHead { model_id, seq_id } = proto::decode_head(&bytes).map_err(ApiError::BadRequest)?;
-        let seq_id = u64::try_from(seq_id).map_err(|_| ApiError::bad(format!("seq_id {seq_id} is negative")))?;
+        let head = match proto::decode_head(&bytes) {
+            Ok(proto::ForwardBackwardHead { model_id, seq_id }) => {
+                let seq_id = u64::try_from(seq_id).map_err(|_| ApiError::bad(format!("seq_id {seq_id} is negative")))?;
+                OpHead::new(model_id, seq_id)
+            }
+            Err(reason) => head::of_protobuf(&bytes).ok_or(ApiError::BadRequest(reason))?,
+        };
         let op = proto::decode_forward_backward(bytes, budget).and_then(|asked| asked.into_op(budget));
-        Ok((OpHead::new(model_id, seq_id), op))
+        Ok((head, op))
     };
     let ((head, op), _held) = body.decode(work).await?;
     accept(&app, head, op, |_, response| match response {
@@ -204,8 +209,28 @@ pub fn accept_or_else(
     let request_id = format!("{model_id}:{seq_id}");
     let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
     let op = op.unwrap_or_else(TrainOp::Refused);
-    match app.dispatch(&request_id, (base, client), completer, Request::Train { model_id, seq_id, op }, finish, on_failure) {
+    let request = Request::Train { model_id: model_id.clone(), seq_id, op };
+    let reason = match app.dispatch(&request_id, (base, client.clone()), completer, request, finish, on_failure) {
+        Ok(()) | Err(Refusal::Seen) => return Ok(acknowledged(&request_id)),
+        Err(Refusal::User(reason)) => reason,
+        Err(refusal) => return Err(refused(refusal)),
+    };
+    // It will never be accepted as it is: what it asks for is let go, and it fails in its place.
+    let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
+    let request = Request::Train { model_id, seq_id, op: TrainOp::Refused(reason) };
+    let nothing = |_: &App, response| Err(unexpected(&response));
+    match app.dispatch(&request_id, (base, client), completer, request, nothing, |_, _| {}) {
         Ok(()) | Err(Refusal::Seen) => Ok(acknowledged(&request_id)),
         Err(refusal) => Err(refused(refusal)),
+    }
+}
+
+/// Has an operation whose request is refused take its place, and fail there for the same reason. Where it names no model that is in training,
+/// nobody waits for it.
+pub fn take_place(app: &Arc<App>, head: OpHead, refusal: &ApiError) {
+    let (model_id, seq_id) = (head.model_id.0.clone(), head.seq_id);
+    let taken = accept(app, head, Err(refusal.to_string()), |_, response| Err(unexpected(&response)));
+    if let Err(error) = taken {
+        tracing::debug!(model_id, seq_id, "a refused operation takes no place: {error}");
     }
 }

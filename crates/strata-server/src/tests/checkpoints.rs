@@ -1,8 +1,9 @@
 //! Checkpoints: their names, their life, and what is made from them.
 
-use axum::http::StatusCode;
+use axum::http::{Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
 use strata_engine::api::{Request, TrainOp};
+use tower::ServiceExt;
 
 use super::{TestServer, create_model_body};
 
@@ -176,4 +177,173 @@ async fn the_engine_is_asked_for_one_save_and_not_for_a_directory() {
     let asked: Vec<_> = asked.map(|source| (source.name.as_str(), source.save_id.as_deref())).collect();
     let expected = [0, 0, 1, 1, 1].map(|i: usize| (path.as_str(), Some(identities[i].as_str())));
     assert_eq!(asked, expected);
+}
+
+fn external(model_id: &str, seq_id: u64, name: &str) -> Value {
+    json!({ "model_id": model_id, "seq_id": seq_id, "path": name, "ttl_seconds": 3600, "type": "save_weights_external" })
+}
+
+impl TestServer {
+    /// Fetches an address with some headers, and without a key.
+    async fn fetch(&self, method: &str, url: &str, headers: &[(&str, &str)]) -> (StatusCode, axum::http::HeaderMap, Vec<u8>) {
+        let path = url.split_once("//").map_or(url, |(_, rest)| &rest[rest.find('/').unwrap()..]);
+        let request = HttpRequest::builder().method(method).uri(path).header("host", "localhost:8000");
+        let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        let response = self.router.clone().oneshot(request.body(axum::body::Body::empty()).unwrap()).await.unwrap();
+        let (parts, body) = response.into_parts();
+        (parts.status, parts.headers, axum::body::to_bytes(body, usize::MAX).await.unwrap().to_vec())
+    }
+}
+
+#[tokio::test]
+async fn external_weights_are_fetched_by_signed_addresses_whole_or_in_part() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let saved = server.outcome("save_weights_external", external(&model_id, 1, "a")).await;
+    assert_eq!(saved["path"], json!(format!("tinker://{model_id}/external_weights/a")));
+    let dir = server.data_dir.path().join("checkpoints").join(&model_id).join("external_weights/a");
+    let content: Vec<u8> = (0..200_000_u32).map(|i| (i % 251) as u8).collect();
+    std::fs::write(dir.join("adapter_model.safetensors"), &content).unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", dir.join("link")).unwrap();
+    let listing = server.get(&format!("training_runs/{model_id}/checkpoints")).await.json();
+    assert_eq!(listing["checkpoints"][0]["checkpoint_type"], json!("external"));
+
+    let signed =
+        server.get(&format!("training_runs/{model_id}/checkpoints/external_weights/a/external_weights_urls")).await.json();
+    let urls = signed["urls"].as_object().unwrap();
+    assert_eq!(urls.keys().collect::<Vec<_>>(), ["adapter_model.safetensors"]);
+    assert!(signed["expires"].as_str().unwrap().ends_with('Z'), "{signed}");
+    let url = urls["adapter_model.safetensors"].as_str().unwrap();
+    assert!(url.starts_with("http://localhost:8000/api/v1/"), "{url}");
+    let (status, headers, bytes) = server.fetch("GET", url, &[]).await;
+    assert_eq!((status, bytes == content), (StatusCode::OK, true));
+    assert_eq!(
+        (&headers["content-length"], &headers["accept-ranges"]),
+        (&"200000".parse().unwrap(), &"bytes".parse().unwrap())
+    );
+    let etag = headers["etag"].to_str().unwrap().to_owned();
+    let (status, headers, bytes) = server.fetch("HEAD", url, &[]).await;
+    assert_eq!((status, &headers["content-length"], bytes.len()), (StatusCode::OK, &"200000".parse().unwrap(), 0));
+    let (status, headers, bytes) = server.fetch("GET", url, &[("range", "bytes=70000-140000"), ("if-range", &etag)]).await;
+    assert_eq!((status, bytes == content[70_000..=140_000]), (StatusCode::PARTIAL_CONTENT, true));
+    assert_eq!(headers["content-range"], "bytes 70000-140000/200000");
+    let (status, _, bytes) = server.fetch("GET", url, &[("range", "bytes=5-6"), ("if-range", "\"other\"")]).await;
+    assert_eq!((status, bytes.len()), (StatusCode::OK, 200_000));
+    let (status, headers, _) = server.fetch("GET", url, &[("range", "bytes=200000-")]).await;
+    assert_eq!((status, &headers["content-range"]), (StatusCode::RANGE_NOT_SATISFIABLE, &"bytes */200000".parse().unwrap()));
+
+    for changed in [
+        url.replace("adapter_model.safetensors", "strata.json"),
+        url.replace("adapter_model.safetensors", "link"),
+        url.replace("adapter_model.safetensors", "..%2F..%2Fstrata.lock"),
+        url.replace("external_weights", "weights"),
+        url.replace("expires=1", "expires=2"),
+        url[..url.len() - 1].to_owned(),
+        url.replace("signature=", "signature=%C3%A9"),
+        url.split('?').next().unwrap().to_owned(),
+    ] {
+        let (status, _, bytes) = server.fetch("GET", &changed, &[]).await;
+        assert!(status.is_client_error() && bytes.len() < 1000, "{changed}: {status}");
+    }
+    server.request("DELETE", &format!("training_runs/{model_id}/checkpoints/external_weights/a"), "").await;
+    assert_eq!(server.fetch("GET", url, &[]).await.0, StatusCode::NOT_FOUND);
+    server.outcome("save_weights_external", external(&model_id, 2, "a")).await;
+    assert_eq!(server.fetch("GET", url, &[]).await.0, StatusCode::FORBIDDEN, "another save of the name");
+}
+
+#[tokio::test]
+async fn addresses_have_the_name_that_settings_or_the_client_give_the_server() {
+    let ask = async |server: &TestServer, headers: &[(&str, &str)]| {
+        let (_, model_id) = server.new_model().await;
+        server.outcome("save_weights_external", external(&model_id, 1, "a")).await;
+        let dir = server.data_dir.path().join("checkpoints").join(&model_id).join("external_weights/a");
+        std::fs::write(dir.join("a.bin"), "x").unwrap();
+        let path = format!("/api/v1/training_runs/{model_id}/checkpoints/external_weights/a/external_weights_urls");
+        let (status, _, bytes) = server.fetch("GET", &path, headers).await;
+        let answer: Value = serde_json::from_slice(&bytes).unwrap();
+        (status, answer["urls"]["a.bin"].as_str().map(|url| url[..url.find("/api").unwrap()].to_owned()))
+    };
+    let server = TestServer::new();
+    assert_eq!(ask(&server, &[]).await.1.unwrap(), "http://localhost:8000");
+    let forwarded = [("x-forwarded-host", "strata.example, inner"), ("x-forwarded-proto", "https")];
+    assert_eq!(ask(&server, &forwarded).await.1.unwrap(), "https://strata.example");
+    assert_eq!(ask(&server, &[("x-forwarded-proto", "javascript")]).await.1.unwrap(), "http://localhost:8000");
+    for hostile in ["a@b", "a b", "a/b?c", "\"><"] {
+        assert_eq!(ask(&server, &[("x-forwarded-host", hostile)]).await.0, StatusCode::BAD_REQUEST, "{hostile}");
+    }
+    let server = TestServer::with(|config| config.public_url = Some("https://x.example/prefix/".into()));
+    assert_eq!(ask(&server, &forwarded).await.1.unwrap(), "https://x.example/prefix");
+}
+
+#[tokio::test]
+async fn an_archive_is_redirected_to_and_is_a_tar_of_the_adapter() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    let dir = server.data_dir.path().join("checkpoints").join(&model_id).join("weights/a");
+    std::fs::write(dir.join("adapter_config.json"), "{}").unwrap();
+    std::fs::write(dir.join("optimizer.safetensors"), "x").unwrap();
+    let path = format!("/api/v1/training_runs/{model_id}/checkpoints/weights/a/archive");
+    let (status, headers, _) = server.fetch("GET", &path, &[]).await;
+    assert_eq!(status, StatusCode::FOUND);
+    assert!(headers["expires"].to_str().unwrap().ends_with(" GMT"));
+    let (status, headers, tar) = server.fetch("GET", headers["location"].to_str().unwrap(), &[]).await;
+    assert_eq!((status, headers["content-length"].to_str().unwrap()), (StatusCode::OK, &*tar.len().to_string()));
+    // Header and content of the first, the header of an empty one, and two empty blocks.
+    assert_eq!(tar.len(), 5 * 512);
+    assert!(
+        tar.starts_with(b"adapter_config.json\0")
+            && tar[512..].starts_with(b"{}\0")
+            && tar[1024..].starts_with(b"checkpoint_complete\0")
+    );
+}
+
+#[tokio::test]
+async fn a_copy_is_a_checkpoint_of_its_own() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    server.outcome("save_weights", save(&model_id, 1, "a")).await;
+    let source = format!("tinker://{model_id}/weights/a");
+    let copied = server
+        .ok("copy_weights", json!({ "source_path": source, "session_id": session_id, "model_seq_id": 5, "ttl_seconds": 3600 }))
+        .await;
+    assert_eq!(copied["tinker_path"], json!(format!("tinker://{session_id}:train:5/weights/a")));
+    server.request("DELETE", &format!("training_runs/{model_id}/checkpoints/weights/a"), "").await;
+    let server = server.restart();
+    let info = server.ok("weights_info", json!({ "tinker_path": copied["tinker_path"] })).await;
+    assert_eq!(info["lora_rank"], json!(8));
+    let checkpoints = server.get("checkpoints").await.json();
+    assert!(checkpoints["checkpoints"][0]["expires_at"].is_string());
+    assert_eq!(server.post("copy_weights", json!({ "source_path": source })).await.status, StatusCode::NOT_FOUND);
+    for wrong in [json!({ "ttl_seconds": 10 }), json!({ "session_id": "x" }), json!({ "session_id": "x", "model_seq_id": 1 })] {
+        let mut body = json!({ "source_path": copied["tinker_path"] });
+        body.as_object_mut().unwrap().extend(wrong.as_object().unwrap().clone());
+        assert!(server.post("copy_weights", body).await.status.is_client_error(), "{wrong}");
+    }
+    let again = async || {
+        let request = HttpRequest::post("/api/v1/copy_weights")
+            .header("content-type", "application/json")
+            .header("x-idempotency-key", "k");
+        let body = json!({ "source_path": copied["tinker_path"], "destination_project_id": "p" }).to_string();
+        server.send(request.body(body.into()).unwrap()).await.json()["tinker_path"].clone()
+    };
+    assert_eq!(again().await, again().await);
+    assert_eq!(server.get("checkpoints").await.json()["cursor"]["total_count"], json!(2));
+}
+
+#[tokio::test]
+async fn the_checkpoints_of_a_run_come_all_at_once_or_in_pages() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for (seq_id, name) in (1..).zip(["a", "b", "c"]) {
+        server.outcome("save_weights", save(&model_id, seq_id, name)).await;
+    }
+    let names = async |query: &str| {
+        let listed = server.get(&format!("training_runs/{model_id}/checkpoints{query}")).await.json();
+        assert_eq!(listed["cursor"]["total_count"], json!(3));
+        let ids = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["checkpoint_id"].as_str().unwrap().to_owned());
+        ids.collect::<Vec<_>>()
+    };
+    assert_eq!(names("").await, ["weights/c", "weights/b", "weights/a"]);
+    assert_eq!(names("?limit=1&offset=1").await, ["weights/b"]);
 }

@@ -280,7 +280,7 @@ async fn health_is_answered_while_large_bodies_are_read() {
             tokio::spawn(async move { answer_to(address, &request).await })
         })
         .collect();
-    let mut slowest = Duration::ZERO;
+    let (mut slowest, begun) = (Duration::ZERO, Instant::now());
     while large.iter().any(|request| !request.is_finished()) {
         let started = Instant::now();
         let answer = answer_to(address, "GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await;
@@ -288,10 +288,12 @@ async fn health_is_answered_while_large_bodies_are_read() {
         slowest = slowest.max(started.elapsed());
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
+    let all = begun.elapsed();
     for request in large {
         assert!(request.await.unwrap().starts_with("HTTP/1.1 404"));
     }
-    assert!(slowest < Duration::from_millis(400), "{slowest:?}");
+    // Were bodies read by the threads that answer, two would be at a time, and an answer would wait for half of all.
+    assert!(slowest * 3 < all, "{slowest:?} of {all:?}");
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use strata_engine::Reply;
 use strata_engine::api::{
@@ -18,6 +18,8 @@ pub struct ScriptedEngine {
     pub ledger: Ledger,
     /// While set, everything is refused as busy.
     pub is_full: AtomicBool,
+    /// Tokens of a pass beyond which it is refused for good; 0: none.
+    pub datum_tokens_max: AtomicUsize,
     /// Everything that was asked, in the order it arrived.
     pub requests: Mutex<Vec<Request>>,
     /// Operations of a model that wait for those before them.
@@ -74,6 +76,7 @@ impl Default for ScriptedEngine {
         ScriptedEngine {
             ledger: Ledger::new(16 << 20),
             is_full: AtomicBool::new(false),
+            datum_tokens_max: AtomicUsize::new(0),
             requests: Mutex::default(),
             waiting: Mutex::default(),
             next_seq_id: Mutex::default(),
@@ -103,6 +106,13 @@ impl Submit for ScriptedEngine {
                 _ => {}
             }
         }
+        if let Request::Train { op: TrainOp::ForwardBackward { data, .. }, .. } = &request {
+            let (tokens, max) =
+                (data.iter().map(|datum| datum.tokens.len()).sum::<usize>(), self.datum_tokens_max.load(Ordering::Relaxed));
+            if max > 0 && tokens > max {
+                return Err(Refusal::User(format!("{tokens} tokens are above the limit of {max}")));
+            }
+        }
         let Ok(charge) = self.ledger.charge(&client, 1000) else { return Err(Refusal::Busy("no room".into())) };
         self.requests.lock().unwrap().push(request.clone());
         let owed = Owed(reply, charge);
@@ -124,7 +134,7 @@ impl Submit for ScriptedEngine {
 }
 
 fn lora() -> LoraSpec {
-    LoraSpec { rank: 8, seed: 3, train_attn: true, train_mlp: true, train_unembed: true }
+    LoraSpec { rank: 8, seed: 3, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() }
 }
 
 fn answer(request: Request) -> Outcome {

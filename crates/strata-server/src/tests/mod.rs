@@ -5,6 +5,7 @@ mod checkpoints;
 mod edge;
 mod engine;
 mod images;
+mod places;
 mod requests;
 mod server;
 mod simulation;

@@ -259,3 +259,28 @@ async fn a_path_that_is_no_text_gets_a_sentence_too() {
         assert!(reply.detail().contains("UTF-8"), "{}", reply.detail());
     }
 }
+
+#[tokio::test]
+async fn clients_are_told_to_send_no_more_than_there_is_room_for() {
+    let flag = async |server: &TestServer, name: &str| server.ok("client/config", json!({})).await[name].as_u64().unwrap();
+    let large = TestServer::new();
+    assert_eq!(flag(&large, "fwdbwd_max_chunk_bytes_count").await, 5_000_000);
+    assert_eq!(flag(&large, "sample_max_concurrent_requests").await, 2000);
+    let small = TestServer::with(|config| (config.transit_bytes, config.connections_max) = (8 << 20, 100));
+    assert_eq!(flag(&small, "fwdbwd_max_chunk_bytes_count").await, 1 << 20);
+    assert_eq!(flag(&small, "fwdbwd_dispatch_bytes_semaphore_size").await, 2 << 20);
+    assert_eq!(flag(&small, "sample_max_concurrent_requests").await, 25);
+}
+
+#[tokio::test]
+async fn a_refused_body_is_not_kept_without_being_paid_for() {
+    let server = TestServer::new();
+    let free = server.app.transit.bytes_free();
+    let mut others = server.app.transit.charge();
+    others.try_grow(free - (free / 16) - (40 << 10)).unwrap();
+    let reply = server.post("no_such_thing", json!({ "model_id": "a", "seq_id": 1 })).await;
+    assert_eq!(reply.status, StatusCode::TOO_MANY_REQUESTS, "it is sent again when there is room");
+    drop(others);
+    assert_eq!(server.post("no_such_thing", json!({})).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(server.app.transit.bytes_free(), free);
+}

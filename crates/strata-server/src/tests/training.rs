@@ -9,13 +9,14 @@ use serde_json::{Value, json};
 use strata_engine::api::{Request, TrainOp};
 
 use super::{Reply, TestServer, create_model_body, sample_body};
+use crate::clock;
 use crate::wire::proto;
 
-fn optim_step(model_id: &str, seq_id: u64) -> Value {
+pub(super) fn optim_step(model_id: &str, seq_id: u64) -> Value {
     json!({ "model_id": model_id, "seq_id": seq_id, "adam_params": { "learning_rate": 1e-3 }, "type": "optim_step" })
 }
 
-fn pass_body(model_id: &str, seq_id: i32, chunk: proto::ChunkKind) -> Vec<u8> {
+pub(super) fn pass_body(model_id: &str, seq_id: i32, chunk: proto::ChunkKind) -> Vec<u8> {
     let datum = proto::Datum { model_input: vec![proto::Chunk { chunk: Some(chunk) }], ..Default::default() };
     let request = proto::ForwardBackwardRequest {
         model_id: model_id.into(),
@@ -27,12 +28,12 @@ fn pass_body(model_id: &str, seq_id: i32, chunk: proto::ChunkKind) -> Vec<u8> {
     request.encode_to_vec()
 }
 
-fn tokens(count: usize) -> proto::ChunkKind {
+pub(super) fn tokens(count: usize) -> proto::ChunkKind {
     proto::ChunkKind::EncodedText(proto::EncodedText { tokens: vec![0; count * 4].into() })
 }
 
 impl TestServer {
-    async fn pass(&self, body: Vec<u8>, encoding: Option<&str>) -> Reply {
+    pub(super) async fn pass(&self, body: Vec<u8>, encoding: Option<&str>) -> Reply {
         let mut request = HttpRequest::post("/api/v1/forward_backward").header("content-type", "application/x-protobuf");
         if let Some(encoding) = encoding {
             request = request.header("content-encoding", encoding);
@@ -203,6 +204,47 @@ async fn a_pass_that_is_broken_or_would_be_too_large_keeps_its_place_in_the_orde
 }
 
 #[tokio::test]
+async fn a_refusal_names_the_field_and_what_it_is() {
+    let server = TestServer::new();
+    for (path, body, words) in [
+        ("create_model", json!({ "session_id": "s", "model_seq_id": null }), "model_seq_id: invalid type: null"),
+        (
+            "create_model",
+            json!({ "session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": { "rank": "x" } }),
+            "lora_config.rank: invalid type: string \"x\"",
+        ),
+        (
+            "asample",
+            json!({ "prompt": { "chunks": [{ "tokens": [1, null] }] } }),
+            "prompt.chunks[0].tokens[1]: invalid type: null",
+        ),
+        ("retrieve_future", json!({}), "missing field `request_id`"),
+        ("sessions/search", json!({ "limit": 0 }), "limit 0"),
+    ] {
+        let reply = server.post(path, body).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{path}");
+        assert!(reply.detail().contains(words), "{}", reply.detail());
+    }
+    let reply = server.get("training_runs?limit=x").await;
+    assert!(reply.detail().contains("limit"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn optimizers_that_are_not_here_are_refused_by_name() {
+    let server = TestServer::new();
+    let session_id = server.new_session().await;
+    let mut body = create_model_body(&session_id, 0);
+    body["optimizer_config"] = json!({ "type": "dimuon", "version": 1 });
+    let reply = server.post("create_model", body).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.detail().contains("dimuon") && reply.detail().contains("adamw"), "{}", reply.detail());
+    let (_, model_id) = server.new_model().await;
+    let step = json!({ "model_id": model_id, "seq_id": 1, "optimizer_params": { "type": "dimuon", "learning_rate": 1e-3 } });
+    let outcome = server.outcome("optim_step", step).await;
+    assert!(outcome["error"].as_str().unwrap().contains("dimuon"), "{outcome}");
+}
+
+#[tokio::test]
 async fn a_request_for_which_there_is_no_room_does_not_take_its_place() {
     let server = TestServer::with(|config| config.transit_bytes = 8 << 20);
     let (_, model_id) = server.new_model().await;
@@ -295,4 +337,72 @@ async fn the_oldest_idle_snapshot_makes_room_for_a_new_one() {
     let reply = server.post("asample", sample_body(&dropped, 0)).await;
     assert_eq!(reply.status, StatusCode::BAD_REQUEST);
     assert!(reply.detail().contains("most recently used"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn a_sample_without_a_session_gets_one_that_others_of_its_owner_share() {
+    let server = TestServer::new();
+    let ask = async |owner: &str, change: Value| {
+        let mut body = sample_body("", 0);
+        let fields = body.as_object_mut().unwrap();
+        fields.remove("sampling_session_id");
+        fields.remove("seq_id");
+        fields.extend(change.as_object().unwrap().clone());
+        let request =
+            HttpRequest::post("/api/v1/asample").header("content-type", "application/json").header("x-api-key", owner);
+        server.send(request.body(body.to_string().into()).unwrap()).await
+    };
+    let mut ids = Vec::new();
+    for owner in ["a", "a", "b"] {
+        let acknowledged = ask(owner, json!({ "base_model": "org/base" })).await.json();
+        ids.push(acknowledged["request_id"].as_str().unwrap().to_owned());
+        let outcome = server.retrieve(&ids[ids.len() - 1]).await;
+        assert_eq!(outcome.json()["sequences"][1]["tokens"], json!([4, 5]));
+    }
+    let sampler = |id: &String| id.rsplit_once(':').unwrap().0.to_owned();
+    assert!(ids[0] != ids[1] && sampler(&ids[0]) == sampler(&ids[1]) && sampler(&ids[0]) != sampler(&ids[2]));
+    clock::advance(Duration::from_secs(301));
+    server.app.reap().await;
+    let acknowledged = ask("a", json!({ "base_model": "org/base" })).await.json();
+    assert_ne!(sampler(&ids[0]), sampler(&acknowledged["request_id"].as_str().unwrap().to_owned()), "its session was silent");
+    for (change, status) in [
+        (json!({}), StatusCode::BAD_REQUEST),
+        (json!({ "base_model": "org/other" }), StatusCode::BAD_REQUEST),
+        (json!({ "model_path": "tinker://a/weights/b" }), StatusCode::NOT_FOUND),
+        (json!({ "sampling_session_id": "x" }), StatusCode::BAD_REQUEST),
+    ] {
+        assert_eq!(ask("c", change.clone()).await.status, status, "{change}");
+    }
+}
+
+#[tokio::test]
+async fn completions_of_a_sampling_session_are_told_to_the_client_that_asked() {
+    let server = TestServer::new();
+    let session_id = server.new_session().await;
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 0, "base_model": "org/base" });
+    server.ok("create_sampling_session", body).await;
+    let sampler_id = format!("{session_id}:sample:0");
+    let joined = server.ok("join_sampling_session", json!({ "sampling_session_id": sampler_id })).await;
+    assert_eq!(joined["client_counter"], json!(1));
+    for seq_id in [0, 1, 1_000_000_000] {
+        server.ok("asample", sample_body(&sampler_id, seq_id)).await;
+    }
+    let poll = async |clone: u64, cursor: &Value, retrieved: &[String]| {
+        let target = json!({ "type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone });
+        let body = json!({ "target": target, "prev_cursor": cursor, "timeout": 0, "retrieved_request_ids": retrieved });
+        server.ok("retrieve_futures", body).await
+    };
+    let first = poll(0, &json!(0), &[]).await;
+    let ids: Vec<String> =
+        first["completions"].as_array().unwrap().iter().map(|c| c["request_id"].as_str().unwrap().into()).collect();
+    assert_eq!(ids, [format!("{sampler_id}:0"), format!("{sampler_id}:1")]);
+    assert!(first["completions"][0]["response_payload_uncompressed_size"].as_u64().unwrap() > 0);
+    assert_eq!(poll(1, &json!(0), &[]).await["completions"][0]["request_id"], json!(format!("{sampler_id}:1000000000")));
+    server.retrieve(&ids[0]).await;
+    let second = poll(0, &first["cursor"], &ids[..1]).await;
+    assert_eq!(second["completions"], json!([]));
+    assert_eq!(server.retrieve(&ids[0]).await.status, StatusCode::GONE, "its client has said that it has it");
+    assert_eq!(server.retrieve(&ids[1]).await.status, StatusCode::OK);
+    let unknown = json!({ "target": { "sampling_session_id": "x" } });
+    assert_eq!(server.post("retrieve_futures", unknown).await.status, StatusCode::NOT_FOUND);
 }

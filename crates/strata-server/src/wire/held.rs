@@ -66,7 +66,11 @@ impl HeldBytes for LossSpec {
 
 impl HeldBytes for SaveTarget {
     fn held_bytes(&self) -> usize {
-        size_of::<SaveTarget>() + self.dir.capacity() + value_bytes(&self.metadata)
+        size_of::<SaveTarget>()
+            + self.dir.capacity()
+            + value_bytes(&self.metadata)
+            + vec_bytes(&self.recipients)
+            + self.recipients.iter().map(String::capacity).sum::<usize>()
     }
 }
 

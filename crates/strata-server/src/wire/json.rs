@@ -1,20 +1,28 @@
 //! JSON bodies. A field that is absent, null or at its default means the same; unknown fields are ignored, as newer clients send them.
 
+mod sessions;
+
 use std::collections::BTreeMap;
 
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
 use serde::{Deserialize, Deserializer};
+use strata_engine::age::{self, Recipient};
 use strata_engine::api;
 
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::shown;
 use crate::registry::Metadata;
-use crate::wire::bounded::{Excerpt, List, Map, MetadataTexts, Numbers, Present, Text};
+use crate::wire::bounded::{List, Map, MetadataTexts, Numbers, Present, Text};
 use crate::wire::budget::{Budget, map_bytes};
 use crate::wire::input::{Input, ModelInput};
 use crate::wire::tensor::{self, CsrIndices};
+
+pub use sessions::{
+    AssignProject, CreateSamplingSession, CreateSession, FinishSession, FutureOnly, JoinSamplingSession, RetrieveFutures,
+    SearchSessions, SessionOnly, Source,
+};
 
 /// An id of something on this server.
 pub type Id = Text<{ limits::ID_BYTES_MAX }>;
@@ -34,25 +42,20 @@ fn yes() -> bool {
     true
 }
 
-/// Body of `create_session`.
+/// Body of `copy_weights`.
 #[derive(Debug, Deserialize)]
-pub struct CreateSession {
-    /// What the user attached.
+pub struct CopyWeights {
+    /// The checkpoint.
+    pub source_path: TinkerPath,
+    /// The session that gets it, where there is one,
     #[serde(default)]
-    pub user_metadata: Option<MetadataTexts>,
-    /// A name for people.
+    pub session_id: Option<Id>,
+    /// and the number of the run in it.
     #[serde(default)]
-    pub display_name: Option<Text<{ limits::METADATA_BYTES_MAX }>>,
-    /// Version of the client.
+    pub model_seq_id: Option<u64>,
+    /// Life of the copy.
     #[serde(default)]
-    pub sdk_version: Option<Name>,
-}
-
-/// Body of requests that name a session only.
-#[derive(Debug, Deserialize)]
-pub struct SessionOnly {
-    /// The session.
-    pub session_id: Id,
+    pub ttl_seconds: Option<i64>,
 }
 
 /// Body of requests that name a model only.
@@ -60,25 +63,6 @@ pub struct SessionOnly {
 pub struct ModelOnly {
     /// The model.
     pub model_id: Id,
-}
-
-/// Body of `sessions/{id}/finish`.
-#[derive(Debug, Default, Deserialize)]
-pub struct FinishSession {
-    /// Why.
-    #[serde(default)]
-    pub reason: Option<FinishReason>,
-    /// More about why.
-    #[serde(default)]
-    pub detail: Option<Excerpt>,
-}
-
-/// Why a client finished its session.
-#[derive(Debug, Deserialize)]
-pub struct FinishReason {
-    /// `success`, `errored` or `interrupted`.
-    #[serde(default, rename = "type")]
-    pub kind: Option<Name>,
 }
 
 /// Body of `create_model`.
@@ -266,21 +250,24 @@ pub struct SaveWeights {
     /// What the user attached.
     #[serde(default)]
     pub user_metadata: Option<MetadataTexts>,
+    /// Keys to encrypt to, where the checkpoint is to be downloaded.
+    #[serde(default)]
+    age_encryption_recipients: Option<List<Text<{ limits::TEXT_BYTES_MAX }>, { 2 * age::RECIPIENTS_MAX }>>,
 }
 
-/// Body of `create_sampling_session`.
-#[derive(Debug, Deserialize)]
-pub struct CreateSamplingSession {
-    /// The session.
-    pub session_id: Id,
-    /// The number of the sampling session within its session.
-    pub sampling_session_seq_id: u64,
-    /// The base model, where it is to be sampled, or where the user says what a checkpoint belongs to.
-    #[serde(default)]
-    pub base_model: Option<Name>,
-    /// The checkpoint to sample.
-    #[serde(default)]
-    pub model_path: Option<TinkerPath>,
+impl SaveWeights {
+    /// The keys to encrypt to, checked.
+    ///
+    /// # Errors
+    /// If one is none, or there are too many.
+    pub fn recipients(&self) -> Result<Vec<String>, String> {
+        let given = self.age_encryption_recipients.as_ref().map_or(&[][..], |given| &given.0);
+        at_most("age_encryption_recipients", given.len(), age::RECIPIENTS_MAX)?;
+        for (i, text) in given.iter().enumerate() {
+            Recipient::parse(text).map_err(|reason| format!("age_encryption_recipients[{i}]: {reason}"))?;
+        }
+        Ok(given.iter().map(|text| text.0.clone()).collect())
+    }
 }
 
 /// A seed as any integer of up to 64 bits; drawn if there is none.
@@ -293,7 +280,8 @@ pub fn seed(given: Option<&serde_json::Number>) -> Result<u64, String> {
     seed.ok_or_else(|| format!("seed {given} is not an integer of 64 bits"))
 }
 
-fn random_seed() -> u64 {
+/// A number that nobody else draws.
+pub fn random_seed() -> u64 {
     getrandom::u64().unwrap_or_else(|_| uuid::Uuid::new_v4().as_u64_pair().0)
 }
 
@@ -387,13 +375,6 @@ impl ForwardBackward {
             forward_only: forward_only || self.forward_only,
         })
     }
-}
-
-/// Body of `retrieve_future` and `cancel_future`.
-#[derive(Debug, Deserialize)]
-pub struct FutureOnly {
-    /// The request whose outcome is wanted.
-    pub request_id: Id,
 }
 
 /// Body of `weights_info`.

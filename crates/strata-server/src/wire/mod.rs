@@ -3,6 +3,7 @@
 pub mod bounded;
 pub mod budget;
 pub mod guard;
+pub mod head;
 #[cfg(test)]
 pub mod held;
 pub mod input;

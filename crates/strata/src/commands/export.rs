@@ -1,14 +1,16 @@
-//! `strata export`: an adapter in the form that another tool loads.
+//! `strata export`: an adapter in the form that another tool loads, or its base model with the adapter in its weights.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use indicatif::HumanBytes;
-use strata_model::checkpoint::{AdapterFormat, Existing, PeftAdapter, read_adapter, write_adapter, write_atomically};
-use strata_model::lora::LoraModule;
-use strata_model::{Family, ModelConfig, ModelSource, lora_modules};
-use strata_tensor::CpuBackend;
+use strata_model::checkpoint::{
+    AdapterFormat, Existing, PeftAdapter, named_base_model, read_adapter, write_adapter, write_atomically,
+};
+use strata_model::lora::{LoraModule, Part};
+use strata_model::{Family, ModelConfig, ModelSource, lora_modules, write_merged};
+use strata_tensor::{CpuBackend, DType};
 
 /// Settings of `strata export`.
 #[derive(Debug, clap::Args)]
@@ -17,21 +19,26 @@ pub struct Args {
     pub adapter: PathBuf,
     /// Directory to create.
     pub out: PathBuf,
-    /// Checkpoint directory of the base model; its weights are not read.
+    /// Base model: a checkpoint directory or a Hugging Face name; its weights are read only to merge [default: the one that the adapter names].
     #[arg(long)]
-    pub base: PathBuf,
-    /// Whose form to write.
+    pub base: Option<String>,
+    /// What to write.
     #[arg(long, value_enum)]
     pub format: Format,
+    /// The dtype of all weights of a merged checkpoint [default: that of each in the base].
+    #[arg(long, value_parser = ["f32", "bf16"])]
+    pub dtype: Option<String>,
 }
 
-/// The forms of adapters.
+/// What an adapter can be written as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// Stock PEFT's, on transformers 5.
     Peft,
     /// That of the Tinker tools, in which checkpoints are saved.
     Tinker,
+    /// A checkpoint of the base model with the adapter added to its weights, for transformers and all that reads what it writes.
+    Merged,
 }
 
 /// Reads the adapter and writes it.
@@ -39,7 +46,11 @@ pub enum Format {
 /// # Errors
 /// If the adapter does not fit the base model, has something that there is no saying in the form, or the directory exists or cannot be written.
 pub fn run(args: Args) -> Result<()> {
-    let base = ModelSource::Directory(args.base);
+    let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
+    if dtype.is_some() && args.format != Format::Merged {
+        bail!("--dtype is for --format merged: adapters are written in f32");
+    }
+    let base = base_of(args.base.as_deref(), &args.adapter)?;
     let config = base.config()?;
     let modules = lora_modules(&config);
     let backend = CpuBackend::new(None)?;
@@ -51,7 +62,14 @@ pub fn run(args: Args) -> Result<()> {
         }
         Format::Tinker => {
             check_for_tinker(&modules, &adapter)?;
-            AdapterFormat::Tinker
+            AdapterFormat::tinker(&config)
+        }
+        Format::Merged => {
+            let merged = (&adapter.config, &adapter.params);
+            let write = |dir: &Path| write_merged(&backend, &base, merged, dtype, dir);
+            let bytes = write_atomically(&args.out, Existing::Refuse, write)?;
+            println!("{}: {}", args.out.display(), HumanBytes(bytes));
+            return Ok(());
         }
     };
     let PeftAdapter { config, params, base_model } = &adapter;
@@ -61,6 +79,20 @@ pub fn run(args: Args) -> Result<()> {
     })?;
     println!("{}: {}", args.out.display(), HumanBytes(bytes));
     Ok(())
+}
+
+/// The base model that was named, or else the one that an adapter names.
+///
+/// # Errors
+/// If it cannot be found, or neither names one.
+pub fn base_of(named: Option<&str>, adapter: &Path) -> Result<ModelSource> {
+    if let Some(named) = named {
+        return Ok(ModelSource::resolve(named)?);
+    }
+    let Some(own) = named_base_model(adapter)? else {
+        bail!("the adapter does not say which model it is for: say it with --base");
+    };
+    ModelSource::resolve(&own).context("the adapter's base_model_name_or_path does not lead to it: say where it is with --base")
 }
 
 /// Refuses what PEFT would take for something else.
@@ -74,6 +106,11 @@ fn check_for_peft(base: &ModelConfig, modules: &[LoraModule], adapter: &PeftAdap
 
 /// Refuses scales that the Tinker tools do not read: they scale every product by `lora_alpha / r`.
 fn check_for_tinker(modules: &[LoraModule], adapter: &PeftAdapter) -> Result<()> {
+    if let Some(module) = modules.iter().find(|module| module.part == Part::Embedding)
+        && adapter.config.embedding
+    {
+        bail!("the Tinker tools have no pair of the embedding, and pass over that of {}; merge it instead", module.path);
+    }
     let common = adapter.config.scale();
     match adapter.config.own.iter().find(|(_, shape)| shape.scale != common) {
         None => Ok(()),

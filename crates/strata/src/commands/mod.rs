@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod demo;
 pub mod export;
+pub mod import;
 pub mod init_model;
 pub mod inspect;
 pub mod serve;

@@ -39,6 +39,9 @@ pub struct Args {
     /// Where checkpoints live [default: $XDG_DATA_HOME/strata, or ~/.local/share/strata].
     #[arg(long, env = "STRATA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
+    /// What clients reach the server by, such as https://strata.example, for addresses in its answers [default: the name that each client has used].
+    #[arg(long, env = "STRATA_PUBLIC_URL", value_name = "URL", value_parser = parse_public_url)]
+    pub public_url: Option<String>,
     /// Directory of pictures that prompts may name, as file:///DIR/NAME.png; several are given one by one, or separated by colons.
     #[arg(long, env = "STRATA_IMAGE_DIR", value_name = "DIR", value_delimiter = ':')]
     pub image_dir: Vec<PathBuf>,
@@ -93,6 +96,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let mut config = ServerConfig::new(address, data_dir.clone());
     config.image_dirs = ImageDirs::open(&args.image_dir).context("--image-dir")?;
     config.api_key = args.api_key.clone();
+    config.public_url = args.public_url.clone();
     config.session_timeout = args.session_timeout;
     config.header_timeout = args.header_timeout;
     config.body_timeout = args.body_timeout;
@@ -116,6 +120,17 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended
+}
+
+/// Checks the start of addresses.
+fn parse_public_url(text: &str) -> Result<String, String> {
+    let rest = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+    match rest {
+        Some(host) if !host.is_empty() && !text.contains(['?', '#', '@']) && !text.contains(char::is_whitespace) => {
+            Ok(text.into())
+        }
+        _ => Err(format!("{text:?} is not like https://strata.example, with a path or without")),
+    }
 }
 
 /// Says what is served and how to reach it.

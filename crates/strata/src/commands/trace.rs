@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::tensor::{Dtype, TensorView};
-use strata_model::checkpoint::{adapter_tensors, read_adapter};
+use strata_model::checkpoint::{gradient_as_given, read_adapter};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams};
 use strata_model::vision::{Grid, Patches};
 use strata_model::{
@@ -34,7 +34,7 @@ pub struct Args {
     /// Compute in this dtype rather than the checkpoint's.
     #[arg(long, value_parser = ["f32", "bf16"])]
     pub dtype: Option<String>,
-    /// Also write the gradient of the summed next-token cross-entropy for the adapter.
+    /// Also write the gradient of the summed next-token cross-entropy for the adapter, under the names that its file has.
     #[arg(long, requires = "adapter")]
     pub grads: bool,
     /// Also continue every sequence greedily by this many tokens.
@@ -64,18 +64,20 @@ pub fn run(args: Args) -> Result<()> {
     let adapter = match &args.adapter {
         Some(dir) => {
             let adapter = read_adapter(model.backend(), dir, model.lora_modules())?;
-            Some((adapter.config.clone(), model.pack_adapter(adapter.config, &adapter.params)?))
+            Some((dir, adapter.config.clone(), model.pack_adapter(adapter.config, &adapter.params)?))
         }
         None => None,
     };
-    let packed = adapter.as_ref().map(|(_, packed)| packed.as_ref());
+    let packed = adapter.as_ref().map(|(.., packed)| packed.as_ref());
 
     let mut values = Values::default();
     trace_images(&model, &sequences, &mut values)?;
     trace_forward(&model, packed, &sequences, &mut values)?;
     let targets = next_token_targets(&sequences);
     let logprobs = match &adapter {
-        Some((config, packed)) if args.grads => trace_gradients(&model, config, packed, &sequences, &targets, &mut values)?,
+        Some((dir, config, packed)) if args.grads => {
+            trace_gradients(&model, dir, (config, packed), &sequences, &targets, &mut values)?
+        }
         _ => model.forward(&batch_of(packed, &sequences), &targets)?,
     };
     let mut rest = logprobs.as_slice();
@@ -254,8 +256,8 @@ impl TokenLoss for CrossEntropySum {
 
 fn trace_gradients(
     model: &Model,
-    config: &LoraConfig,
-    adapter: &Adapter,
+    dir: &Path,
+    (config, adapter): (&LoraConfig, &Adapter),
     sequences: &[Sequence],
     targets: &Targets,
     values: &mut Values,
@@ -263,7 +265,7 @@ fn trace_gradients(
     let mut gradient = LoraParams::zeros(model.backend(), model.lora_modules(), config)?;
     let batch = batch_of(Some(adapter), sequences);
     let logprobs = model.forward_backward(&batch, targets, &CrossEntropySum, &mut [Some(&mut gradient)])?;
-    for (name, tensor) in adapter_tensors(model.backend(), model.lora_modules(), &gradient)? {
+    for (name, tensor) in gradient_as_given(model.backend(), dir, model.lora_modules(), &gradient)? {
         let tensor = tensor.as_ref();
         values.arrays.insert(name, (Dtype::F32, tensor.shape().dims().to_vec(), tensor.as_bytes().to_vec()));
     }

@@ -10,6 +10,9 @@ use tempfile::TempDir;
 use crate::trace::{VALUE_TOLERANCE, adapters, write_trace};
 use crate::values::{Reference, fixtures};
 
+/// Of logits between a product that was added to a weight and one that was added to what the weight makes: 1e-4 is what is promised.
+const MERGED_TOLERANCE: f32 = 1e-4;
+
 fn export(fixture: &Path, adapter: &Path, out: &Path, format: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
     command.arg("export").arg(adapter).arg(out).arg("--base").arg(fixture.join("model")).args(["--format", format]);
@@ -47,12 +50,15 @@ fn exported_adapters_compute_what_they_did() {
                 continue;
             }
             let mut written = vec![&peft];
-            // Two scales: see the adapters of `stock` in make_fixtures.py.
+            // Two scales, and a pair of the embedding: see the adapters of `stock` in make_fixtures.py.
             let of_own_scale = ["qwen3_moe_f32 stock_parameters", "deepseek_moe_groups_f32 stock_parameters"];
             match refusal(&export(&fixture, &peft, &tinker, "tinker"), &tinker) {
                 Some(why) => {
-                    assert!(of_own_scale.iter().any(|own| label.ends_with(own)), "{label}: {why}");
-                    assert!(why.contains("the Tinker tools scale all modules by lora_alpha / r"), "{label}: {why}");
+                    let expected = match of_own_scale.iter().any(|own| label.ends_with(own)) {
+                        true => "the Tinker tools scale all modules by lora_alpha / r",
+                        false => "the Tinker tools have no pair of the embedding",
+                    };
+                    assert!(why.contains(expected), "{label}: {why}");
                     refused += 1;
                 }
                 None => {
@@ -77,7 +83,73 @@ fn exported_adapters_compute_what_they_did() {
             }
         }
     }
-    assert!(compared > 1000 && refused == 3, "{compared} compared, {refused} refused");
+    assert!(compared > 1000 && refused == 6, "{compared} compared, {refused} refused");
+}
+
+/// What a model computes of a fixture's tokens by itself.
+fn trace_model(model: &Path, fixture: &Path, out: &Path) -> Reference {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
+    command.arg("trace").arg(model).arg("--tokens").arg(fixture.join("tokens.json")).args(["--dtype", "f32"]);
+    let output = command.arg("--out").arg(out).output().expect("the binary runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Reference::read(out)
+}
+
+#[test]
+fn merged_checkpoints_compute_what_the_adapter_does_on_its_base() {
+    let isa = *Isa::available().last().expect("there is one");
+    let mut compared = 0;
+    for fixture in fixtures() {
+        for name in adapters(&fixture).into_iter().flatten() {
+            let dir = TempDir::new().expect("a temporary directory");
+            let (out, merged) = (dir.path().join("out.safetensors"), dir.path().join("merged"));
+            write_trace(&out, isa, &fixture, Some(&name), "f32", &[]);
+            let want = Reference::read(&out);
+            let label = format!("{} {name}", fixture.display());
+            let mut command = Command::new(env!("CARGO_BIN_EXE_strata"));
+            command.arg("export").arg(fixture.join(&name)).arg(&merged).arg("--base").arg(fixture.join("model"));
+            let output = command.args(["--format", "merged", "--dtype", "f32"]).output().expect("the binary runs");
+            assert_eq!(refusal(&output, &merged), None, "{label}");
+            let got = trace_model(&merged, &fixture, &out);
+            for (key, want) in want.floats("s.").filter(|(key, _)| key.ends_with("logits") || key.ends_with("logprobs")) {
+                let error = got.float(key).max_difference(want);
+                assert!(error <= MERGED_TOLERANCE, "{label}, {key}: off by {error}");
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 100, "{compared}");
+}
+
+#[test]
+fn a_merged_checkpoint_keeps_shards_and_dtypes_and_all_that_no_pair_is_for() {
+    let dir = TempDir::new().expect("a temporary directory");
+    for (name, adapter) in
+        [("bias_untied_sharded_f32", "r3"), ("bias_untied_bf16", "r3"), ("qwen3_5_composite_f32", "r3"), ("mha_tied_f16", "r4")]
+    {
+        let fixture = fixtures().into_iter().find(|fixture| fixture.ends_with(name)).expect("a fixture");
+        let merged = dir.path().join(name);
+        assert_eq!(refusal(&export(&fixture, &fixture.join(adapter), &merged, "merged"), &merged), None);
+        let files = |dir: &Path| {
+            let entries = std::fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").file_name());
+            entries.map(|name| name.to_string_lossy().into_owned()).collect::<std::collections::BTreeSet<_>>()
+        };
+        let base = fixture.join("model");
+        assert_eq!(files(&merged), files(&base), "{name}");
+        let (mut same, mut other) = (0, 0);
+        for file in files(&base).iter().filter(|file| file.ends_with(".safetensors")) {
+            let [base, merged] = [&base, &merged].map(|dir| std::fs::read(dir.join(file)).expect("a file"));
+            let [base, merged] = [&base, &merged].map(|bytes| SafeTensors::deserialize(bytes).expect("safetensors"));
+            for (tensor, before) in base.tensors() {
+                let after = merged.tensor(&tensor).unwrap_or_else(|_| panic!("{name}: {tensor} is gone"));
+                assert_eq!((before.shape(), before.dtype()), (after.shape(), after.dtype()), "{name}: {tensor}");
+                let is_same = before.data() == after.data();
+                assert!(is_same || tensor.contains("_proj") || tensor.contains("lm_head"), "{name}: {tensor} is another");
+                if is_same { same += 1 } else { other += 1 }
+            }
+        }
+        assert!(same > 0 && other > 0, "{name}: {same} and {other}");
+    }
 }
 
 #[test]

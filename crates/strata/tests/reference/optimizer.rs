@@ -119,7 +119,14 @@ fn five_adamw_steps_follow_torch() {
                     model_id: model_id.clone(),
                     source: CheckpointSource { dir: adapter_dir.clone(), name: label.clone(), save_id: None },
                     // Room for any of them.
-                    lora: LoraSpec { rank: 64, seed: 0, train_attn: true, train_mlp: true, train_unembed: true },
+                    lora: LoraSpec {
+                        rank: 64,
+                        seed: 0,
+                        train_attn: true,
+                        train_mlp: true,
+                        train_unembed: true,
+                        ranks: Default::default(),
+                    },
                     with_optimizer: false,
                 };
                 ask(&engine, create);
@@ -142,7 +149,8 @@ fn five_adamw_steps_follow_torch() {
 fn check_final_parameters(run: &mut Run<'_>, expected: &Reference, name: &str, label: &str) {
     let out = TempDir::new().expect("a temporary directory");
     let dir = out.path().join("adapter");
-    let target = SaveTarget { dir, name: label.into(), overwrite: false, metadata: serde_json::Value::Null };
+    let target =
+        SaveTarget { dir, name: label.into(), overwrite: false, metadata: serde_json::Value::Null, recipients: vec![] };
     let Response::Saved { dir, .. } = run.train(TrainOp::SaveSampler(target)) else { panic!("{label}: not saved") };
     let saved = Reference::read(&dir.join("adapter_model.safetensors"));
     let prefix = format!("adamw.{name}.final.");

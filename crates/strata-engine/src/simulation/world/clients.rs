@@ -64,7 +64,14 @@ impl World {
 
     fn lora(&mut self) -> LoraSpec {
         let rank = if self.rng.chance(3) { 9 } else { self.rng.between(1, 6) };
-        LoraSpec { rank, seed: self.rng.below(1 << 40), train_attn: true, train_mlp: true, train_unembed: true }
+        LoraSpec {
+            rank,
+            seed: self.rng.below(1 << 40),
+            train_attn: true,
+            train_mlp: true,
+            train_unembed: true,
+            ranks: Default::default(),
+        }
     }
 
     fn create_model(&mut self, session: usize) {
@@ -281,6 +288,7 @@ impl World {
                     name: dir,
                     overwrite: self.rng.chance(80),
                     metadata: serde_json::json!({ "save_id": save_id }),
+                    recipients: vec![],
                 };
                 if self.rng.chance(60) { TrainOp::SaveState(target) } else { TrainOp::SaveSampler(target) }
             }
@@ -309,7 +317,8 @@ impl World {
         let save = self.rng.pick(&self.saves).cloned().filter(|_| self.rng.chance(60));
         let source = save.map(|(dir, save_id, rank)| {
             let rank = if self.rng.chance(95) { rank } else { 1 };
-            let lora = LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true };
+            let lora =
+                LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() };
             (CheckpointSource { dir: dir.clone().into(), name: dir, save_id: Some(save_id) }, lora)
         });
         let bytes = source.as_ref().map_or(0, |(_, lora)| bytes_of(lora.rank).frozen);

@@ -4,21 +4,20 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::modules::{Targets, in_model, parameter_paths};
+use super::modules::{TINKER_UNEMBEDDING_PATH, Targets, in_model, parameter_paths};
 use super::names::{AdapterTensors, Layout};
 use super::pattern::Pattern;
 use crate::lora::{LoraConfig, LoraModule, PairShape, Part, RANK_MAX};
 
 /// Settings that do not change what a finished adapter computes: provenance, how it was initialised or trained, and sizes of features that
 /// other keys turn on.
-const IGNORED: [&str; 18] = [
+const IGNORED: [&str; 17] = [
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
     "eva_config",
     "inference_mode",
     "init_lora_weights",
-    "layers_pattern",
     "loftq_config",
     "lora_dropout",
     "lora_ga_config",
@@ -32,10 +31,11 @@ const IGNORED: [&str; 18] = [
     "task_type",
 ];
 /// Settings that are read below.
-const READ: [&str; 11] = [
+const READ: [&str; 12] = [
     "alpha_pattern",
     "bias",
     "exclude_modules",
+    "layers_pattern",
     "layers_to_transform",
     "lora_alpha",
     "peft_type",
@@ -72,8 +72,6 @@ pub(super) struct AdapterSettings {
     rank_pattern: Pattern,
     alpha_pattern: Pattern,
     targets: Targets,
-    /// Layers that carry LoRA; `None`: all.
-    layers: Option<Vec<u64>>,
 }
 
 impl AdapterSettings {
@@ -118,29 +116,37 @@ impl AdapterSettings {
             rank_pattern: rank_pattern?,
             alpha_pattern: alpha_pattern?,
             targets: Targets::from_json(|key| map.get(key))?,
-            layers: layers(map.get("layers_to_transform"))?,
         })
     }
 
-    /// As [`Targets::check`]; and refuses a list of layers that are not all that a module is in.
+    /// As [`Targets::check`].
     pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
-        self.targets.check(modules, carried, of_composite)?;
-        let Some(layers) = &self.layers else { return Ok(()) };
-        let of_layers = modules.iter().filter(|module| module.part != Part::Unembed);
-        match of_layers.flat_map(|module| &module.layers).find(|&&number| !layers.contains(&(number as u64))) {
-            None => Ok(()),
-            Some(number) => Err(format!("layers_to_transform is without layer {number}; supported: all layers")),
+        self.targets.check(modules, carried, of_composite)
+    }
+
+    /// Those layers of a module, which `tensors` has in this layout, that carry LoRA.
+    pub(super) fn layers_of(&self, module: &LoraModule, layout: Layout, tensors: &AdapterTensors<'_>) -> Vec<usize> {
+        let listed: Vec<usize> = module.layers.iter().copied().filter(|&number| self.targets.lists(module, number)).collect();
+        let others = || module.layers.iter().filter(|number| !listed.contains(number));
+        // A list of layers is one for modules. Parameters carry LoRA in all of theirs.
+        let is_of_parameter =
+            matches!(layout, Layout::Fused { .. }) || self.targets.name_parameter_of(module, tensors.of_composite);
+        if is_of_parameter && others().any(|&number| tensors.holds_layer(module, layout, number)) {
+            return module.layers.clone();
         }
+        listed
     }
 
     /// A module at place `index` that `tensors` has in this layout, with the paths by which PEFT knows it.
     pub(super) fn named_pairs<'m>(
         &self,
-        index: usize,
+        (index, layers): (usize, &[usize]),
         module: &'m LoraModule,
         layout: Layout,
         tensors: &AdapterTensors<'_>,
     ) -> NamedPairs<'m> {
+        let all = module;
+        let module = &LoraModule { layers: layers.to_vec(), ..module.clone() };
         let of_layers = |end: &str| module.layers.iter().map(|n| format!("model.layers.{n}.{}{end}", module.path)).collect();
         let names = match (layout, module.experts) {
             (Layout::Fused { .. }, _) => parameter_paths(module, false),
@@ -160,12 +166,13 @@ impl AdapterSettings {
                 module.layers.iter().flat_map(of_layer).collect()
             }
             (_, Some(experts)) => of_layers(&format!(".{}", experts.tinker_name)),
-            (_, None) if matches!(module.part, Part::Unembed | Part::Embedding) => vec![module.path.into()],
+            (_, None) if module.part == Part::Unembed => vec![module.path.into(), TINKER_UNEMBEDDING_PATH.into()],
+            (_, None) if module.part == Part::Embedding => vec![module.path.into()],
             (_, None) => of_layers(""),
         };
         let names = in_model(names, tensors.of_composite);
         let pairs = if layout == Layout::OfParts { module.parts.len() } else { 1 };
-        NamedPairs { index, module, names, rank_of_tensors: tensors.expert_rank(module, layout), pairs }
+        NamedPairs { index, module: all, names, rank_of_tensors: tensors.expert_rank(module, layout, layers), pairs }
     }
 
     /// Rank and scale of modules that have others than those of an adapter of the shape `common`, by place.
@@ -177,8 +184,14 @@ impl AdapterSettings {
         for NamedPairs { index, module, names, rank_of_tensors, pairs } in of {
             let (path, range) = (module.path, first..first + names.len());
             first = range.end;
-            let rank = self.rank_pattern.of_module(path, &ranks[range.clone()], self.rank as f64)?.map(|rank| rank as usize);
-            let alpha = self.alpha_pattern.of_module(path, &alphas[range], self.lora_alpha)?;
+            // The unembedding has one module, by whichever name.
+            let given = |values: &[Option<f64>]| match module.part {
+                Part::Unembed => vec![values.iter().copied().flatten().next()],
+                Part::Attention | Part::Mlp | Part::Embedding => values.to_vec(),
+            };
+            let rank = self.rank_pattern.of_module(path, &given(&ranks[range.clone()]), self.rank as f64)?;
+            let rank = rank.map(|rank| rank as usize);
+            let alpha = self.alpha_pattern.of_module(path, &given(&alphas[range]), self.lora_alpha)?;
             let shape = PairShape {
                 rank: rank.or(*rank_of_tensors).unwrap_or(self.rank) * pairs,
                 scale: match (rank, alpha) {
@@ -242,17 +255,6 @@ fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// The layers that are listed: one, or several; no list or an empty one means all.
-fn layers(value: Option<&Value>) -> Result<Option<Vec<u64>>, String> {
-    let listed = match value {
-        None | Some(Value::Null) => return Ok(None),
-        Some(Value::Array(list)) if list.is_empty() => return Ok(None),
-        Some(Value::Array(list)) => list.iter().map(Value::as_u64).collect(),
-        Some(one) => one.as_u64().map(|layer| vec![layer]),
-    };
-    listed.map(Some).ok_or_else(|| format!("layers_to_transform is {}; supported: all layers", show(value)))
 }
 
 pub(super) fn show(value: Option<&Value>) -> String {

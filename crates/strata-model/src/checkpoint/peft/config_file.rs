@@ -8,6 +8,12 @@ use super::modules::parameter_name;
 use super::write::fused_groups;
 use crate::lora::{LoraConfig, LoraModule, PairShape, Part};
 
+/// Last part of the unembedding's path as the Tinker tools have it.
+const TINKER_UNEMBEDDING: &str = "unembed_tokens";
+/// In the place of a task where stock PEFT would pass over a part of the adapter in silence: it refuses to load what has a task that it does not know, and says this of it. The Tinker tools read none.
+const NO_TASK_OF_PEFT: &str =
+    "none that PEFT knows: this adapter is named as the Tinker tools name it; `strata export --format peft` writes it for PEFT";
+
 /// The configuration as PEFT writes it.
 ///
 /// # Errors
@@ -22,10 +28,11 @@ pub(super) fn to_json(
     let carried: Vec<(usize, &LoraModule)> = modules.iter().enumerate().filter(|(i, m)| config.carries(*i, m)).collect();
     // PEFT takes `gate_proj`, `up_proj` and `down_proj` among the modules of a model with experts for theirs, whatever comes before.
     let has_experts = modules.iter().any(|module| module.experts.is_some());
+    let is_peft = format.is_peft();
     for &(index, module) in &carried {
         let shape = config.shape_of(index, module);
-        match (format, module.experts) {
-            (AdapterFormat::Tinker, Some(experts)) => {
+        match (is_peft, module.experts) {
+            (false, Some(experts)) => {
                 named.modules.push(experts.tinker_name.into());
                 // Their rank is that of the tensors.
                 if shape.scale != config.scale() {
@@ -33,10 +40,14 @@ pub(super) fn to_json(
                 }
             }
             // Below, with what else the parameter has.
-            (AdapterFormat::Peft | AdapterFormat::PeftOfComposite, Some(_)) => {}
-            (AdapterFormat::Peft | AdapterFormat::PeftOfComposite, None) if has_experts && module.part == Part::Mlp => {
+            (true, Some(_)) => {}
+            (true, None) if has_experts && module.part == Part::Mlp => {
                 named.parameters.push(parameter_name(module));
                 named.push_shape(&parameter_name(module), shape);
+            }
+            (false, None) if module.part == Part::Unembed => {
+                named.modules.push(TINKER_UNEMBEDDING.into());
+                named.push_shape(TINKER_UNEMBEDDING, shape);
             }
             (_, None) => {
                 named.modules.push(target_name(module, index, modules, config));
@@ -44,7 +55,7 @@ pub(super) fn to_json(
             }
         }
     }
-    if format.is_peft() {
+    if is_peft {
         for (parameter, first) in fused_groups(carried.iter().map(|(_, module)| *module)) {
             let of_group = |m: &LoraModule| m.experts.is_some_and(|experts| experts.fused.parameter == parameter);
             let shapes = carried.iter().filter(|(_, m)| of_group(m)).map(|(index, module)| config.shape_of(*index, module));
@@ -61,9 +72,12 @@ pub(super) fn to_json(
     }
     named.modules.sort_unstable();
     named.parameters.sort_unstable();
-    if format.is_peft() {
+    if is_peft {
         named.modules.dedup();
     }
+    let is_loaded_by_peft = is_peft
+        || format == AdapterFormat::Tinker
+            && !carried.iter().any(|(_, module)| module.experts.is_some() || module.part == Part::Unembed);
     let file = AdapterFile {
         alpha_pattern: named.alphas,
         auto_mapping: None,
@@ -83,7 +97,7 @@ pub(super) fn to_json(
         revision: None,
         target_modules: named.modules,
         target_parameters: (!named.parameters.is_empty()).then_some(named.parameters),
-        task_type: "CAUSAL_LM",
+        task_type: if is_loaded_by_peft { "CAUSAL_LM" } else { NO_TASK_OF_PEFT },
         use_dora: false,
         use_rslora: false,
     };

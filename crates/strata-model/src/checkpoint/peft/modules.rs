@@ -26,7 +26,12 @@ pub(super) struct Targets {
     excluded: Option<Modules>,
     /// Parameters, or ends of their paths from a dot on, that carry LoRA, beside the modules: those of experts, or the weight of a module.
     parameters: Vec<String>,
+    /// Layers in which the modules carry LoRA; `None`: all.
+    layers: Option<Vec<u64>>,
 }
+
+/// Path of the unembedding as the Tinker tools have it.
+pub(super) const TINKER_UNEMBEDDING_PATH: &str = "model.unembed_tokens";
 
 impl Targets {
     /// Of the keys of a configuration.
@@ -36,7 +41,30 @@ impl Targets {
             None | Some(Value::Null) => Vec::new(),
             value => names(value).ok_or_else(|| format!("target_parameters is {}, not a list of names", show(value)))?,
         };
-        Ok(Targets { modules: modules?, excluded: excluded?, parameters })
+        let (modules, layers) = (modules?, layers(get("layers_to_transform"))?);
+        if layers.is_some() {
+            if let Some(Modules::Pattern { .. } | Modules::AllLinear) = &modules {
+                return Err(format!(
+                    "layers_to_transform is {}, which PEFT has only with a list of target_modules, not with {}",
+                    show(get("layers_to_transform")),
+                    show(get("target_modules"))
+                ));
+            }
+            let of_decoder = |value: &Value| *value == "layers" || *value == serde_json::json!(["layers"]);
+            let is_empty = |value: &Value| value.is_null() || *value == "" || *value == serde_json::json!([]);
+            if let Some(other) = get("layers_pattern").filter(|value| !of_decoder(value) && !is_empty(value)) {
+                return Err(format!("layers_pattern is {}; supported: \"layers\"", show(Some(other))));
+            }
+        }
+        Ok(Targets { modules, excluded: excluded?, parameters, layers })
+    }
+
+    /// Whether a layer of a module is one of those that carry LoRA, if the module does.
+    pub(super) fn lists(&self, module: &LoraModule, number: usize) -> bool {
+        match module.part {
+            Part::Unembed | Part::Embedding => true,
+            Part::Attention | Part::Mlp => self.layers.as_ref().is_none_or(|listed| listed.contains(&(number as u64))),
+        }
     }
 
     /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
@@ -66,10 +94,19 @@ impl Targets {
                 continue;
             }
             let (mut targeted, mut excluded) = (0, 0);
-            for path in paths(module, of_composite) {
+            let is_of_layers = matches!(module.part, Part::Attention | Part::Mlp);
+            let layers = module.layers.iter().copied().filter(|&number| self.lists(module, number)).collect();
+            for path in paths(&LoraModule { layers, ..module.clone() }, of_composite) {
                 let is_excluded = self.excluded.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))?;
                 excluded += usize::from(is_excluded);
-                targeted += usize::from(!is_excluded && targets.names("target_modules", &path)?);
+                // With a list of layers PEFT takes what is in none of them by its whole path only.
+                let is_named = match (&self.layers, targets) {
+                    (Some(_), Modules::Names(names)) if !is_of_layers => names
+                        .iter()
+                        .any(|name| *name == path || path.strip_prefix("model.") == Some(name) && module.part == Part::Unembed),
+                    _ => targets.names("target_modules", &path)?,
+                };
+                targeted += usize::from(!is_excluded && is_named);
             }
             // The paths of the unembedding are all its own.
             let targeted = targeted > 0 && !(module.part == Part::Unembed && excluded > 0);
@@ -110,6 +147,19 @@ impl Targets {
         let name = show(Some(&name.as_str().into()));
         Err(format!("target_parameters names {name}, which the model does not have; it has {}", known.join(", ")))
     }
+}
+
+/// The layers that are listed: one, or several; no list or an empty one means all.
+fn layers(value: Option<&Value>) -> Result<Option<Vec<u64>>, String> {
+    let listed = match value {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(list)) if list.is_empty() => return Ok(None),
+        Some(Value::Array(list)) => list.iter().map(Value::as_u64).collect(),
+        Some(one) => one.as_u64().map(|layer| vec![layer]),
+    };
+    listed
+        .map(Some)
+        .ok_or_else(|| format!("layers_to_transform is {}, not the number of a layer or a list of them", show(value)))
 }
 
 /// A module's parameter in transformers, within a decoder layer, or within the model for the unembedding.
@@ -153,7 +203,7 @@ fn paths(module: &LoraModule, of_composite: bool) -> Vec<String> {
 
 fn paths_alone(module: &LoraModule) -> Vec<String> {
     match module.part {
-        Part::Unembed => vec![module.path.into(), "model.unembed_tokens".into()],
+        Part::Unembed => vec![module.path.into(), TINKER_UNEMBEDDING_PATH.into()],
         Part::Embedding => vec![module.path.into()],
         Part::Attention | Part::Mlp => {
             let of_layer = |number: &usize| match module.experts {

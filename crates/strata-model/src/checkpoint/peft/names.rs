@@ -70,15 +70,30 @@ impl AdapterTensors<'_> {
         })
     }
 
-    /// The rank of the pairs of experts in this layout, by their first A.
-    pub(super) fn expert_rank(&self, module: &LoraModule, layout: Layout) -> Option<usize> {
-        let (experts, number) = (module.experts?, *module.layers.first()?);
+    /// The rank of the pairs of experts in this layout, by the A of the first of the layers that have some.
+    pub(super) fn expert_rank(&self, module: &LoraModule, layout: Layout, layers: &[usize]) -> Option<usize> {
+        let (experts, number) = (module.experts?, *layers.first()?);
         let (path, axis) = match layout {
             Layout::OfLayer => (module_path(module, number), 1),
             Layout::OfExpert => (expert_path(module, &experts, number, 0), 0),
             Layout::OfParts | Layout::Fused { .. } => return None,
         };
         self.checkpoint.shape(&a_name(self.prefix, &path))?.get(axis).copied()
+    }
+
+    /// Whether the file has anything for a module in a layer, in this layout.
+    pub(super) fn holds_layer(&self, module: &LoraModule, layout: Layout, number: usize) -> bool {
+        self.paths(module, layout, number).iter().any(|path| self.holds(path))
+    }
+
+    /// The paths of a module's pairs in a decoder layer.
+    pub(super) fn paths(&self, module: &LoraModule, layout: Layout, number: usize) -> Vec<String> {
+        match (layout, module.experts) {
+            (Layout::OfExpert, Some(experts)) => (0..experts.count).map(|e| expert_path(module, &experts, number, e)).collect(),
+            (Layout::OfParts, _) => part_paths(module, number).collect(),
+            (Layout::Fused { depth }, _) => fused_paths(module, number).into_iter().nth(depth).into_iter().collect(),
+            _ => vec![self.layer_path(module, number)],
+        }
     }
 
     fn holds(&self, path: &str) -> bool {
@@ -130,12 +145,22 @@ fn layer_path(module: &LoraModule, number: usize) -> String {
     format!("base_model.model.model.layers.{number}.{}", module.path)
 }
 
+/// What a path within a model by itself is where the model is a part of a composite.
+pub(super) fn in_composite(path: &str) -> String {
+    let [composite, alone] = MODEL_PREFIXES;
+    path.strip_prefix(alone).map_or_else(|| path.into(), |rest| format!("{composite}{rest}"))
+}
+
 pub(super) fn a_name(prefix: &str, path: &str) -> String {
-    let name = if path == EMBEDDING_PATH { "lora_embedding_A" } else { "lora_A.weight" };
+    let name = if is_embedding(path) { "lora_embedding_A" } else { "lora_A.weight" };
     format!("{prefix}{path}.{name}")
 }
 
 pub(super) fn b_name(prefix: &str, path: &str) -> String {
-    let name = if path == EMBEDDING_PATH { "lora_embedding_B" } else { "lora_B.weight" };
+    let name = if is_embedding(path) { "lora_embedding_B" } else { "lora_B.weight" };
     format!("{prefix}{path}.{name}")
+}
+
+fn is_embedding(path: &str) -> bool {
+    path == EMBEDDING_PATH || path == in_composite(EMBEDDING_PATH)
 }

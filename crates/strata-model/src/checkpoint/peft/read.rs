@@ -3,9 +3,7 @@
 use strata_tensor::{Backend, DType, HostRef, HostTensor};
 
 use super::fused::b_of_rows;
-use super::names::{
-    AdapterTensors, EMBEDDING_PATH, Layout, UNEMBED_PATHS, a_name, b_name, expert_path, fused_paths, part_paths,
-};
+use super::names::{AdapterTensors, EMBEDDING_PATH, Layout, UNEMBED_PATHS, a_name, b_name};
 use crate::Result;
 use crate::checkpoint::{Checkpoint, CheckpointReader, Converted, SourceTensor, first_not_finite};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, Part};
@@ -13,13 +11,15 @@ use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, Part};
 /// What the name of a copy of the base's weight ends in.
 const BASE_WEIGHT: &str = ".base_layer.weight";
 
-/// Reads one quantity of an adapter. Whatever does not fit is in the reader's account, to be settled before the result is used.
+/// Reads one quantity of an adapter. Whatever does not fit is in the reader's account, to be settled before the result is used. Layers that a module is in, and that `layers` does not have at
+/// its place, are zeros on both sides: no gradient ever moves them, for that of either side is a product with the other.
 pub(super) fn read_params(
     backend: &dyn Backend,
     tensors: AdapterTensors<'_>,
     reader: &mut CheckpointReader<'_>,
     modules: &[LoraModule],
     config: &LoraConfig,
+    layers: Option<&[Vec<usize>]>,
 ) -> Result<LoraParams> {
     let mut stacks = Vec::with_capacity(modules.len());
     for (index, module) in modules.iter().enumerate() {
@@ -31,11 +31,16 @@ pub(super) fn read_params(
         let layout = tensors.layout(module).unwrap_or(Layout::OfLayer);
         let mut pairs = Vec::with_capacity(module.layers.len());
         for &number in &module.layers {
-            for (place, path) in paths(tensors, module, layout, number).into_iter().enumerate() {
+            let is_there = layers.is_none_or(|layers| layers[index].contains(&number));
+            for (place, path) in tensors.paths(module, layout, number).into_iter().enumerate() {
+                if !is_there {
+                    pairs.push(None);
+                    continue;
+                }
                 let (a, b) = (a_name(tensors.prefix, &path), b_name(tensors.prefix, &path));
                 let [of_a, of_b] = shapes(reader, module, layout, (rank, place), [&a, &b]);
                 let (a, b) = (reader.require(&a, &of_a), reader.require(&b, &of_b));
-                pairs.extend(a.zip(b));
+                pairs.extend(a.zip(b).map(Some));
             }
         }
         // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
@@ -52,16 +57,6 @@ pub(super) fn read_params(
         }
     }
     Ok(LoraParams { stacks })
-}
-
-/// The paths of a module's pairs in a decoder layer.
-fn paths(tensors: AdapterTensors<'_>, module: &LoraModule, layout: Layout, number: usize) -> Vec<String> {
-    match (layout, module.experts) {
-        (Layout::OfExpert, Some(experts)) => (0..experts.count).map(|e| expert_path(module, &experts, number, e)).collect(),
-        (Layout::OfParts, _) => part_paths(module, number).collect(),
-        (Layout::Fused { depth }, _) => fused_paths(module, number).into_iter().nth(depth).into_iter().collect(),
-        _ => vec![tensors.layer_path(module, number)],
-    }
 }
 
 /// The shapes of the A and B of these names, in place `place` of those of a layer. Where they have an axis of experts, one side may be the same for all, with an axis of 1.
@@ -100,12 +95,12 @@ fn read_stack(
     module: &LoraModule,
     layout: Layout,
     rank: usize,
-    pairs: &[(SourceTensor<'_>, SourceTensor<'_>)],
+    pairs: &[Option<(SourceTensor<'_>, SourceTensor<'_>)>],
 ) -> Result<LoraStack> {
     let mut stack = LoraStack::zeros(backend, module, rank)?;
     // Of what a pair stands for, a tensor has all or one that serves for all.
     let entries = module.entries() / pairs.len().max(1);
-    for (first, (a, b)) in pairs.iter().enumerate().map(|(i, pair)| (i * entries, pair)) {
+    for (first, (a, b)) in pairs.iter().enumerate().filter_map(|(i, pair)| Some((i * entries, pair.as_ref()?))) {
         let (a, b) = (a.read(DType::F32)?, b.read(DType::F32)?);
         let a = if module.part == Part::Embedding { Converted::Owned(transposed(a.as_ref())) } else { a };
         let b = match (layout, module.experts) {
@@ -130,14 +125,16 @@ fn read_parts(
     backend: &dyn Backend,
     module: &LoraModule,
     rank: usize,
-    pairs: &[(SourceTensor<'_>, SourceTensor<'_>)],
+    pairs: &[Option<(SourceTensor<'_>, SourceTensor<'_>)>],
 ) -> Result<LoraStack> {
     let mut stack = LoraStack::zeros(backend, module, rank)?;
     let of_part = rank / module.parts.len();
     for (layer, pairs) in pairs.chunks_exact(module.parts.len()).enumerate() {
         let mut joined = HostTensor::zeros(&[rank, module.out_features], DType::F32);
         let mut first = 0;
-        for (place, (part, (a, b))) in module.parts.iter().zip(pairs).enumerate() {
+        for (place, (part, pair)) in module.parts.iter().zip(pairs).enumerate() {
+            // All of a layer are there, or none is.
+            let Some((a, b)) = pair else { continue };
             let ranks = place * of_part..(place + 1) * of_part;
             backend.upload(a.read(DType::F32)?.as_ref(), stack.a.row_mut(layer).into_rows(ranks.clone()))?;
             let b = transposed(b.read(DType::F32)?.as_ref());

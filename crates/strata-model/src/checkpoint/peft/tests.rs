@@ -151,7 +151,7 @@ fn names_and_shapes_are_those_of_peft_and_the_tinker_tools() {
     let theirs = b.data().as_chunks::<4>().0[output * RANK + place_in_rank];
     assert_eq!(f32::from_le_bytes(theirs), ours[place_in_rank * 6 + output]);
     let config: Value = serde_json::from_str(&fs::read_to_string(dir.path().join(CONFIG_FILE)).unwrap()).unwrap();
-    assert_eq!(config["target_modules"], json!(["down_proj", "lm_head", "q_proj", "v_proj"]));
+    assert_eq!(config["target_modules"], json!(["down_proj", "q_proj", "unembed_tokens", "v_proj"]));
     assert_eq!((&config["r"], &config["lora_alpha"], &config["peft_type"]), (&json!(3), &json!(32), &json!("LORA")));
 }
 

@@ -1,19 +1,18 @@
 //! Writing the tensors of an adapter, each as its turn comes.
 
-use std::borrow::Cow;
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::path::Path;
 
-use safetensors::tensor::{Dtype, View, serialize_to_file};
+use safetensors::Dtype;
 use strata_tensor::{Backend, HostTensor, TensorRef};
 
 use super::AdapterFormat;
 use super::fused::{FusedPart, join_a, join_b};
-use super::names::{MODEL_PREFIXES, UNEMBED_PATHS, a_name, b_name, fused_paths, module_path};
+use super::names::{UNEMBED_PATHS, a_name, b_name, fused_paths, in_composite, module_path};
 use super::read::transposed;
+use crate::Result;
+use crate::checkpoint::{Sink, WrittenTensor, write_safetensors};
 use crate::lora::{LoraModule, LoraParams, LoraStack, Part};
-use crate::{Error, Result};
 
 /// What went wrong as tensors were read from a backend, for whoever could not be told at once.
 pub(super) type Lost = RefCell<Option<strata_tensor::Error>>;
@@ -36,24 +35,6 @@ impl<'a> OutTensor<'a> {
     }
 }
 
-impl View for OutTensor<'_> {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        (self.bytes)().into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
-    }
-}
-
 /// Where what is written is read from.
 #[derive(Clone, Copy)]
 pub(super) struct Source<'a> {
@@ -63,7 +44,7 @@ pub(super) struct Source<'a> {
 
 impl Source<'_> {
     /// The elements of a view. Where the backend refuses, zeros, and the reason in `lost`: what is written is then of no use.
-    fn download(&self, view: TensorRef<'_>) -> HostTensor {
+    pub(super) fn download(&self, view: TensorRef<'_>) -> HostTensor {
         self.backend.to_host(view).unwrap_or_else(|error| {
             self.lost.borrow_mut().get_or_insert(error);
             HostTensor::zeros(view.shape().dims(), view.dtype())
@@ -79,6 +60,7 @@ pub(super) fn tensors<'a>(
     params: &'a LoraParams,
     format: AdapterFormat,
 ) -> Vec<(String, OutTensor<'a>)> {
+    let named = |path: String| if format == AdapterFormat::PeftOfComposite { in_composite(&path) } else { path };
     let carried: Vec<(&LoraModule, &LoraStack)> =
         modules.iter().zip(&params.stacks).filter_map(|(module, stack)| Some((module, stack.as_ref()?))).collect();
     let mut all = Vec::new();
@@ -89,7 +71,7 @@ pub(super) fn tensors<'a>(
         for (layer, &number) in module.layers.iter().enumerate() {
             let path = match module.part {
                 Part::Unembed if format.is_peft() => UNEMBED_PATHS[1].into(),
-                _ => module_path(module, number),
+                _ => named(module_path(module, number)),
             };
             let rank = stack.b.shape().dims()[1];
             let leading = module.experts.map_or(vec![], |experts| vec![experts.count]);
@@ -103,19 +85,13 @@ pub(super) fn tensors<'a>(
         }
     }
     if format.is_peft() {
-        fused_tensors(from, prefix, &carried, &mut all);
-    }
-    if format == AdapterFormat::PeftOfComposite {
-        let [composite, alone] = MODEL_PREFIXES;
-        for (name, _) in &mut all {
-            *name = name.replacen(alone, composite, 1);
-        }
+        fused_tensors(from, prefix, &carried, &named, &mut all);
     }
     all
 }
 
 /// The rows of a stack that are of one layer: `[experts, rank, width]`, or one `[1, rank, width]`.
-fn of_layer<'a>(module: &LoraModule, stack: &'a strata_tensor::Tensor, layer: usize) -> TensorRef<'a> {
+pub(super) fn of_layer<'a>(module: &LoraModule, stack: &'a strata_tensor::Tensor, layer: usize) -> TensorRef<'a> {
     let entries = module.entries_of_layer();
     stack.as_ref().rows(layer * entries..(layer + 1) * entries)
 }
@@ -125,6 +101,7 @@ fn fused_tensors<'a>(
     from: Source<'a>,
     prefix: &str,
     carried: &[(&'a LoraModule, &'a LoraStack)],
+    named: &dyn Fn(String) -> String,
     all: &mut Vec<(String, OutTensor<'a>)>,
 ) {
     let groups = fused_groups(carried.iter().map(|(module, _)| *module));
@@ -136,7 +113,7 @@ fn fused_tensors<'a>(
         let rank: usize = parts.iter().map(|(_, stack)| stack.a.shape().dims()[1]).sum();
         for (layer, &number) in first.layers.iter().enumerate() {
             // The last parameter of the experts is wrapped last.
-            let path = &fused_paths(first, number)[num_groups - 1 - place];
+            let path = &named(fused_paths(first, number)[num_groups - 1 - place].clone());
             let (of_a, of_b) = (vec![experts.count * rank, first.in_features], vec![experts.fused.rows, rank * experts.count]);
             let (of_parts, too) = (parts.clone(), parts.clone());
             let a = move || joined(from, &of_parts, layer, |stack| &stack.a, join_a);
@@ -175,37 +152,17 @@ fn joined(
     join(&fused.collect::<Vec<_>>())
 }
 
-/// The tensors of an adapter, or of anything of its shape such as a gradient, as [`super::write_adapter`] names and lays them out for the Tinker tools.
-///
-/// # Errors
-/// If the backend does not have them.
-pub fn adapter_tensors(
-    backend: &dyn Backend,
-    modules: &[LoraModule],
-    params: &LoraParams,
-) -> Result<Vec<(String, HostTensor)>> {
-    let lost = Lost::default();
-    let elements = |tensor: OutTensor<'_>| {
-        let mut host = HostTensor::zeros(tensor.shape(), strata_tensor::DType::F32);
-        host.bytes_mut().copy_from_slice(&tensor.data());
-        host
-    };
-    let from = Source { backend, lost: &lost };
-    let all = tensors(from, "", modules, params, AdapterFormat::Tinker);
-    let all = all.into_iter().map(|(name, tensor)| (name, elements(tensor))).collect();
-    lost.take().map_or(Ok(all), |error| Err(error.into()))
-}
-
-/// Writes tensors whose reading from a backend leaves its complaints in `lost`, and one entry of metadata: several would lie in the file in no order.
+/// Writes tensors whose reading from a backend leaves its complaints in `lost`.
 pub(super) fn write_tensors<'a>(
     path: &Path,
-    metadata: (String, String),
+    metadata: &[(&str, &str)],
     tensors: impl IntoIterator<Item = (String, OutTensor<'a>)>,
     lost: &Lost,
 ) -> Result<()> {
-    let written = serialize_to_file(tensors, Some(HashMap::from([metadata])), path);
-    if let Some(error) = lost.take() {
-        return Err(error.into());
-    }
-    written.map_err(|e| Error::Checkpoint { path: path.into(), message: format!("cannot be written: {e}") })
+    let written = |(name, OutTensor { dtype, shape, bytes })| {
+        let write = Box::new(move |sink: &mut Sink<'_>| sink.put(&bytes()));
+        WrittenTensor { name, dtype, shape, write }
+    };
+    write_safetensors(path, metadata, tensors.into_iter().map(written).collect())?;
+    lost.take().map_or(Ok(()), |error| Err(error.into()))
 }

@@ -66,7 +66,8 @@ impl Engine {
 
     /// Makes an adapter on attention, MLP and unembedding for a tenant.
     pub(super) fn create_adapter(&self, tenant: usize, rank: usize) -> anyhow::Result<()> {
-        let lora = LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true };
+        let lora =
+            LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() };
         self.call(tenant, Request::CreateModel { model_id: adapter_name(tenant), lora })?;
         Ok(())
     }

@@ -110,8 +110,11 @@ fn ranks_and_scales_of_modules_are_written_and_read_back() {
     assert_eq!(read.config, config);
     assert_eq!(bits(&read.params), bits(&params));
     let json = json_of(dir.path());
-    assert_eq!(json["rank_pattern"], json!({r"self_attn\.q_proj": 5, r"self_attn\.v_proj": 2, "lm_head": 7}));
-    assert!(json["alpha_pattern"][r"self_attn\.v_proj"].is_null() && json["alpha_pattern"]["lm_head"].is_number(), "{json}");
+    assert_eq!(json["rank_pattern"], json!({r"self_attn\.q_proj": 5, r"self_attn\.v_proj": 2, "unembed_tokens": 7}));
+    assert!(
+        json["alpha_pattern"][r"self_attn\.v_proj"].is_null() && json["alpha_pattern"]["unembed_tokens"].is_number(),
+        "{json}"
+    );
     let (dir, params) = written(&all_parts());
     assert_eq!(json_of(dir.path())["rank_pattern"], json!({}));
     assert_eq!(bits(&read_adapter(&*BACKEND, dir.path(), &modules()).unwrap().params), bits(&params));
@@ -199,7 +202,7 @@ fn a_name_of_experts_that_is_also_one_of_other_mlps_needs_tensors_of_these_only(
     let mut config = LoraConfig { rank: 6, ..all_parts() };
     (1..4).for_each(|index| config.left_out.insert(index));
     let dir = written_as(AdapterFormat::Tinker, &modules, &config, &random(&modules, &config));
-    assert_eq!(json_of(dir.path())["target_modules"], json!(["gate_proj", "gate_proj", "lm_head", "q_proj"]));
+    assert_eq!(json_of(dir.path())["target_modules"], json!(["gate_proj", "gate_proj", "q_proj", "unembed_tokens"]));
     let read = |targets: Value| {
         change_config(dir.path(), json!({"target_modules": targets}));
         read_adapter(&*BACKEND, dir.path(), &modules).map(|read| read.config).map_err(|e| e.to_string())
@@ -422,4 +425,111 @@ fn parts_of_a_module_with_an_a_each_are_read_as_one_pair() {
     change_config(dir.path(), json!({"rank_pattern": {"in_proj_q": 2}}));
     let uneven = read_adapter(&*BACKEND, dir.path(), &whole).unwrap_err().to_string();
     assert!(uneven.contains("rank_pattern has 2 for one") && uneven.contains("3 for another"), "{uneven}");
+}
+
+#[test]
+fn layers_that_carry_nothing_are_zeros_on_both_sides_and_have_no_gradient_in_the_file() {
+    let (dir, params) = written(&all_parts());
+    change_tensors(dir.path(), |name| (!name.contains("layers.0.")).then(|| name.into()));
+    assert!(read_error(dir.path()).contains("missing tensors"));
+    change_config(dir.path(), json!({"layers_to_transform": [1]}));
+    let of_all = |names: Value| change_config(dir.path(), json!({"target_modules": names}));
+    // What is in no layer PEFT takes by its whole path.
+    of_all(json!(["q_proj", "v_proj", "down_proj", "model.lm_head"]));
+    assert!(read_error(dir.path()).contains("model.lm_head"));
+    of_all(json!(["q_proj", "v_proj", "down_proj", "lm_head"]));
+    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
+    assert_eq!(read.config, all_parts());
+    for (ours, all) in read.params.stacks.iter().flatten().zip(params.stacks.iter().flatten()).take(3) {
+        for (ours, all) in [(&ours.a, &all.a), (&ours.b, &all.b)] {
+            let (ours, all) = (bytes_of(ours), bytes_of(all));
+            let half = ours.len() / 2;
+            assert!(ours[..half].iter().all(|byte| *byte == 0) && ours[half..] == all[half..]);
+        }
+    }
+    let given = gradient_as_given(&*BACKEND, dir.path(), &modules(), &read.params).unwrap();
+    let bytes = fs::read(dir.path().join(WEIGHTS_FILE)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(given.len(), file.len());
+    for (name, values) in given {
+        assert_eq!(file.tensor(&name).unwrap().data(), values.as_ref().as_bytes(), "{name}");
+    }
+    for (key, value) in [
+        ("layers_to_transform", json!([0])),
+        ("layers_to_transform", json!("all")),
+        ("layers_pattern", json!(["blocks"])),
+        ("target_modules", json!(".*_proj|lm_head")),
+    ] {
+        let (dir, _) = written(&all_parts());
+        change_config(dir.path(), json!({"layers_to_transform": [1]}));
+        change_config(dir.path(), json!({key: value}));
+        let error = read_error(dir.path());
+        assert!(error.contains("layers_"), "{key}: {error}");
+    }
+}
+
+#[test]
+fn what_several_of_ours_read_has_the_sum_of_their_gradients() {
+    for step in [1, 2] {
+        let modules = modules_with_experts(step);
+        let config = LoraConfig { rank: 6, ..all_parts() };
+        let params = random(&modules, &config);
+        let dir = written_as(AdapterFormat::Peft, &modules, &config, &params);
+        // Of ours as it is read: gate and up have the A of both.
+        let read = read_adapter(&*BACKEND, dir.path(), &modules).unwrap();
+        let mut gradient = LoraParams::zeros(&*BACKEND, &modules, &read.config).unwrap();
+        for (place, tensor) in gradient.tensors_mut().enumerate() {
+            let values: Vec<u8> =
+                (0..tensor.size_bytes() / 4).flat_map(|i| ((place * 1000 + i) as f32).to_le_bytes()).collect();
+            fill(tensor, &values);
+        }
+        // A change of the file changes a sum of ours times the gradient as much as it does one of the file's.
+        let dot = |a: &[u8], b: &[u8]| -> f64 {
+            let of =
+                |bytes: &[u8]| -> Vec<f64> { bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect() };
+            of(a).iter().zip(of(b)).map(|(a, b)| a * b).sum()
+        };
+        let ours: f64 = read.params.tensors().zip(gradient.tensors()).map(|(a, b)| dot(&bytes_of(a), &bytes_of(b))).sum();
+        let bytes = fs::read(dir.path().join(WEIGHTS_FILE)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let given = gradient_as_given(&*BACKEND, dir.path(), &modules, &gradient).unwrap();
+        assert_eq!(given.len(), file.len());
+        let theirs = given.iter().map(|(name, values)| dot(file.tensor(name).unwrap().data(), values.as_ref().as_bytes()));
+        let theirs: f64 = theirs.sum();
+        assert!((ours - theirs).abs() <= 1e-6 * ours.abs().max(1.0), "step {step}: {ours} and {theirs}");
+    }
+}
+
+#[test]
+fn a_configuration_says_which_form_a_file_has_and_keeps_stock_peft_from_a_part_of_it() {
+    let modules = modules_with_experts(1);
+    let all = all_parts();
+    let (of_experts, of_unembedding) = (LoraConfig { unembed: false, ..all.clone() }, LoraConfig { mlp: false, ..all.clone() });
+    let neither = LoraConfig { mlp: false, unembed: false, ..all.clone() };
+    for (config, format, is_loaded) in [
+        (&all, AdapterFormat::Tinker, false),
+        (&of_experts, AdapterFormat::Tinker, false),
+        (&of_unembedding, AdapterFormat::Tinker, false),
+        (&neither, AdapterFormat::Tinker, true),
+        (&neither, AdapterFormat::TinkerOfComposite, false),
+        (&all, AdapterFormat::Peft, true),
+        (&all, AdapterFormat::PeftOfComposite, true),
+    ] {
+        let dir = written_as(format, &modules, config, &random(&modules, config));
+        let json = json_of(dir.path());
+        assert_eq!(json["task_type"] == "CAUSAL_LM", is_loaded, "{format:?} {json}");
+        assert!(is_loaded || json["task_type"].as_str().unwrap().contains("strata export --format peft"));
+        let names_lm_head = json["target_modules"].as_array().unwrap().contains(&"lm_head".into());
+        assert_eq!(names_lm_head, config.unembed && format.is_peft(), "{format:?} {json}");
+        let file = Checkpoint::open_file(&dir.path().join(WEIGHTS_FILE)).unwrap();
+        assert_eq!(file.metadata("form").unwrap(), if format.is_peft() { "peft" } else { "tinker" });
+        assert_eq!(file.metadata("format").unwrap(), "pt");
+        let of_composite =
+            file.names().filter(|name| name.contains("model.layers.")).any(|name| !name.contains("model.language_model."));
+        assert_eq!(of_composite, format != AdapterFormat::PeftOfComposite, "{format:?}");
+        assert_eq!(
+            read_adapter(&*BACKEND, dir.path(), &modules).unwrap().config.shape_of(0, &modules[0]),
+            config.shape_of(0, &modules[0])
+        );
+    }
 }

@@ -1,0 +1,363 @@
+//! A checkpoint with an adapter added to its weights: `W + scale · B·A`, computed in f32 and rounded once.
+//!
+//! What is written has the names, the layouts and the shards of the base, and everything else that the base has: the part that sees, layers for further tokens, the tokenizer. Two things
+//! are otherwise. Weights in bytes or in blocks of four bits are written as the numbers that they stand for, for a sum of them and a product has no such form. And where a model ties its unembedding to
+//! its embedding and the adapter has a pair of either, they are two tensors from then on.
+//!
+//! Of the base, one run of rows is in memory at a time.
+
+mod delta;
+mod files;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
+
+use half::{bf16, f16};
+use safetensors::Dtype;
+use strata_tensor::{Backend, DType};
+
+use super::weights::{
+    Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, scaled_rows, scales_name, tensors_of, turned,
+};
+use crate::architectures::{Form, for_each_parameter, lora_modules};
+use crate::checkpoint::{
+    BLOCK, BLOCK_BYTES, Checkpoint, SINGLE_FILE, Sink, SourceDType, SourceTensor, StoredTensor, WrittenTensor,
+};
+use crate::checkpoint::{dequantize, write_safetensors};
+use crate::lora::{LoraConfig, LoraModule, LoraParams, Part};
+use crate::{ModelConfig, ModelSource, Result};
+use delta::{Addend, Lies};
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const UNEMBEDDING: &str = "lm_head.weight";
+
+/// Writes the checkpoint of `base` with an adapter added to it into a directory that exists, for transformers and for everything else that reads such a directory. `dtype`: of all its
+/// weights; `None`: each has the base's, and what was quantized that of the norms.
+///
+/// # Errors
+/// If the base is not one that could be loaded, a sum is infinite in its dtype, or a file cannot be read or written.
+pub fn write_merged(
+    backend: &dyn Backend,
+    base: &ModelSource,
+    (config, params): (&LoraConfig, &LoraParams),
+    dtype: Option<DType>,
+    dir: &Path,
+) -> Result<()> {
+    let model = base.config()?;
+    let named = tensors_of(base, &model)?;
+    account_for(&named, &model)?;
+    check_tied(&named, &model)?;
+    let modules = lora_modules(&model);
+    let stored = base.checkpoint()?;
+    let merge = Merge { backend, model: &model, modules: &modules, config, params, named: &named, stored: &stored, dtype };
+    let addends = merge.addends();
+    let unties = model.tie_word_embeddings && [EMBEDDING, UNEMBEDDING].iter().any(|name| addends.contains_key(*name));
+    let quantized = merge.quantized();
+    let shards = stored.stored();
+    let mut index: BTreeMap<String, String> = BTreeMap::new();
+    let (mut total_bytes, is_one) = (0, shards.len() == 1);
+    for (path, tensors) in shards {
+        let file = match path.file_name() {
+            Some(file) if !is_one => file.to_string_lossy().into_owned(),
+            _ => SINGLE_FILE.into(),
+        };
+        let mut written = Vec::new();
+        for tensor in tensors {
+            merge.push(tensor, &addends, &quantized, unties, &mut written)?;
+        }
+        for tensor in &written {
+            total_bytes += tensor.bytes();
+            index.insert(tensor.name.clone(), file.clone());
+        }
+        write_safetensors(&dir.join(&file), &[("format", "pt"), ("form", "merged")], written)?;
+    }
+    if !is_one {
+        files::write_index(dir, &index, total_bytes)?;
+    }
+    files::write_others(base, dir, &files::Changes { unties, dequantizes: quantized.any, dtype })
+}
+
+struct Merge<'a> {
+    backend: &'a dyn Backend,
+    model: &'a ModelConfig,
+    modules: &'a [LoraModule],
+    config: &'a LoraConfig,
+    params: &'a LoraParams,
+    /// The tensors under the names that the model has by itself.
+    named: &'a Checkpoint,
+    /// The same under those of the files.
+    stored: &'a Checkpoint,
+    dtype: Option<DType>,
+}
+
+/// What of a checkpoint lies in fewer bits than it is computed with.
+struct Quantized {
+    any: bool,
+    /// Experts in blocks, by the name of the blocks: what they are together, and the blocks and scales.
+    experts: BTreeMap<String, (String, Mxfp4)>,
+    /// Tensors that are gone with what they are the scales of.
+    scales: BTreeSet<String>,
+}
+
+/// How the values of a tensor are had.
+enum Values<'a> {
+    Plain(SourceTensor<'a>),
+    /// Bytes, and a scale for each block of them.
+    Scaled(SourceTensor<'a>, Vec<f32>),
+    /// Blocks and scales of `[experts, rows, columns]`, to be written as `[experts, columns, rows]`.
+    Blocks {
+        blocks: &'a [u8],
+        scales: &'a [u8],
+    },
+}
+
+impl<'a> Merge<'a> {
+    /// What the adapter adds, by the names of tensors.
+    fn addends(&self) -> BTreeMap<String, Vec<Addend<'a>>> {
+        let mut flipped: BTreeSet<String> = BTreeSet::new();
+        for_each_parameter(self.model, |parameter| match &parameter.form {
+            Form::Flipped => drop(flipped.insert(parameter.name.clone())),
+            _ => {
+                if let Some(fused) = fused_in(self.named, parameter)
+                    && fused.expert == 0
+                    && is_flipped(self.named, fused)
+                {
+                    flipped.insert(fused.name.clone());
+                }
+            }
+        });
+        let mut addends: BTreeMap<String, Vec<Addend<'a>>> = BTreeMap::new();
+        for (index, (module, stack)) in self.modules.iter().zip(&self.params.stacks).enumerate() {
+            let Some(stack) = stack else { continue };
+            let shape = self.config.shape_of(index, module);
+            let mut push = |name: String, entry: usize, lies: Lies| {
+                let addend =
+                    Addend { stack, shape, entry, lies, in_features: module.in_features, out_features: module.out_features };
+                addends.entry(name).or_default().push(addend);
+            };
+            for (layer, number) in module.layers.iter().enumerate() {
+                let path = format!("model.layers.{number}.{}", module.path);
+                match (module.part, module.experts) {
+                    (Part::Unembed, _) => push(UNEMBEDDING.into(), 0, Lies::AS_IT_IS),
+                    (Part::Embedding, _) => push(EMBEDDING.into(), 0, Lies::Table),
+                    (_, None) => push(format!("{path}.weight"), layer, Lies::AS_IT_IS),
+                    (_, Some(experts)) => {
+                        let (first, fused) = (layer * experts.count, format!("{path}.{}", experts.fused.parameter));
+                        let of_expert = |e: usize| format!("{path}.{e}.{}.weight", experts.projection);
+                        if self.named.contains(&of_expert(0)) {
+                            (0..experts.count).for_each(|e| push(of_expert(e), first + e, Lies::AS_IT_IS));
+                        } else if flipped.contains(&fused) {
+                            push(fused, first, Lies::Columns { first: experts.fused.first, step: experts.fused.step });
+                        } else {
+                            push(fused, first, Lies::Rows { first: experts.fused.first, step: experts.fused.step });
+                        }
+                    }
+                }
+            }
+        }
+        addends
+    }
+
+    /// What a tensor of the files is called in the model by itself.
+    fn own_name(&self, stored: &str) -> String {
+        let prefix = self.model.family.config().part_of_composite();
+        match prefix.and_then(|prefix| stored.strip_prefix(prefix)) {
+            Some(rest) => format!("model.{rest}"),
+            None => stored.into(),
+        }
+    }
+
+    fn quantized(&self) -> Quantized {
+        let mut found = Quantized { any: false, experts: BTreeMap::new(), scales: BTreeSet::new() };
+        for_each_parameter(self.model, |parameter| {
+            if let Some(of) = Mxfp4::of(self.named, parameter) {
+                found.scales.insert(of.scales.0.clone());
+                found.experts.insert(of.blocks.0.clone(), (parameter.name.clone(), of));
+            }
+        });
+        for (_, tensors) in self.stored.stored() {
+            let in_bytes =
+                tensors.iter().filter(|tensor| tensor.dtype == Dtype::F8_E4M3).map(|tensor| scales_name(tensor.name));
+            found.scales.extend(in_bytes.filter(|scales| self.stored.contains(scales)));
+        }
+        found.any = !found.scales.is_empty();
+        found
+    }
+
+    /// What is written for a tensor of the base.
+    fn push(
+        &'a self,
+        tensor: StoredTensor<'a>,
+        addends: &'a BTreeMap<String, Vec<Addend<'a>>>,
+        quantized: &'a Quantized,
+        unties: bool,
+        written: &mut Vec<WrittenTensor<'a>>,
+    ) -> Result<()> {
+        let (name, own_name) = (tensor.name, self.own_name(tensor.name));
+        if quantized.scales.contains(name) {
+            return Ok(());
+        }
+        let of = |name: &str| addends.get(name).map_or(&[][..], Vec::as_slice);
+        if let Some((whole, Mxfp4 { blocks, scales })) = quantized.experts.get(name) {
+            let [experts, rows, of_row] = scales.1;
+            let bytes = |name: &str, shape: &[usize]| match self.stored.plain_bytes(name, shape) {
+                Some(bytes) => bytes.map_err(|message| self.stored.error(message)),
+                None => Err(self.stored.error(format!("missing tensors: {name}"))),
+            };
+            let values = Values::Blocks { blocks: bytes(&blocks.0, &blocks.1)?, scales: bytes(&scales.0, &scales.1)? };
+            let shape = vec![experts, of_row * BLOCK, rows];
+            written.push(self.computed(whole, whole.clone(), shape, self.dense_dtype(), values, of(whole)));
+            return Ok(());
+        }
+        // An unembedding that was the embedding's table goes where that is.
+        if unties && own_name == EMBEDDING && !self.named.contains(UNEMBEDDING) {
+            let (dtype, values) = self.values(&tensor)?;
+            written.push(self.computed(name, UNEMBEDDING.into(), tensor.shape.to_vec(), dtype, values, of(UNEMBEDDING)));
+        }
+        let is_float = SourceDType::from_safetensors(tensor.dtype).is_some();
+        let is_scaled = quantized.scales.contains(&scales_name(name));
+        if is_scaled || is_float && (self.dtype.is_some() || !of(&own_name).is_empty()) {
+            let (dtype, values) = self.values(&tensor)?;
+            written.push(self.computed(name, name.into(), tensor.shape.to_vec(), dtype, values, of(&own_name)));
+            return Ok(());
+        }
+        let StoredTensor { dtype, shape, bytes, .. } = tensor;
+        let copy = move |sink: &mut Sink<'_>| {
+            for (piece, bytes) in bytes.chunks(SLICE_ELEMENTS).enumerate() {
+                sink.put(bytes)?;
+                self.stored.forget(name, piece * SLICE_ELEMENTS..piece * SLICE_ELEMENTS + bytes.len());
+            }
+            Ok(())
+        };
+        written.push(WrittenTensor { name: name.into(), dtype, shape: shape.to_vec(), write: Box::new(copy) });
+        Ok(())
+    }
+
+    /// The dtype that a tensor is written in, and its values.
+    fn values(&self, tensor: &StoredTensor<'a>) -> Result<(Dtype, Values<'a>)> {
+        let Some(plain) = self.stored.tensor(tensor.name)? else {
+            return Err(self.stored.error(format!("missing tensors: {}", tensor.name)));
+        };
+        let scales = scales_name(tensor.name);
+        if plain.dtype == SourceDType::F8E4M3
+            && let Some(scales) = self.stored.tensor(&scales)?
+        {
+            return Ok((self.dense_dtype(), Values::Scaled(plain, scales.read(DType::F32)?.as_ref().to_f32_vec())));
+        }
+        let dtype = self.dtype.map_or(tensor.dtype, dtype_of);
+        Ok((dtype, Values::Plain(plain)))
+    }
+
+    /// The dtype of what was quantized: that of the last norm, which never is.
+    fn dense_dtype(&self) -> Dtype {
+        let norm = self.named.tensor("model.norm.weight").ok().flatten().map(|tensor| tensor.dtype);
+        self.dtype.map_or_else(
+            || match norm {
+                Some(SourceDType::F32) => Dtype::F32,
+                Some(SourceDType::F16) => Dtype::F16,
+                Some(SourceDType::BF16 | SourceDType::F8E4M3) | None => Dtype::BF16,
+            },
+            dtype_of,
+        )
+    }
+
+    /// A tensor whose values are read, added to and rounded, run after run of rows.
+    fn computed(
+        &'a self,
+        stored: &'a str,
+        name: String,
+        shape: Vec<usize>,
+        dtype: Dtype,
+        values: Values<'a>,
+        addends: &'a [Addend<'a>],
+    ) -> WrittenTensor<'a> {
+        let (own_shape, shown) = (shape.clone(), name.clone());
+        let write = move |sink: &mut Sink<'_>| {
+            // Experts are matrices of their own; of anything else the leading axis has the rows.
+            let of_experts = own_shape.len() == 3 && (!addends.is_empty() || matches!(values, Values::Blocks { .. }));
+            let (count, rows) =
+                if of_experts { (own_shape[0], own_shape[1]) } else { (1, own_shape.first().copied().unwrap_or(1)) };
+            let columns = own_shape.iter().product::<usize>() / (count * rows).max(1);
+            let run = match values {
+                Values::Blocks { .. } => rows.max(1),
+                Values::Plain(_) | Values::Scaled(..) => (SLICE_ELEMENTS / columns.max(1)).max(1),
+            };
+            for matrix in 0..count {
+                let of_matrix = addends.iter().map(|addend| addend.pair(self.backend, matrix)).collect::<Result<Vec<_>>>()?;
+                for first in (0..rows).step_by(run) {
+                    let range = first..rows.min(first + run);
+                    let mut sums = values.read(matrix * rows, range.clone(), [rows, columns])?;
+                    delta::add(&of_matrix, &mut sums, range.clone(), columns);
+                    let bytes = rounded(&sums, dtype).map_err(|(place, value)| {
+                        let at = (matrix * rows + range.start) * columns + place;
+                        self.stored
+                            .error(format!("element {at} of tensor {shown} would be {value} in {dtype}, not a finite number"))
+                    })?;
+                    sink.put(&bytes)?;
+                    values.forget(self.stored, stored, matrix * rows + range.start..matrix * rows + range.end, columns);
+                }
+            }
+            Ok(())
+        };
+        WrittenTensor { name, dtype, shape, write: Box::new(write) }
+    }
+}
+
+impl Values<'_> {
+    /// Rows `range` of the matrix whose first row is row `first` of all, `[rows, columns]`.
+    fn read(&self, first: usize, range: Range<usize>, [rows, columns]: [usize; 2]) -> Result<Vec<f32>> {
+        let all = first + range.start..first + range.end;
+        match self {
+            Values::Plain(tensor) => {
+                // As one matrix, however many axes it has.
+                let shape = [tensor.bytes.len() / tensor.dtype.size_bytes() / columns.max(1), columns];
+                let tensor = SourceTensor { shape: &shape, ..*tensor };
+                Ok(tensor.read_rows(all, DType::F32)?.as_ref().to_f32_vec())
+            }
+            Values::Scaled(tensor, scales) => Ok(scaled_rows(tensor, all, scales, DType::F32)?.as_ref().to_f32_vec()),
+            Values::Blocks { blocks, scales } => {
+                let (elements, matrix) = (rows * columns, first / rows.max(1));
+                let own = matrix * elements / BLOCK..(matrix + 1) * elements / BLOCK;
+                let mut values = vec![0.0; elements];
+                dequantize(&blocks[own.start * BLOCK_BYTES..own.end * BLOCK_BYTES], &scales[own], &mut values);
+                let lying = strata_tensor::HostTensor::from_f32(&values, &[1, columns, rows], DType::F32)?;
+                Ok(turned(lying.as_ref()).as_ref().to_f32_vec())
+            }
+        }
+    }
+
+    fn forget(&self, checkpoint: &Checkpoint, name: &str, rows: Range<usize>, columns: usize) {
+        let row_bytes = match self {
+            Values::Plain(tensor) | Values::Scaled(tensor, _) => columns * tensor.dtype.size_bytes(),
+            Values::Blocks { .. } => return,
+        };
+        checkpoint.forget(name, rows.start * row_bytes..rows.end * row_bytes);
+    }
+}
+
+fn dtype_of(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::BF16 => Dtype::BF16,
+    }
+}
+
+/// Numbers as bytes of a dtype, each rounded to the nearest; or the place of the first that is not finite there, and what it is.
+fn rounded(values: &[f32], dtype: Dtype) -> Result<Vec<u8>, (usize, f32)> {
+    let as_written = |value: f32| match dtype {
+        Dtype::F16 => f16::from_f32(value).to_f32(),
+        Dtype::BF16 => bf16::from_f32(value).to_f32(),
+        _ => value,
+    };
+    if let Some((place, value)) =
+        values.iter().map(|&value| as_written(value)).enumerate().find(|(_, value)| !value.is_finite())
+    {
+        return Err((place, value));
+    }
+    Ok(match dtype {
+        Dtype::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
+        Dtype::BF16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+    })
+}
