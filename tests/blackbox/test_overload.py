@@ -132,6 +132,7 @@ def test_the_sdk_waits_while_the_sampling_queue_is_full(tmp_path):
             for seq in range(filled):
                 sampled(hog, f"{sampler}:{seq}")
             assert all(len(future.result().sequences) == 16 for future in futures)
+            assert base_client.holder._sample_backoff_until is not None, "the client was told to wait"
 
 
 def test_a_finished_session_stops_its_work(tmp_path):

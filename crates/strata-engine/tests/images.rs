@@ -198,10 +198,10 @@ fn named_and_drawn_tokens_are_had_at_the_positions_of_pictures_too() {
     };
     let first = sampled(ask(&engine, sample("base", asked(named.clone(), 1))));
     let (scores, targets) = (first.prompt_logprobs.clone().unwrap(), first.target_prompt_logprobs.clone().unwrap());
-    for position in 1..length {
-        let target = targets.logprobs[position - 1];
-        assert!(target < 0.0 && target.is_finite(), "{position}");
-        assert_eq!(scores[position], (!is_shown(position)).then_some(target), "{position}");
+    assert_eq!((scores.len(), scores[0], targets.logprobs.len()), (length, None, length - 1));
+    for (position, (score, target)) in (1..).zip(scores[1..].iter().zip(&targets.logprobs)) {
+        assert!(*target < 0.0 && target.is_finite(), "{position}");
+        assert_eq!(*score, (!is_shown(position)).then_some(*target), "{position}");
     }
     let drawn = first.prompt_alt_tokens.clone().unwrap();
     assert_eq!(drawn.tokens.len(), 2 * (length - 1));

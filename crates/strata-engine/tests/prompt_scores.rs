@@ -163,6 +163,10 @@ fn alternatives_are_drawn_anew_at_every_position_and_scored_as_named_tokens_are(
     let one = drawn(SampleRequest { top_k: Some(1), top_p: 0.1, ..asked(1, seed, 3.0) });
     let first_of_four: Vec<u32> = hot.tokens.chunks(4).map(|row| row[0]).collect();
     assert_eq!(one.tokens, first_of_four);
+    // Where all tokens are as probable at one position as at another, what is drawn is another all the same.
+    let flat = drawn(asked(4, seed, 1e6));
+    let repeated = flat.tokens.chunks(4).zip(flat.tokens.chunks(4).skip(1)).filter(|(row, next)| row == next).count();
+    assert_eq!(repeated, 0, "of {} positions", LENGTH - 1);
     let greedy = drawn(asked(2, 3, 0.0));
     let request = SampleRequest { topk_prompt_logprobs: 1, ..scored(&prompt, None) };
     let best = sampled(ask(&engine, sample("tuned", request))).topk_prompt_logprobs.unwrap();
@@ -232,6 +236,7 @@ fn a_prompt_of_one_token_has_nothing_to_draw_instead() {
 
 #[test]
 fn a_prompt_that_fills_the_context_is_scored_and_one_token_follows() {
+    // This is the model's own limit, in much memory and in little. The simulation has contexts that end where the cache does.
     for memory_bytes in [MEMORY_BYTES, 40 << 20] {
         let engine = engine_with(2, memory_bytes);
         base_sampler(&engine, "base");
@@ -257,7 +262,6 @@ fn a_prompt_that_fills_the_context_is_scored_and_one_token_follows() {
         }
         let longer = user_error(ask(&engine, sample("base", scored(&tokens(5, context + 1), None))));
         assert!(longer.contains(&format!("{} tokens", context + 1)) && longer.contains(&context.to_string()), "{longer}");
-        assert!(context <= engine.info().cache_tokens);
     }
 }
 
