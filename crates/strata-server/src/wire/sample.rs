@@ -267,6 +267,23 @@ mod tests {
     }
 
     #[test]
+    fn tokens_for_positions_of_a_prompt_are_counted_before_they_are_there() {
+        let many = format!("[{}5]", "5,".repeat(1_000_000));
+        for (list, others) in [
+            ("data", r#""shape": [1000001, 1]"#),
+            ("sparse_crow_indices", r#""data": [], "shape": [1000000, 1], "sparse_col_indices": []"#),
+            ("sparse_col_indices", r#""data": [], "shape": [1, 1], "sparse_crow_indices": []"#),
+        ] {
+            let tensor = format!(r#"{{"dtype": "int64", "{list}": {many}, {others}}}"#);
+            let body = format!(r#"{{"prompt": {{"chunks": [{{"tokens": [1]}}]}}, "target_prompt_logprobs": {tensor}}}"#);
+            let work = || with_budget(1 << 20, |budget| parse::<Sample>(body.as_bytes(), budget).map(drop));
+            let (refused, peak) = peak_bytes(work);
+            assert!(refused.unwrap_err().contains("more than 1 MiB decoded"), "{list}");
+            assert!(peak < 4 << 20, "{list}: {peak}");
+        }
+    }
+
+    #[test]
     fn absent_and_null_are_the_defaults() {
         let request = sample(json!({"num_samples": null, "sampling_params": null, "prompt_logprobs": null})).unwrap();
         assert_eq!((request.num_samples, request.temperature, request.top_p), (1, 1.0, 1.0));
