@@ -187,6 +187,45 @@ def test_a_pointer_is_the_picture_that_it_points_to(base, album):
     assert same_bits(scores(base, sent)[1:], scores(base, pointed)[1:])
 
 
+def test_tokens_are_named_and_drawn_at_the_positions_of_pictures_too(base):
+    asked = prompt("look at ", picture(), "this one here, and then at it again")
+    ids = [token for chunk in asked.chunks for token in (chunk.tokens if isinstance(chunk, types.EncodedTextChunk) else [5] * chunk.length)]
+    seen = [position for position, logprob in enumerate(scores(base, asked)) if logprob is None][1:]
+    assert len(seen) == 6, "the picture alone has no scores"
+
+    def score(targets):
+        params = types.SamplingParams(**GREEDY | dict(temperature=1.0, seed=3))
+        return base.sample(asked, 1, params, include_prompt_logprobs=True, target_prompt_logprobs=targets, prompt_alt_tokens_k=2).result()
+
+    response = score(types.TensorData.from_numpy(np.asarray(ids[1:])[:, None]))
+    found = response.target_prompt_logprobs.to_numpy()[:, 0]
+    others = [position for position in range(1, len(ids)) if position not in seen]
+    assert same_bits(found[np.asarray(others) - 1], [response.prompt_logprobs[position] for position in others])
+    assert (found < 0).all() and np.isfinite(found).all()
+    drawn = response.prompt_alt_tokens
+    assert drawn.tokens.shape == [len(ids) - 1, 2]
+    assert same_bits(score(drawn.tokens).target_prompt_logprobs.to_numpy(), drawn.logprobs.to_numpy())
+    with pytest.raises(REFUSED, match=f"a prompt of {len(ids)} tokens needs {len(ids) - 1} rows"):
+        score(types.TensorData.from_numpy(np.asarray(ids[7:])[:, None]))
+
+
+def test_a_prompt_with_a_picture_that_fills_the_context_is_scored(base, seeing):
+    rest = tinker.RestClient(base_url=seeing.url, api_key=API_KEY)
+    (context,) = {model.max_context_length for model in rest.get_server_capabilities().result().supported_models}
+    # Six tokens of the picture, and its marks.
+    words = (encode("a word and another, ") * context)[: context - 8 + 1]
+
+    def asked(count):
+        return types.ModelInput(chunks=[*prompt(picture()).chunks, types.EncodedTextChunk(tokens=words[:count])])
+
+    full, shorter = (scores(base, asked(len(words) - less)) for less in (1, 2))
+    assert len(full) == context and None not in full[8:]
+    assert same_bits(full[8:-1], shorter[8:])
+    assert len(sample(base, asked(len(words) - 1)).sequences[0].tokens) == 1
+    with pytest.raises(REFUSED, match=f"{context + 1} tokens"):
+        scores(base, asked(len(words)))
+
+
 def test_an_adapter_learns_from_pictures_and_is_sampled_with_them(adapter):
     data = [example("see ", picture(seed=1), " a cat"), example(picture(3, 2, seed=2), picture(1, 1, seed=3), "two dogs")]
     losses = train(adapter, data, steps=6, learning_rate=1e-2)

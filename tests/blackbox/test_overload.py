@@ -4,9 +4,11 @@ import pathlib
 import time
 
 import numpy as np
+import tinker
+from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from harness import Server
+from harness import API_KEY, Server
 from wire import Wire, fwdbwd, is_user_error, next_token_datum, optim_step, sample_body
 
 CONTEXT_SMALL = "48MiB"
@@ -88,6 +90,49 @@ def test_results_that_nobody_fetches_fill_one_share_and_memory_stays_within_boun
         assert len(sampled(hog, f"{sampler}:0")) == 64
         until_taken(hog, "asample", sample_body(sampler, 1000, tokens(1, 30)))
         assert resident_bytes(small) < (256 + 64) << 20
+
+
+def test_a_full_sampling_queue_refuses_and_takes_the_same_request_later(tmp_path):
+    """What was refused left nothing behind: sent again under its number it is computed once, with the bits that it gets where there is room."""
+    with Server(tmp_path, "--memory", CONTEXT_SMALL) as small, Wire(small.url) as wire:
+        sampler = wire.base_sampler(small.base_model())
+
+        def body(seq):
+            return sample_body(sampler, seq, tokens(seq, 200), 16, max_tokens=30, stop=[], seed=seq)
+
+        accepted = 0
+        while (response := wire.post("asample", body(accepted))).status_code == 200:
+            accepted += 1
+            assert accepted < 2000, "the queue never fills"
+        assert response.status_code == 429 and accepted > 1, (accepted, response.text)
+        assert wire.poll(f"{sampler}:{accepted}").status_code in (400, 404), "nothing is known of what was refused"
+        assert wire.ok("asample", body(0))["request_id"] == f"{sampler}:0", "what was accepted still is"
+        first = sampled(wire, f"{sampler}:0")
+        for seq in range(1, accepted):
+            assert len(sampled(wire, f"{sampler}:{seq}")) == 16
+        ack = until_taken(wire, "asample", body(accepted))
+        assert ack == until_taken(wire, "asample", body(accepted))
+        assert ack["request_id"] == f"{sampler}:{accepted}" and len(set(ack["sample_sequence_ids"])) == 16
+        assert len(sampled(wire, ack["request_id"])) == 16
+        again = until_taken(wire, "asample", body(0) | {"seq_id": accepted + 1})
+        assert sampled(wire, again["request_id"]) == first
+
+
+def test_the_sdk_waits_while_the_sampling_queue_is_full(tmp_path):
+    with Server(tmp_path, "--memory", CONTEXT_SMALL) as small, Wire(small.url) as hog:
+        base = small.base_model()
+        sampler, filled = hog.base_sampler(base), 0
+        while hog.post("asample", sample_body(sampler, filled, tokens(filled, 200), 16, max_tokens=30, stop=[])).status_code == 200:
+            filled += 1
+        with tinker.ServiceClient(base_url=small.url, api_key=API_KEY) as client:
+            base_client = client.create_sampling_client(base_model=base).result()
+            params = types.SamplingParams(max_tokens=20, stop=[], seed=1)
+            futures = [base_client.sample(types.ModelInput.from_ints(tokens(seq, 100)), 16, params) for seq in range(40)]
+            # What nobody reads holds its room, whoever waits.
+            for seq in range(filled):
+                sampled(hog, f"{sampler}:{seq}")
+            assert all(len(future.result().sequences) == 16 for future in futures)
+            assert base_client.holder._sample_backoff_until is not None, "the client was told to wait"
 
 
 def test_a_finished_session_stops_its_work(tmp_path):

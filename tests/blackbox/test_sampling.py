@@ -86,6 +86,11 @@ def test_stop_rules(base):
     assert len(never.tokens) == 12 and never.stop_reason == "length"
     (short,) = sample(base, prompt, max_tokens=2, temperature=0.0)
     assert short.tokens == letters[:2] and short.stop_reason == "length"
+    # The token that stops is there once, and one that stops nothing is not the last.
+    (end,) = encode("<|im_end|>")
+    (ended,) = sample(base, prompt, **greedy)
+    assert ended.tokens == [*letters, end] and len(ended.logprobs) == len(ended.tokens) and ended.stop_reason == "stop"
+    assert end in never.tokens[:-1]
 
 
 def test_without_max_tokens_a_sample_ends_at_the_end_of_the_answer(base):

@@ -392,6 +392,10 @@ def test_a_repeated_sample_is_one_sample(wire, base_model):
     assert len(response.sequences) == 3
     for sequence in response.sequences:
         assert len(sequence.tokens) == len(sequence.logprobs) > 0
+    # Drawn without a seed: had it been computed again, these would be others.
+    assert wire.ok("asample", body | {"prompt_alt_tokens_k": 2}) == first
+    assert wire.result(first["request_id"], pb.SampleResponse) == response
+    assert wire.result(wire.ok("asample", body | {"seq_id": 10**18 + 1})["request_id"], pb.SampleResponse) != response
 
 
 def test_prompt_logprobs_have_the_length_of_the_prompt(wire, base_model):

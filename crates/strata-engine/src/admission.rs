@@ -102,7 +102,10 @@ impl Admission {
                     }
                     Err(refusal) => {
                         reply.withdraw();
-                        Err(refusal)
+                        Err(match refusal {
+                            Refusal::User(message) => Refusal::User(format!("{message} ({})", plan.shown_bytes())),
+                            refusal => refusal,
+                        })
                     }
                 }
             }

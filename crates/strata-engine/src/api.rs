@@ -317,6 +317,60 @@ pub struct SampleRequest {
     pub topk_prompt_logprobs: usize,
     /// Number of most probable tokens to return for each sampled position.
     pub topk_sample_logprobs: usize,
+    /// Token ids whose log-probabilities to return at prompt positions.
+    #[serde(default)]
+    pub target_prompt_logprobs: Option<PromptTargets>,
+    /// Number of tokens to draw in the place of each prompt token after the first.
+    #[serde(default)]
+    pub prompt_alt_tokens_k: usize,
+}
+
+/// Token ids whose log-probabilities are wanted at positions of a prompt: a matrix whose row `i` belongs to position `i + 1`, because nothing
+/// predicts the first. Nothing in it has been checked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PromptTargets {
+    /// `[prompt tokens - 1, k]`.
+    pub shape: [usize; 2],
+    /// Which of its cells are listed.
+    pub cells: Cells,
+    /// Token ids of the listed cells, row by row; -1: nothing is wanted there.
+    pub ids: Vec<i64>,
+}
+
+/// Which cells of a matrix are listed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Cells {
+    /// All of them.
+    All,
+    /// Those of compressed sparse rows.
+    Csr {
+        /// `[rows + 1]`: where each row begins among the listed cells, and where the last ends.
+        row_offsets: Vec<i64>,
+        /// `[listed cells]`: their columns, rising within a row.
+        columns: Vec<i64>,
+    },
+}
+
+/// Log-probabilities of [`PromptTargets`], with the shape and the cells of the request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PromptTargetLogprobs {
+    /// `[prompt tokens - 1, k]`.
+    pub shape: [usize; 2],
+    /// Which of its cells are listed.
+    pub cells: Cells,
+    /// Log-probabilities of the listed cells at temperature 1; 0 where nothing was wanted.
+    pub logprobs: Vec<f32>,
+}
+
+/// Tokens that were drawn in the place of those of a prompt, all but the first: `[prompt tokens - 1, k]`, row-major.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PromptAltTokens {
+    /// Draws at each position.
+    pub k: usize,
+    /// Token ids.
+    pub tokens: Vec<u32>,
+    /// Their log-probabilities at temperature 1, whatever that of the draw.
+    pub logprobs: Vec<f32>,
 }
 
 /// An answer.
@@ -405,6 +459,10 @@ pub struct SampleOutput {
     pub prompt_logprobs: Option<Vec<Option<f32>>>,
     /// For each prompt position the most probable tokens, if asked for; empty at the first.
     pub topk_prompt_logprobs: Option<Vec<TopK>>,
+    /// Log-probabilities of the tokens that were named for prompt positions, if any were.
+    pub target_prompt_logprobs: Option<PromptTargetLogprobs>,
+    /// Tokens drawn in the place of those of the prompt, if asked for.
+    pub prompt_alt_tokens: Option<PromptAltTokens>,
     /// Prompt tokens that were found in the prefix cache.
     pub prompt_cache_hit_tokens: usize,
 }

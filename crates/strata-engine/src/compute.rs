@@ -10,7 +10,7 @@ use strata_model::Held;
 use crate::api::{AdamParams, Failure, LoraSpec, TopK};
 use crate::datum::PreparedDatum;
 use crate::pictures::{Picture, PictureId};
-use crate::sampler::{DrawSettings, Drawn, Room};
+use crate::sampler::{Alternatives, DrawSettings, Drawn, Room};
 use crate::snapshot::WeightsId;
 
 /// Called between the layers of a long pass; `Break` ends it.
@@ -56,8 +56,8 @@ pub(crate) struct StepSpan<'a, F, S> {
 /// What is wanted of the prediction after a token.
 #[derive(Clone, Debug)]
 pub(crate) enum RowTask {
-    /// The log-probability of a token, and the most probable ones.
-    Score { token: u32, topk: usize },
+    /// The log-probabilities of these tokens, the most probable ones, and tokens drawn in the place of the one that follows.
+    Score { ids: Vec<u32>, topk: usize, alternatives: Option<Alternatives> },
     /// A draw for each of these samples, all at `position` of their sequences.
     Draw { settings: DrawSettings, samples: Vec<usize>, position: usize },
 }
@@ -65,10 +65,20 @@ pub(crate) enum RowTask {
 /// What came of a [`RowTask`].
 #[derive(Clone, Debug)]
 pub(crate) enum RowResult {
-    Scored(f32, TopK),
+    Scored(Scored),
     Drawn(Vec<Drawn>),
     /// The logits are not finite.
     NotNumbers,
+}
+
+/// What came of a [`RowTask::Score`].
+#[derive(Clone, Debug)]
+pub(crate) struct Scored {
+    /// Of the ids that were asked for, in their order.
+    pub(crate) logprobs: Vec<f32>,
+    pub(crate) topk: TopK,
+    /// The tokens that were drawn, with their log-probabilities at temperature 1.
+    pub(crate) alternatives: Vec<(u32, f32)>,
 }
 
 /// Bytes of an adapter.

@@ -10,13 +10,13 @@ use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage
 use strata_tensor::{RowReply, RowRequest};
 
 use crate::api::{AdamParams, Failure, LoraSpec};
-use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, StepSpan};
+use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan};
 use crate::datum::PreparedDatum;
 use crate::learner::{self, Learner, LearnerState};
 use crate::losses::DatumLoss;
 use crate::machine::Turn;
 use crate::pictures::{Picture, PictureId};
-use crate::sampler::{Room, draw};
+use crate::sampler::{Alternatives, Room, draw};
 use crate::snapshot::WeightsId;
 
 /// A model, its device and a clock.
@@ -224,7 +224,9 @@ fn pass_error(error: strata_model::Error) -> PassError {
 
 fn request_of(task: &RowTask) -> RowRequest {
     match task {
-        RowTask::Score { token, topk } => RowRequest { ids: vec![*token], top: *topk, draw: None },
+        RowTask::Score { ids, topk, alternatives } => {
+            RowRequest { ids: ids.clone(), top: *topk, draw: alternatives.as_ref().map(Alternatives::request) }
+        }
         RowTask::Draw { settings, samples, position } => draw::request(settings, samples, *position),
     }
 }
@@ -233,8 +235,8 @@ fn result_of(task: &RowTask, reply: Option<RowReply>) -> RowResult {
     match (task, reply) {
         (_, None) => RowResult::NotNumbers,
         (RowTask::Score { .. }, Some(reply)) => {
-            let RowReply { logprobs, top, .. } = reply;
-            RowResult::Scored(logprobs[0], top)
+            let RowReply { logprobs, top, drawn } = reply;
+            RowResult::Scored(Scored { logprobs, topk: top, alternatives: drawn })
         }
         (RowTask::Draw { .. }, Some(reply)) => RowResult::Drawn(draw::drawn(reply)),
     }

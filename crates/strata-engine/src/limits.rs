@@ -17,6 +17,10 @@ pub const IMAGES_MAX: usize = 256;
 pub const NUM_SAMPLES_MAX: usize = 4096;
 /// Most probable tokens reported for a position.
 pub const TOPK_MAX: usize = 128;
+/// Tokens drawn in the place of one of a prompt.
+pub const PROMPT_ALT_TOKENS_MAX: usize = 128;
+/// Columns of the tokens whose log-probabilities are wanted at prompt positions.
+pub const PROMPT_TARGETS_MAX: usize = TARGETS_PER_TOKEN_MAX;
 /// Stop tokens or strings of a sampling request.
 pub const STOPS_MAX: usize = 256;
 /// Bytes of a stop string.

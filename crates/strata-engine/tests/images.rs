@@ -180,3 +180,38 @@ fn a_picture_that_the_device_has_no_memory_for_fails_its_request_alone() {
     grad_norm(ask(&engine, train("m", 3, step(1e-2))));
     assert_eq!(sample_bits(&sampled(ask_for("photo.jpg"))), expected);
 }
+
+/// What a picture shows is given and has no score, but the model expects something there, as everywhere.
+#[test]
+fn named_and_drawn_tokens_are_had_at_the_positions_of_pictures_too() {
+    let engine = over(cpu(2), MEMORY_BYTES);
+    base_sampler(&engine, "base");
+    let shown = tokens_of("photo.jpg", &engine);
+    let (own, length) = (text(5, 11), 11 + shown);
+    let is_shown = |position: usize| (2..2 + shown).contains(&position);
+    let own_at = |position: usize| own[if position < 2 { position } else { position - shown }];
+    let named: Vec<i64> = (1..length).map(|position| if is_shown(position) { 5 } else { own_at(position) }).collect();
+    let asked = |ids: Vec<i64>, columns: usize| SampleRequest {
+        target_prompt_logprobs: Some(PromptTargets { shape: [ids.len() / columns, columns], cells: Cells::All, ids }),
+        prompt_alt_tokens_k: 2,
+        ..pictured(5, &["photo.jpg"])
+    };
+    let first = sampled(ask(&engine, sample("base", asked(named.clone(), 1))));
+    let (scores, targets) = (first.prompt_logprobs.clone().unwrap(), first.target_prompt_logprobs.clone().unwrap());
+    assert_eq!((scores.len(), scores[0], targets.logprobs.len()), (length, None, length - 1));
+    for (position, (score, target)) in (1..).zip(scores[1..].iter().zip(&targets.logprobs)) {
+        assert!(*target < 0.0 && target.is_finite(), "{position}");
+        assert_eq!(*score, (!is_shown(position)).then_some(*target), "{position}");
+    }
+    let drawn = first.prompt_alt_tokens.clone().unwrap();
+    assert_eq!(drawn.tokens.len(), 2 * (length - 1));
+    let again = asked(drawn.tokens.iter().map(|&token| token.into()).collect(), 2);
+    let again = sampled(ask(&engine, sample("base", again)));
+    assert_eq!(bits_of(&again.target_prompt_logprobs.unwrap().logprobs), bits_of(&drawn.logprobs));
+    assert_eq!((again.prompt_alt_tokens, again.prompt_logprobs), (first.prompt_alt_tokens, first.prompt_logprobs));
+    // The engine alone knows how long the prompt is.
+    let wrong = user_error(ask(&engine, sample("base", asked(text(5, 10), 1))));
+    assert!(wrong.contains(&format!("has shape [10, 1]; a prompt of {length} tokens needs {} rows", length - 1)), "{wrong}");
+    let wrong = SampleRequest { prompt_logprobs_last_n: Some(length), ..pictured(5, &["photo.jpg"]) };
+    assert!(user_error(ask(&engine, sample("base", wrong))).contains(&format!("not between 1 and {}", length - 1)));
+}

@@ -278,7 +278,7 @@ fn bad_requests_fail_alone_with_the_value_that_is_wrong() {
         (SampleRequest { prompt: vec![], ..good() }, "prompt is empty"),
         (SampleRequest { prompt: vec![5, -3], ..good() }, "prompt[1] is -3"),
         (SampleRequest { prompt: vec![100_000], ..good() }, "prompt[0] is 100000"),
-        (SampleRequest { prompt: tokens(1, context), ..good() }, "leaves no room"),
+        (SampleRequest { prompt: tokens(1, context + 1), ..good() }, "is longer than the context"),
         (SampleRequest { max_tokens: Some(0), ..good() }, "max_tokens is 0"),
         (SampleRequest { num_samples: 0, ..good() }, "num_samples is 0"),
         (SampleRequest { temperature: -1.0, ..good() }, "temperature is -1"),

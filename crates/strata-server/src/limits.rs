@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-pub use strata_engine::limits::{DATUMS_MAX, NUM_SAMPLES_MAX, STOP_BYTES_MAX, STOPS_MAX, TOPK_MAX};
+pub use strata_engine::limits::{DATUMS_MAX, NUM_SAMPLES_MAX, PROMPT_ALT_TOKENS_MAX, STOP_BYTES_MAX, STOPS_MAX, TOPK_MAX};
 
 /// Bytes of a request body, as sent and after inflation; less where the transit budget is small.
 pub const BODY_BYTES_MAX: usize = 256 << 20;

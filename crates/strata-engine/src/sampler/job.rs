@@ -5,6 +5,7 @@ use strata_model::Held;
 use crate::api::{
     Client, Failure, RequestId, Response, SampleOutput, SampleRequest, SampledSequence, SamplerId, StopReason, TopK,
 };
+use crate::compute::{RowTask, Scored};
 use crate::limits::{NUM_SAMPLES_MAX, TOPK_MAX};
 use crate::pictures::{self, Measured, Picture};
 use crate::reply::PendingReply;
@@ -13,6 +14,7 @@ use crate::snapshot::WeightsId;
 use super::SamplerLimits;
 use super::draw::{DrawSettings, Drawn};
 use super::pages::Prefix;
+use super::prompt::{Scores, Wanted, topk_bytes};
 use super::room::Room;
 use super::stop::{StopProgress, StopRule};
 
@@ -30,10 +32,8 @@ pub(crate) struct Plan {
     pub(crate) max_tokens: usize,
     pub(crate) settings: DrawSettings,
     pub(crate) stop: StopRule,
-    pub(crate) prompt_logprobs: bool,
-    pub(crate) topk_prompt: usize,
-    /// First prompt position whose prediction by its predecessors is wanted: the prompt's length if none is.
-    pub(crate) first_scored: usize,
+    /// What is wanted of the prompt's own predictions.
+    pub(crate) wanted: Wanted,
     pub(crate) report_samples_topk: bool,
     /// Whether it may come to be longer than what shares pages with short sequences.
     is_long: bool,
@@ -50,12 +50,13 @@ impl Plan {
         if length == 0 {
             return Err("the prompt is empty".into());
         }
-        if length >= limits.max_context_tokens {
+        if length > limits.max_context_tokens {
             let max = limits.max_context_tokens;
-            return Err(format!("a prompt of {length} tokens leaves no room in a context of {max}"));
+            return Err(format!("a prompt of {length} tokens is longer than the context, which has room for {max}"));
         }
         let (prompt, pictures) = measured.place("prompt", limits.vocab_size, limits.eyes.as_deref())?;
-        let room = limits.max_context_tokens - length;
+        // The last token of a sample is never an input: a prompt that fills the context can be scored, and what follows it drawn.
+        let room = (limits.max_context_tokens - length).max(1);
         let max_tokens = request.max_tokens.unwrap_or(room).min(room);
         if max_tokens == 0 {
             return Err("max_tokens is 0; at least 1 token is sampled".into());
@@ -72,24 +73,16 @@ impl Plan {
         if request.top_k == Some(0) {
             return Err("top_k is 0; it is at least 1, or absent".into());
         }
-        for (name, k) in
-            [("topk_prompt_logprobs", request.topk_prompt_logprobs), ("topk_sample_logprobs", request.topk_sample_logprobs)]
-        {
-            if k > TOPK_MAX {
-                return Err(format!("{name} is {k}, above {TOPK_MAX}"));
-            }
-        }
-        let scores_prompt = request.prompt_logprobs || request.topk_prompt_logprobs > 0;
-        let last_n = request.prompt_logprobs_last_n.unwrap_or(length);
-        if last_n == 0 {
-            return Err("prompt_logprobs_last_n is 0; it is at least 1, or absent".into());
+        let topk_samples = request.topk_sample_logprobs;
+        if topk_samples > TOPK_MAX {
+            return Err(format!("topk_sample_logprobs is {topk_samples}, above {TOPK_MAX}"));
         }
         let settings = DrawSettings {
             seed: request.seed,
             temperature: request.temperature,
             top_k: request.top_k,
             top_p: request.top_p,
-            report_topk: request.topk_sample_logprobs,
+            report_topk: topk_samples,
         };
         let plan = Plan {
             page_tokens: limits.page_tokens,
@@ -97,10 +90,8 @@ impl Plan {
             max_tokens,
             settings,
             stop: StopRule::new(&request.stop, limits)?,
-            prompt_logprobs: request.prompt_logprobs,
-            topk_prompt: request.topk_prompt_logprobs,
-            first_scored: if scores_prompt { length.saturating_sub(last_n).max(1) } else { length },
-            report_samples_topk: request.topk_sample_logprobs > 0,
+            wanted: Wanted::new(request, length, limits.vocab_size)?,
+            report_samples_topk: topk_samples > 0,
             is_long: length + max_tokens > limits.short_sequence_max,
             states: limits.cache.states.min(1),
             prompt,
@@ -165,21 +156,47 @@ impl Plan {
         (self.prompt.len() - 1) / self.page_tokens * self.page_tokens
     }
 
+    /// What to ask of the prediction of a prompt position, if anything.
+    pub(crate) fn score_task(&self, position: usize) -> Option<RowTask> {
+        let own = self.is_scored(position).then(|| self.prompt[position]);
+        self.wanted.task(position, own, &self.settings)
+    }
+
+    /// Whether the token at a prompt position has a score. What a picture shows is given, and not predicted.
+    fn is_scored(&self, position: usize) -> bool {
+        self.wanted.scores(position) && !pictures::is_seen(&self.pictures, position)
+    }
+
     /// Whole pages of the prompt that may come from the cache: the positions whose predictions are wanted must be computed.
     pub(crate) fn cacheable_pages(&self) -> usize {
-        (self.prompt.len() - 1).min(self.first_scored - 1) / self.page_tokens
+        (self.prompt.len() - 1).min(self.wanted.first() - 1) / self.page_tokens
     }
 
     /// Bytes that the request holds while it is open, its result included.
     pub(crate) fn held_bytes(&self) -> u64 {
-        let topk_bytes = |k: usize| if k == 0 { 0 } else { 24 + 16 * k as u64 };
-        let prompt = self.prompt.len() as u64;
+        REQUEST_BYTES + self.prompt_bytes() + self.samples_bytes()
+    }
+
+    /// What they go to, for people.
+    pub(crate) fn shown_bytes(&self) -> String {
+        let Plan { num_samples, max_tokens, .. } = self;
+        let (samples, prompt) = (self.samples_bytes(), self.prompt_bytes());
+        let (tokens, wanted) = (self.prompt.len(), self.wanted.shown());
+        format!(
+            "{samples} for {num_samples} samples of up to {max_tokens} tokens, {prompt} for a prompt of {tokens} tokens{wanted}"
+        )
+    }
+
+    fn prompt_bytes(&self) -> u64 {
+        let length = self.prompt.len();
+        pictures::file_bytes(&self.pictures) + length as u64 * 4 + self.wanted.held_bytes(length)
+    }
+
+    fn samples_bytes(&self) -> u64 {
         // Ids and log-probabilities, half as much again for vectors that grow, and both once more as the encoded answer.
         let stop_text = if matches!(self.stop, StopRule::Strings { .. }) { 16 } else { 0 };
         let per_token = 12 + 8 + stop_text + topk_bytes(self.settings.report_topk);
-        let per_sample = 256 + self.max_tokens as u64 * per_token;
-        let scores = if self.prompt_logprobs { 12 } else { 0 } + topk_bytes(self.topk_prompt);
-        REQUEST_BYTES + pictures::file_bytes(&self.pictures) + prompt * (4 + scores) + self.num_samples as u64 * per_sample
+        self.num_samples as u64 * (256 + self.max_tokens as u64 * per_token)
     }
 }
 
@@ -228,8 +245,7 @@ pub(crate) struct Job<F> {
     /// When it was last admitted, in the order of all that start.
     pub(crate) started: u64,
     results: Vec<Option<SampledSequence>>,
-    prompt_logprobs: Vec<Option<f32>>,
-    prompt_topk: Vec<TopK>,
+    scores: Scores,
 }
 
 /// What a job could use next.
@@ -245,7 +261,6 @@ pub(crate) enum Want {
 
 impl<F> Job<F> {
     pub(crate) fn new(plan: Plan, weights: (WeightsId, F), asked: Asked, session: u64) -> Self {
-        let length = plan.prompt.len();
         Job {
             admitted: false,
             held: Held::default(),
@@ -263,8 +278,7 @@ impl<F> Job<F> {
             unfinished: plan.num_samples,
             started: 0,
             results: vec![None; plan.num_samples],
-            prompt_logprobs: vec![None; if plan.prompt_logprobs { length } else { 0 }],
-            prompt_topk: vec![TopK::new(); if plan.topk_prompt > 0 { length } else { 0 }],
+            scores: Scores::new(&plan.wanted, plan.prompt.len()),
             plan,
             asked,
             weights,
@@ -302,14 +316,9 @@ impl<F> Job<F> {
         self.plan.own_room() * self.idle_lanes
     }
 
-    /// Records how probable the token at a prompt position was.
-    pub(crate) fn score(&mut self, position: usize, logprob: f32, topk: TopK) {
-        if let Some(slot) = self.prompt_logprobs.get_mut(position) {
-            *slot = Some(logprob);
-        }
-        if let Some(slot) = self.prompt_topk.get_mut(position) {
-            *slot = topk;
-        }
+    /// Records what came of the prediction of a prompt position.
+    pub(crate) fn score(&mut self, position: usize, scored: Scored) {
+        self.scores.record(&self.plan.wanted, position, self.plan.is_scored(position), scored);
     }
 
     /// Records the end of a sample.
@@ -321,11 +330,14 @@ impl<F> Job<F> {
     /// Answers, once every sample has ended.
     pub(crate) fn answer(self) {
         let sequences: Option<Vec<_>> = self.results.into_iter().collect();
+        let prompt = self.scores.into_output(self.plan.wanted);
         self.asked.reply.send(match sequences {
             Some(sequences) => Ok(Response::Sampled(SampleOutput {
                 sequences,
-                prompt_logprobs: self.plan.prompt_logprobs.then_some(self.prompt_logprobs),
-                topk_prompt_logprobs: (self.plan.topk_prompt > 0).then_some(self.prompt_topk),
+                prompt_logprobs: prompt.logprobs,
+                topk_prompt_logprobs: prompt.topk,
+                target_prompt_logprobs: prompt.targets,
+                prompt_alt_tokens: prompt.alternatives,
                 prompt_cache_hit_tokens: self.cache_hit_tokens,
             })),
             None => Err(Failure::Server("a sample was answered before all its sequences had ended".into())),

@@ -23,6 +23,7 @@ mod job;
 mod pages;
 mod plan;
 mod pool;
+mod prompt;
 mod room;
 mod sight;
 mod snapshots;
@@ -44,7 +45,7 @@ use crate::pictures::{Eyes, PictureId};
 use crate::snapshot::WeightsId;
 
 use cost::StepCost;
-pub(crate) use draw::{DrawSettings, Drawn};
+pub(crate) use draw::{Alternatives, DrawSettings, Drawn};
 pub(crate) use job::{Asked, Plan, REQUEST_BYTES};
 use job::{Job, Sequence, Want};
 use plan::span;
@@ -325,9 +326,9 @@ impl<C: Compute> Batcher<C> {
         let (mut ended, mut failed) = (Vec::new(), Vec::new());
         for (target, result) in targets.into_iter().zip(results) {
             match (target, result) {
-                (RowFor::Score { job, position }, RowResult::Scored(logprob, topk)) => {
+                (RowFor::Score { job, position }, RowResult::Scored(scored)) => {
                     if let Some(job) = self.jobs.get_mut(&job) {
-                        job.score(position, logprob, topk);
+                        job.score(position, scored);
                     }
                 }
                 (RowFor::First { job }, RowResult::Drawn(drawn)) => self.begin_samples(compute, job, drawn),

@@ -9,7 +9,6 @@ use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS,
 use crate::api::Client;
 use crate::compute::{Compute, RowTask, StepSpan};
 use crate::fair::company_limit;
-use crate::pictures::is_seen;
 
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
@@ -253,11 +252,12 @@ pub(super) fn span<'s, F, S>(
             let first = job.computed;
             let mut rows = Vec::new();
             // The row of a position predicts the one after it.
-            let scored = (first + 1).max(plan.first_scored)..(first + tokens + 1).min(plan.prompt.len());
-            // What a picture shows is given, and not predicted.
-            for position in scored.filter(|&position| !is_seen(&plan.pictures, position)) {
-                rows.push((position - 1 - first, RowTask::Score { token: plan.prompt[position], topk: plan.topk_prompt }));
-                targets.push(RowFor::Score { job: id, position });
+            let predicted = (first + 1).max(plan.wanted.first())..(first + tokens + 1).min(plan.prompt.len());
+            for position in predicted {
+                if let Some(task) = plan.score_task(position) {
+                    rows.push((position - 1 - first, task));
+                    targets.push(RowFor::Score { job: id, position });
+                }
             }
             if first + tokens == plan.prompt.len() {
                 let samples = (0..plan.num_samples).collect();

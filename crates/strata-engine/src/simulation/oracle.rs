@@ -3,15 +3,17 @@
 //! A cell (what a real model keeps as keys and values of a position) is a hash of the weights, the token, the position and all cells before it;
 //! a prediction is a hash of all cells up to its position. So a page that is stale, misplaced, or of other weights changes every number after it.
 
+use std::ops::Range;
+
 use crate::api::{
-    AdamParams, Datum, DatumOutput, ForwardBackwardOutput, LossSpec, SampleOutput, SampleRequest, SampledSequence, Stop,
+    AdamParams, Cells, Datum, DatumOutput, ForwardBackwardOutput, LoraSpec, LossSpec, PromptAltTokens, PromptTargetLogprobs,
+    PromptTargets, SampleOutput, SampleRequest, SampledSequence, Stop, StopReason, TopK,
 };
-use crate::api::{LoraSpec, StopReason, TopK};
 use strata_model::vision::Grid;
 
 use crate::datum::{self, ModelLimits, PreparedDatum};
 use crate::pictures::{Eyes, Measured, Picture, PictureId, is_seen};
-use crate::sampler::{DrawSettings, Drawn};
+use crate::sampler::{Alternatives, DrawSettings, Drawn};
 
 /// Rows of the toy's vocabulary.
 pub const VOCAB: u32 = 24;
@@ -109,6 +111,17 @@ pub(super) fn draw(row: u64, settings: &DrawSettings, sample: usize, position: u
     Drawn { token, logprob: logprob(row, token), topk: top_k(row, settings.report_topk) }
 }
 
+/// Tokens in the place of one of a prompt, and their log-probabilities.
+pub(super) fn alternatives(row: u64, asked: &Alternatives) -> Vec<(u32, f32)> {
+    let Alternatives { seed, temperature, position, count } = *asked;
+    let uniform = |draw: usize| match temperature == 0.0 {
+        true => mix(row, 0xa19),
+        false => mix(mix(mix(mix(row, seed), 0xa17), position as u64), draw as u64),
+    };
+    let token = |draw| (uniform(draw) % u64::from(VOCAB)) as u32;
+    (0..count).map(|draw| (token(draw), logprob(row, token(draw)))).collect()
+}
+
 /// A sequence that grows token by token.
 struct Sequence {
     weights: u64,
@@ -150,15 +163,30 @@ pub fn expected_sample(weights: u64, request: &SampleRequest, max_context_tokens
         false => length,
     };
     let (mut prompt_logprobs, mut prompt_topk) = (vec![None; length], vec![TopK::new(); length]);
+    let (mut drawn_instead, count) = (Vec::new(), request.prompt_alt_tokens_k);
+    let mut targets = request.target_prompt_logprobs.as_ref().map(|asked| {
+        let PromptTargets { shape, cells, ids } = asked.clone();
+        (ids, PromptTargetLogprobs { shape, cells, logprobs: vec![0.0; asked.ids.len()] })
+    });
     let mut sequence = Sequence::new(weights);
     for (position, &token) in prompt.iter().enumerate() {
         if position >= first_scored && !is_seen(&pictures, position) {
             prompt_logprobs[position] = Some(logprob(sequence.folded, token));
             prompt_topk[position] = top_k(sequence.folded, request.topk_prompt_logprobs);
         }
+        if position > 0 {
+            if let Some((ids, scored)) = &mut targets {
+                for cell in listed(&scored.cells, scored.shape[1], position - 1).filter(|&cell| ids[cell] != -1) {
+                    scored.logprobs[cell] = logprob(sequence.folded, ids[cell] as u32);
+                }
+            }
+            let asked = Alternatives { seed: request.seed, temperature: request.temperature, position, count };
+            drawn_instead.extend(alternatives(sequence.folded, &asked));
+        }
         sequence.push(token);
     }
-    let max_tokens = request.max_tokens.unwrap_or(usize::MAX).min(max_context_tokens - length);
+    // One token follows even a prompt that fills the context.
+    let max_tokens = request.max_tokens.unwrap_or(usize::MAX).min((max_context_tokens - length).max(1));
     let stops = |token: u32| match &request.stop {
         Stop::EndOfSequence => END_OF_SEQUENCE.contains(&token),
         Stop::Tokens(tokens) => tokens.contains(&i64::from(token)),
@@ -189,7 +217,21 @@ pub fn expected_sample(weights: u64, request: &SampleRequest, max_context_tokens
         sequences: (0..request.num_samples).map(sample).collect(),
         prompt_logprobs: request.prompt_logprobs.then_some(prompt_logprobs),
         topk_prompt_logprobs: (request.topk_prompt_logprobs > 0).then_some(prompt_topk),
+        target_prompt_logprobs: targets.map(|(_, scored)| scored),
+        prompt_alt_tokens: (count > 0).then(|| PromptAltTokens {
+            k: count,
+            tokens: drawn_instead.iter().map(|drawn| drawn.0).collect(),
+            logprobs: drawn_instead.iter().map(|drawn| drawn.1).collect(),
+        }),
         prompt_cache_hit_tokens: 0,
+    }
+}
+
+/// The listed cells of a row of a matrix of `width` columns.
+fn listed(cells: &Cells, width: usize, row: usize) -> Range<usize> {
+    match cells {
+        Cells::All => row * width..(row + 1) * width,
+        Cells::Csr { row_offsets, .. } => row_offsets[row] as usize..row_offsets[row + 1] as usize,
     }
 }
 

@@ -64,6 +64,8 @@ impl Asker {
             prompt_logprobs_last_n: None,
             topk_prompt_logprobs: 0,
             topk_sample_logprobs: 0,
+            target_prompt_logprobs: None,
+            prompt_alt_tokens_k: 0,
         };
         match self.ask(Request::Sample { sampler_id: "base".into(), sample }) {
             Response::Sampled(output) => (output.prompt_cache_hit_tokens, output),

@@ -114,6 +114,8 @@ impl Clients {
                         prompt_logprobs_last_n: None,
                         topk_prompt_logprobs: 0,
                         topk_sample_logprobs: 0,
+                        target_prompt_logprobs: None,
+                        prompt_alt_tokens_k: 0,
                     };
                     self.send(who, Request::Sample { sampler_id: sampler_id.clone(), sample });
                 }

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
-use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, StepSpan};
+use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan};
 use sha2::{Digest, Sha256};
 
 use crate::losses::LossInputs;
@@ -323,7 +323,11 @@ impl Toy {
 
     fn run_task(&self, row: u64, task: &RowTask) -> RowResult {
         match task {
-            RowTask::Score { token, topk } => RowResult::Scored(oracle::logprob(row, *token), oracle::top_k(row, *topk)),
+            RowTask::Score { ids, topk, alternatives } => RowResult::Scored(Scored {
+                logprobs: ids.iter().map(|&id| oracle::logprob(row, id)).collect(),
+                topk: oracle::top_k(row, *topk),
+                alternatives: alternatives.map(|a| oracle::alternatives(row, &a)).unwrap_or_default(),
+            }),
             RowTask::Draw { settings, .. } if self.shared.chance(self.shared.faults.get().row) => {
                 self.shared.failed.borrow_mut().insert(settings.seed);
                 RowResult::NotNumbers

@@ -206,6 +206,8 @@ pub fn sample_request(prompt: Vec<i64>, num_samples: usize, max_tokens: usize, s
         prompt_logprobs_last_n: None,
         topk_prompt_logprobs: 0,
         topk_sample_logprobs: 0,
+        target_prompt_logprobs: None,
+        prompt_alt_tokens_k: 0,
     }
 }
 

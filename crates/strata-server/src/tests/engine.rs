@@ -153,6 +153,8 @@ fn answer(request: Request) -> Outcome {
                 sequences: vec![sequence; sample.num_samples],
                 prompt_logprobs: None,
                 topk_prompt_logprobs: None,
+                target_prompt_logprobs: None,
+                prompt_alt_tokens: None,
                 prompt_cache_hit_tokens: 0,
             }))
         }

@@ -314,16 +314,27 @@ struct JsonDatum {
     loss_fn_inputs: Map<TensorData, { limits::LOSS_INPUTS_MAX }>,
 }
 
+/// A tensor of numbers, dense or by compressed sparse rows.
 #[derive(Debug, Deserialize)]
-struct TensorData {
+pub(super) struct TensorData {
     data: Numbers,
     dtype: Name,
     #[serde(default)]
     shape: Option<List<i64, 8>>,
     #[serde(default)]
-    sparse_crow_indices: Option<List<i64, { usize::MAX }>>,
+    sparse_crow_indices: Indices,
     #[serde(default)]
-    sparse_col_indices: Option<List<i64, { usize::MAX }>>,
+    sparse_col_indices: Indices,
+}
+
+type Indices = Option<List<i64, { usize::MAX }>>;
+
+fn csr_indices(row_offsets: Indices, columns: Indices) -> Result<Option<CsrIndices>, String> {
+    match (row_offsets, columns) {
+        (None, None) => Ok(None),
+        (Some(row_offsets), Some(columns)) => Ok(Some(CsrIndices { row_offsets: row_offsets.0, columns: columns.0 })),
+        _ => Err("a sparse tensor needs both sparse_crow_indices and sparse_col_indices".into()),
+    }
 }
 
 impl TensorData {
@@ -338,12 +349,30 @@ impl TensorData {
             ("int64", Numbers::F32(_)) => return Err("int64 data has a value that is no integer of 64 bits".into()),
             (other, _) => return Err(format!("dtype {:?} is neither float32 nor int64", shown(other))),
         };
-        let sparse = match (self.sparse_crow_indices, self.sparse_col_indices) {
-            (None, None) => None,
-            (Some(row_offsets), Some(columns)) => Some(CsrIndices { row_offsets: row_offsets.0, columns: columns.0 }),
-            _ => return Err("a sparse tensor needs both sparse_crow_indices and sparse_col_indices".into()),
-        };
+        let sparse = csr_indices(self.sparse_crow_indices, self.sparse_col_indices)?;
         tensor::loss_input(values, &self.shape.unwrap_or_default().0, sparse, budget)
+    }
+
+    /// Token ids for positions of a prompt. Whether they fit it, the engine knows.
+    ///
+    /// # Errors
+    /// If they are not a matrix of integers.
+    pub(super) fn into_prompt_targets(self) -> Result<api::PromptTargets, String> {
+        let ids = match (&*self.dtype, self.data) {
+            ("int64", Numbers::I64(ids)) => ids,
+            ("int64", Numbers::F32(_)) => return Err("int64 data has a value that is no integer of 64 bits".into()),
+            (other, _) => return Err(format!("dtype {:?} is not int64, that of token ids", shown(other))),
+        };
+        let shape = self.shape.unwrap_or_default().0;
+        let extents: Vec<usize> = shape.iter().filter_map(|&extent| usize::try_from(extent).ok()).collect();
+        let (&[rows, columns], 2) = (&extents[..], shape.len()) else {
+            return Err(format!("shape {shape:?} is not [prompt tokens - 1, k]"));
+        };
+        let cells = match csr_indices(self.sparse_crow_indices, self.sparse_col_indices)? {
+            None => api::Cells::All,
+            Some(CsrIndices { row_offsets, columns }) => api::Cells::Csr { row_offsets, columns },
+        };
+        Ok(api::PromptTargets { shape: [rows, columns], cells, ids })
     }
 }
 

@@ -199,6 +199,23 @@ pub struct SampleResponse {
     /// Prompt tokens found in the prefix cache.
     #[prost(int32, tag = "4")]
     pub prompt_cache_hit_tokens: i32,
+    /// Log-probabilities of tokens that were named for prompt positions: f32, with the shape and layout of the request.
+    #[prost(message, optional, tag = "5")]
+    pub target_prompt_logprobs: Option<Tensor>,
+    /// Tokens drawn in the place of those of the prompt.
+    #[prost(message, optional, tag = "6")]
+    pub prompt_alt_tokens: Option<PromptAltTokens>,
+}
+
+/// Two matrices `[prompt tokens - 1, k]`.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct PromptAltTokens {
+    /// i64 token ids.
+    #[prost(message, optional, tag = "1")]
+    pub tokens: Option<Tensor>,
+    /// f32.
+    #[prost(message, optional, tag = "2")]
+    pub logprobs: Option<Tensor>,
 }
 
 /// One sampled sequence.

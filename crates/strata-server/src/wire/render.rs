@@ -10,7 +10,9 @@ use prost::Message;
 use serde::Serialize;
 use serde::ser::{Error, SerializeMap, Serializer};
 
-use crate::wire::proto::{ArrayRecord, BatchedTensor, ForwardBackwardOutput, SampleResponse, StopReason, TopkLogprobs};
+use crate::wire::proto::{
+    ArrayRecord, BatchedTensor, DType, Encoding, ForwardBackwardOutput, SampleResponse, StopReason, Tensor, TopkLogprobs,
+};
 use crate::wire::tensor::i64_values;
 
 /// An encoded `SampleResponse` as JSON.
@@ -25,7 +27,17 @@ pub fn sample(encoded: Bytes, out: &mut dyn Write) -> Result<(), String> {
         sequences: Vec<Sequence<'a>>,
         prompt_logprobs: Option<Floats<'a>>,
         topk_prompt_logprobs: Option<Topk<'a>>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        target_prompt_logprobs: Option<Matrix<'a>>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        prompt_alt_tokens: Option<AltTokens<'a>>,
         prompt_cache_hit_tokens: i32,
+    }
+
+    #[derive(Serialize)]
+    struct AltTokens<'a> {
+        tokens: Option<Matrix<'a>>,
+        logprobs: Option<Matrix<'a>>,
     }
 
     #[derive(Serialize)]
@@ -49,6 +61,11 @@ pub fn sample(encoded: Bytes, out: &mut dyn Write) -> Result<(), String> {
         sequences: sequences.collect(),
         prompt_logprobs: response.prompt_logprobs.as_deref().map(Floats),
         topk_prompt_logprobs: response.topk_prompt_logprobs.as_ref().map(Topk),
+        target_prompt_logprobs: response.target_prompt_logprobs.as_ref().map(Matrix),
+        prompt_alt_tokens: response.prompt_alt_tokens.as_ref().map(|drawn| AltTokens {
+            tokens: drawn.tokens.as_ref().map(Matrix),
+            logprobs: drawn.logprobs.as_ref().map(Matrix),
+        }),
         prompt_cache_hit_tokens: response.prompt_cache_hit_tokens,
     };
     serde_json::to_writer(out, &rendered).map_err(|error| error.to_string())
@@ -98,6 +115,46 @@ impl Serialize for Tokens<'_> {
             return Err(S::Error::custom(format!("{} bytes are not a whole number of int32 tokens", self.0.len())));
         }
         serializer.collect_seq(values.iter().map(|value| i32::from_le_bytes(*value)))
+    }
+}
+
+/// i64 values, little endian.
+struct Integers<'a>(&'a [u8]);
+
+impl Serialize for Integers<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (values, rest) = self.0.as_chunks::<8>();
+        if !rest.is_empty() {
+            return Err(S::Error::custom(format!("{} bytes are not a whole number of int64 values", self.0.len())));
+        }
+        serializer.collect_seq(values.iter().map(|value| i64::from_le_bytes(*value)))
+    }
+}
+
+/// A tensor of f32 or i64 values, as the `TensorData` of a request.
+struct Matrix<'a>(&'a Tensor);
+
+impl Serialize for Matrix<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (values, indices) = match &self.0.encoding {
+            Some(Encoding::Dense(values)) => (values, None),
+            Some(Encoding::SparseCsr(csr)) => (&csr.values, Some((&csr.crow_indices, &csr.col_indices))),
+            None => return Err(S::Error::custom("a tensor has no values")),
+        };
+        let mut map = serializer.serialize_map(None)?;
+        if self.0.dtype == DType::Int64 as i32 {
+            map.serialize_entry("data", &Integers(values))?;
+            map.serialize_entry("dtype", "int64")?;
+        } else {
+            map.serialize_entry("data", &Floats(values))?;
+            map.serialize_entry("dtype", "float32")?;
+        }
+        map.serialize_entry("shape", &self.0.shape)?;
+        if let Some((row_offsets, columns)) = indices {
+            map.serialize_entry("sparse_crow_indices", &Integers(row_offsets))?;
+            map.serialize_entry("sparse_col_indices", &Integers(columns))?;
+        }
+        map.end()
     }
 }
 
@@ -189,9 +246,22 @@ mod tests {
             sequences: vec![sequence],
             prompt_logprobs: Some(vec![None, Some(-2.0)]),
             topk_prompt_logprobs: None,
+            target_prompt_logprobs: Some(api::PromptTargetLogprobs {
+                shape: [1, 2],
+                cells: api::Cells::Csr { row_offsets: vec![0, 1], columns: vec![1] },
+                logprobs: vec![-3.0],
+            }),
+            prompt_alt_tokens: Some(api::PromptAltTokens { k: 2, tokens: vec![8, 9], logprobs: vec![-4.0, -5.0] }),
             prompt_cache_hit_tokens: 1,
         };
         let shown = rendered(sample, encode_sample(&output, 0, 1));
+        let sparse = json!({ "sparse_crow_indices": [0, 1], "sparse_col_indices": [1] });
+        let mut targets = json!({ "data": [-3.0], "dtype": "float32", "shape": [1, 2] });
+        targets.as_object_mut().unwrap().extend(sparse.as_object().unwrap().clone());
+        assert_eq!(shown["target_prompt_logprobs"], targets);
+        let drawn = &shown["prompt_alt_tokens"];
+        assert_eq!(drawn["tokens"], json!({ "data": [8, 9], "dtype": "int64", "shape": [1, 2] }));
+        assert_eq!(drawn["logprobs"], json!({ "data": [-4.0, -5.0], "dtype": "float32", "shape": [1, 2] }));
         assert_eq!(shown["prompt_logprobs"], json!([null, -2.0]));
         assert_eq!(shown["sequences"][0]["tokens"], json!([5, 6]));
         assert_eq!(shown["sequences"][0]["topk_logprobs"], json!([[[5, -0.5]], null]));

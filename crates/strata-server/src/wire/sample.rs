@@ -10,7 +10,7 @@ use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::wire::budget::Budget;
 use crate::wire::input::{Asset, Input, ModelInput};
-use crate::wire::json::{Id, at_most, null_is_default, seed};
+use crate::wire::json::{Id, TensorData, at_most, null_is_default, seed};
 
 /// Body of `asample`.
 #[derive(Debug, Deserialize)]
@@ -38,7 +38,7 @@ pub struct Sample {
     #[serde(default)]
     prompt_logprobs_last_n: Option<usize>,
     #[serde(default)]
-    target_prompt_logprobs: Option<serde::de::IgnoredAny>,
+    target_prompt_logprobs: Option<TensorData>,
     #[serde(default, deserialize_with = "null_is_default")]
     prompt_alt_tokens_k: i64,
 }
@@ -175,12 +175,12 @@ impl Sample {
             -1 | 0 => None,
             k => Some(usize::try_from(k).map_err(|_| format!("top_k {k} is neither -1 (off) nor positive"))?),
         };
-        if self.prompt_alt_tokens_k != 0 {
-            return Err("prompt_alt_tokens_k is not supported by this server".into());
-        }
-        if self.target_prompt_logprobs.is_some() {
-            return Err("target_prompt_logprobs is not supported by this server".into());
-        }
+        let prompt_alt_tokens_k = self.prompt_alt_tokens_k;
+        let prompt_alt_tokens_k = usize::try_from(prompt_alt_tokens_k)
+            .map_err(|_| format!("prompt_alt_tokens_k {prompt_alt_tokens_k} is not a number from 0 upwards"))?;
+        at_most("prompt_alt_tokens_k", prompt_alt_tokens_k, limits::PROMPT_ALT_TOKENS_MAX)?;
+        let target_prompt_logprobs = self.target_prompt_logprobs.map(TensorData::into_prompt_targets).transpose();
+        let target_prompt_logprobs = target_prompt_logprobs.map_err(|error| format!("target_prompt_logprobs: {error}"))?;
         at_most("topk_prompt_logprobs", self.topk_prompt_logprobs, limits::TOPK_MAX)?;
         at_most("topk_sample_logprobs", self.topk_sample_logprobs, limits::TOPK_MAX)?;
         // How many tokens a picture is, the engine knows.
@@ -222,6 +222,8 @@ impl Sample {
             prompt_logprobs_last_n: self.prompt_logprobs_last_n,
             topk_prompt_logprobs: self.topk_prompt_logprobs,
             topk_sample_logprobs: self.topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
         };
         Ok((request, assets))
     }
@@ -242,6 +244,43 @@ mod tests {
         }
         with_budget(1 << 20, |budget| parse::<Sample>(body.to_string().as_bytes(), budget)?.check(budget))
             .map(|(request, _)| request)
+    }
+
+    /// Two tokens for a prompt of three, with something else about them.
+    fn targets(other: Value) -> Value {
+        let mut tensor = json!({"data": [5, -1], "dtype": "int64", "shape": [2, 1]});
+        for (key, value) in other.as_object().unwrap() {
+            tensor[key] = value.clone();
+        }
+        json!({ "target_prompt_logprobs": tensor })
+    }
+
+    #[test]
+    fn tokens_for_positions_of_a_prompt_come_dense_and_sparse() {
+        let named = |extra| sample(extra).unwrap().target_prompt_logprobs.unwrap();
+        let dense = api::PromptTargets { shape: [2, 1], cells: api::Cells::All, ids: vec![5, -1] };
+        assert_eq!(named(targets(json!({"sparse_crow_indices": null}))), dense);
+        let sparse = named(targets(json!({"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 0]})));
+        let cells = api::Cells::Csr { row_offsets: vec![0, 1, 2], columns: vec![0, 0] };
+        assert_eq!(sparse, api::PromptTargets { cells, ..dense });
+        assert_eq!(sample(json!({"target_prompt_logprobs": null})).unwrap().target_prompt_logprobs, None);
+    }
+
+    #[test]
+    fn tokens_for_positions_of_a_prompt_are_counted_before_they_are_there() {
+        let many = format!("[{}5]", "5,".repeat(1_000_000));
+        for (list, others) in [
+            ("data", r#""shape": [1000001, 1]"#),
+            ("sparse_crow_indices", r#""data": [], "shape": [1000000, 1], "sparse_col_indices": []"#),
+            ("sparse_col_indices", r#""data": [], "shape": [1, 1], "sparse_crow_indices": []"#),
+        ] {
+            let tensor = format!(r#"{{"dtype": "int64", "{list}": {many}, {others}}}"#);
+            let body = format!(r#"{{"prompt": {{"chunks": [{{"tokens": [1]}}]}}, "target_prompt_logprobs": {tensor}}}"#);
+            let work = || with_budget(1 << 20, |budget| parse::<Sample>(body.as_bytes(), budget).map(drop));
+            let (refused, peak) = peak_bytes(work);
+            assert!(refused.unwrap_err().contains("more than 1 MiB decoded"), "{list}");
+            assert!(peak < 4 << 20, "{list}: {peak}");
+        }
     }
 
     #[test]
@@ -316,8 +355,15 @@ mod tests {
             (json!({"sampling_params": {"top_p": 0}}), "top_p"),
             (json!({"sampling_params": {"top_k": -5}}), "top_k"),
             (json!({"sampling_params": {"max_tokens": 0}}), "max_tokens"),
-            (json!({"prompt_alt_tokens_k": 2}), "prompt_alt_tokens_k"),
-            (json!({"target_prompt_logprobs": {"data": []}}), "target_prompt_logprobs"),
+            (json!({"prompt_alt_tokens_k": -1}), "prompt_alt_tokens_k -1"),
+            (json!({"prompt_alt_tokens_k": 129}), "prompt_alt_tokens_k: 129 is above"),
+            (targets(json!({"dtype": "float32"})), "target_prompt_logprobs: dtype \"float32\" is not int64"),
+            (targets(json!({"data": [1.5, 2]})), "target_prompt_logprobs: int64 data has a value"),
+            (targets(json!({"shape": null})), "target_prompt_logprobs: shape [] is not"),
+            (targets(json!({"shape": [2, 1, 1]})), "target_prompt_logprobs: shape [2, 1, 1] is not"),
+            (targets(json!({"shape": [-2, -1]})), "target_prompt_logprobs: shape [-2, -1] is not"),
+            (targets(json!({"shape": [2, 1, -1]})), "target_prompt_logprobs: shape [2, 1, -1] is not"),
+            (targets(json!({"sparse_crow_indices": [0, 1, 2]})), "target_prompt_logprobs: a sparse tensor needs both"),
             (json!({"prompt_logprobs_last_n": 3}), "prompt_logprobs_last_n"),
             (json!({"sampling_params": {"stop": "x".repeat(5000)}}), "stop string"),
             (json!({"topk_prompt_logprobs": 1000}), "topk_prompt_logprobs"),

@@ -1,6 +1,6 @@
 //! Sending, and what must come of it: who is refused, who is answered, and with what numbers.
 
-use crate::api::{Datum, Failure, Outcome, Refusal, Request, Response, TrainOp};
+use crate::api::{Cells, Datum, Failure, Outcome, Refusal, Request, Response, TrainOp};
 use crate::ledger::Charge;
 use crate::sampler::REQUEST_BYTES;
 
@@ -503,7 +503,16 @@ fn result_bytes(outcome: &Outcome) -> u64 {
         Ok(Response::Sampled(output)) => {
             let topk = |s: &crate::api::SampledSequence| s.topk.iter().flatten().map(|k| 8 * k.len() as u64).sum::<u64>();
             let sequences: u64 = output.sequences.iter().map(|s| 8 * s.tokens.len() as u64 + topk(s)).sum();
-            sequences + output.prompt_logprobs.as_ref().map_or(0, |p| 8 * p.len() as u64)
+            let targets = output.target_prompt_logprobs.as_ref().map_or(0, |targets| {
+                let sparse = match &targets.cells {
+                    Cells::All => 0,
+                    Cells::Csr { row_offsets, columns } => 8 * (row_offsets.len() + columns.len()),
+                };
+                4 * targets.logprobs.len() + sparse
+            });
+            let alternatives = output.prompt_alt_tokens.as_ref().map_or(0, |drawn| 8 * drawn.tokens.len());
+            let prompt = output.prompt_logprobs.as_ref().map_or(0, |p| 8 * p.len());
+            sequences + (prompt + targets + alternatives) as u64
         }
         _ => 0,
     }

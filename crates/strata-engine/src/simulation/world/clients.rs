@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::api::{
-    AdamParams, CheckpointSource, Datum, Image, LoraSpec, LossInput, LossSpec, LossValues, Request, SampleRequest, SaveTarget,
-    Stop, TrainOp,
+    AdamParams, Cells, CheckpointSource, Datum, Image, LoraSpec, LossInput, LossSpec, LossValues, PromptTargets, Request,
+    SampleRequest, SaveTarget, Stop, TrainOp,
 };
 use crate::sampler::{Plan, SamplerLimits};
 
@@ -338,7 +338,8 @@ impl World {
 
     fn sample_from(&mut self, session: usize, sampler: usize) {
         for _ in 0..if self.rng.chance(15) { self.rng.between(2, 12) } else { 1 } {
-            let length = self.length(24, self.limits.max_context_tokens());
+            let context = self.limits.max_context_tokens();
+            let length = if self.rng.chance(3) { context } else { self.length(24, context) };
             // Now and then one that is too large, or that this model does not read.
             let mut largest = self.limits.gallery_tokens / 2;
             if self.rng.chance(5) {
@@ -364,6 +365,8 @@ impl World {
                 prompt_logprobs_last_n: self.rng.chance(30).then(|| self.rng.between(1, 10)),
                 topk_prompt_logprobs: if self.rng.chance(10) { 3 } else { 0 },
                 topk_sample_logprobs: if self.rng.chance(10) { 2 } else { 0 },
+                target_prompt_logprobs: self.rng.chance(20).then(|| self.prompt_targets(length)),
+                prompt_alt_tokens_k: if self.rng.chance(15) { self.rng.between(1, 4) } else { 0 },
             };
             let limits = SamplerLimits {
                 vocab_size: VOCAB as usize,
@@ -384,6 +387,32 @@ impl World {
             self.asked[asked].wrong = wrong;
             self.send(asked);
         }
+    }
+
+    /// Tokens to score in a prompt of so many tokens: whole or in compressed rows, with cells that want nothing, and now and then wrong.
+    fn prompt_targets(&mut self, length: usize) -> PromptTargets {
+        let rows = if self.rng.chance(3) { length } else { length - 1 };
+        let width = self.rng.between(1, 4);
+        let is_sparse = self.rng.chance(50);
+        // What is before the first that is named may come from the prefix cache.
+        let first = self.rng.below(rows as u64 + 1) as usize;
+        let (mut ids, mut columns, mut row_offsets) = (Vec::new(), Vec::new(), vec![0]);
+        for row in 0..rows {
+            for column in 0..width as i64 {
+                if is_sparse && self.rng.chance(60) {
+                    continue;
+                }
+                let is_named = row >= first && self.rng.chance(70);
+                ids.push(if is_named { self.rng.below(u64::from(VOCAB)) as i64 } else { -1 });
+                columns.push(column);
+            }
+            row_offsets.push(ids.len() as i64);
+        }
+        if let Some(id) = ids.last_mut().filter(|_| self.rng.chance(3)) {
+            *id = i64::from(VOCAB);
+        }
+        let cells = if is_sparse { Cells::Csr { row_offsets, columns } } else { Cells::All };
+        PromptTargets { shape: [rows, width], cells, ids }
     }
 
     fn cancel(&mut self) {

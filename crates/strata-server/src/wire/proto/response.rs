@@ -5,7 +5,8 @@ use prost::Message;
 use strata_engine::api;
 
 use crate::wire::proto::{
-    ArrayRecord, BatchedTensor, DType, ForwardBackwardOutput, SampleResponse, SampledSequence, StopReason, TopkLogprobs,
+    ArrayRecord, BatchedTensor, DType, Encoding, ForwardBackwardOutput, PromptAltTokens, SampleResponse, SampledSequence,
+    SparseCsr, StopReason, Tensor, TopkLogprobs,
 };
 
 fn f32_bytes(values: impl IntoIterator<Item = f32>) -> Bytes {
@@ -31,8 +32,41 @@ pub fn encode_sample(output: &api::SampleOutput, topk_prompt: usize, topk_sample
             .map(|values| f32_bytes(values.iter().map(|value| value.unwrap_or(f32::NAN)))),
         topk_prompt_logprobs: output.topk_prompt_logprobs.as_ref().map(|rows| encode_topk(rows, topk_prompt)),
         prompt_cache_hit_tokens: i32::try_from(output.prompt_cache_hit_tokens).unwrap_or(i32::MAX),
+        target_prompt_logprobs: output.target_prompt_logprobs.as_ref().map(encode_targets),
+        prompt_alt_tokens: output.prompt_alt_tokens.as_ref().map(encode_alternatives),
     };
     response.encode_to_vec().into()
+}
+
+fn i64_bytes(values: impl IntoIterator<Item = i64>) -> Bytes {
+    values.into_iter().flat_map(i64::to_le_bytes).collect::<Vec<u8>>().into()
+}
+
+fn encode_targets(scored: &api::PromptTargetLogprobs) -> Tensor {
+    let values = f32_bytes(scored.logprobs.iter().copied());
+    let encoding = match &scored.cells {
+        api::Cells::All => Encoding::Dense(values),
+        api::Cells::Csr { row_offsets, columns } => Encoding::SparseCsr(SparseCsr {
+            values,
+            crow_indices: i64_bytes(row_offsets.iter().copied()),
+            col_indices: i64_bytes(columns.iter().copied()),
+        }),
+    };
+    matrix(encoding, DType::Float32, scored.shape)
+}
+
+fn encode_alternatives(drawn: &api::PromptAltTokens) -> PromptAltTokens {
+    let shape = [drawn.tokens.len() / drawn.k.max(1), drawn.k];
+    let tokens = Encoding::Dense(i64_bytes(drawn.tokens.iter().map(|&token| i64::from(token))));
+    let logprobs = Encoding::Dense(f32_bytes(drawn.logprobs.iter().copied()));
+    PromptAltTokens {
+        tokens: Some(matrix(tokens, DType::Int64, shape)),
+        logprobs: Some(matrix(logprobs, DType::Float32, shape)),
+    }
+}
+
+fn matrix(encoding: Encoding, dtype: DType, shape: [usize; 2]) -> Tensor {
+    Tensor { encoding: Some(encoding), dtype: dtype.into(), shape: shape.map(|extent| extent as i64).to_vec() }
 }
 
 /// What fills a cell of a [`TopkLogprobs`] that has no token.
@@ -128,6 +162,8 @@ mod tests {
             }],
             prompt_logprobs: Some(vec![None, Some(-2.0)]),
             topk_prompt_logprobs: Some(vec![vec![], vec![(7, -1.0), (8, -2.0)]]),
+            target_prompt_logprobs: None,
+            prompt_alt_tokens: None,
             prompt_cache_hit_tokens: 0,
         };
         let message = SampleResponse::decode(encode_sample(&output, 2, 0)).unwrap();

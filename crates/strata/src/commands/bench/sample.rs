@@ -204,6 +204,8 @@ fn request(prompt: Vec<i64>, seed: u64, new: usize) -> SampleRequest {
         prompt_logprobs_last_n: None,
         topk_prompt_logprobs: 0,
         topk_sample_logprobs: 0,
+        target_prompt_logprobs: None,
+        prompt_alt_tokens_k: 0,
     }
 }
 
