@@ -34,7 +34,7 @@ def test_a_preference_loss_descends_and_its_metrics_come_back(training):
     def loss(_data, logprobs):
         margins = [lp.sum() - float(ref.sum()) for lp, ref in zip(logprobs, reference, strict=True)]
         value = -torch.nn.functional.logsigmoid(0.1 * (margins[0] - margins[1]))
-        return value, {"margin:mean": float(margins[0] - margins[1])}
+        return value, {"margin:mean": float((margins[0] - margins[1]).detach())}
 
     values = []
     for _ in range(8):

@@ -7,7 +7,7 @@ from tinker import types
 
 from harness import API_KEY, chat_prompt, encode, logprobs_of, same_bits
 
-PROMPT = chat_prompt("Add: 37 45")
+PROMPT = chat_prompt("Say anything")
 REFUSED = (tinker.RequestFailedError, tinker.APIStatusError)
 
 
@@ -20,12 +20,13 @@ def samples(sampler, num_samples=2, max_tokens=6, seed=4):
     return sampler.sample(types.ModelInput.from_ints(PROMPT), num_samples, params).result().sequences
 
 
-def datum_of(sequence, logprobs=False, advantage=1.0, sequence_id=None, tokens=None):
+def datum_of(sequence, logprobs=None, advantage=1.0, sequence_id=None, tokens=None, of_prompt=0.0):
     """An example as `rl_loop.py` of the cookbook makes it: its targets are zeros in the prompt."""
     tokens, zeros = tokens or sequence.tokens, [0.0] * (len(PROMPT) - 1)
-    inputs = {"target_tokens": [0] * (len(PROMPT) - 1) + tokens, "advantages": zeros + [advantage] * len(tokens)}
-    if logprobs:
-        inputs["logprobs"] = zeros + list(sequence.logprobs)
+    advantages = [*zeros[1:], of_prompt] + [advantage] * len(tokens)
+    inputs = {"target_tokens": [0] * (len(PROMPT) - 1) + tokens, "advantages": advantages}
+    if logprobs is not None:
+        inputs["logprobs"] = zeros + list(logprobs)
     datum = types.Datum(types.ModelInput.from_ints(PROMPT + tokens[:-1]), inputs)
     sequence_id = sequence_id or sequence.sequence_id
     return datum.with_provenance(
@@ -75,17 +76,16 @@ def test_recorded_and_passed_are_the_same_bits_and_the_recorded_win(training):
     training.forward_backward([datum_of(s) for s in sequences], "stable_reinforce").result()
     training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
     recorded = run(training, [datum_of(s) for s in sequences])
-    passed = run(training, [datum_of(s, logprobs=True, sequence_id="nobody:0") for s in sequences])
+    passed = run(training, [datum_of(s, s.logprobs, sequence_id="nobody:0") for s in sequences])
     assert same_bits(losses_of(recorded), losses_of(passed))
     assert passed.metrics["recorded_logprobs:sum"] == 0 and passed.metrics["passed_logprobs:sum"] > 0
-    false = datum_of(sequences[0], logprobs=True)
-    false.loss_fn_inputs["logprobs"].data[:] = -20.0
+    false = datum_of(sequences[0], [-20.0] * len(sequences[0].tokens))
     assert same_bits(losses_of(run(training, [false])), losses_of(recorded))
 
 
 def test_without_spans_the_passed_count_and_without_either_the_example_is_refused(training):
     sequence = samples(sampler_of(training))[0]
-    spanned = datum_of(sequence, logprobs=True)
+    spanned = datum_of(sequence, sequence.logprobs)
     plain = types.Datum(spanned.model_input, spanned.loss_fn_inputs)
     assert same_bits(losses_of(run(training, [plain])), losses_of(run(training, [spanned])))
     bare = types.Datum(plain.model_input, {k: v for k, v in plain.loss_fn_inputs.items() if k != "logprobs"})
@@ -100,7 +100,7 @@ def test_what_is_not_recorded_is_named_unless_the_logprobs_are_there(service, tr
     for sequence in (silent, theirs):
         with pytest.raises(REFUSED, match=f"nothing is recorded of sequence .{sequence.sequence_id}"):
             run(training, [datum_of(sequence)])
-        assert run(training, [datum_of(sequence, logprobs=True)]).metrics["passed_logprobs:sum"] == len(sequence.tokens)
+        assert run(training, [datum_of(sequence, sequence.logprobs)]).metrics["passed_logprobs:sum"] == len(sequence.tokens)
 
 
 def test_another_session_of_the_same_owner_finds_them_until_the_session_that_sampled_ends(server, training, base_model):
@@ -117,15 +117,13 @@ def test_spans_that_contradict_the_example_are_refused_by_their_place(training):
     wrong = list(sequence.tokens)
     wrong[2] = (wrong[2] + 1) % 100
     with pytest.raises(REFUSED, match=r"model_input_spans\[1\] says that it is sampled token 2"):
-        run(training, [datum_of(sequence, logprobs=True, tokens=wrong)])
+        run(training, [datum_of(sequence, sequence.logprobs, tokens=wrong)])
     longer = list(sequence.tokens) + [7]
     datum = datum_of(sequence, tokens=longer)
     with pytest.raises(REFUSED, match=r"loss_fn_input_spans\[1\] has tokens 0 to 7 of sequence .*, which has sampled 6"):
         run(training, [datum])
-    prompts = datum_of(sequence)
-    prompts.loss_fn_inputs["advantages"].data[3] = 0.5
-    with pytest.raises(REFUSED, match=r"advantages\[3\] is 0.5"):
-        run(training, [prompts])
+    with pytest.raises(REFUSED, match=rf"advantages\[{len(PROMPT) - 2}\] is 0.5, at a token that"):
+        run(training, [datum_of(sequence, of_prompt=0.5)])
     # It is usable, and nothing of all that is in its gradient.
     run(training, [datum_of(sequence)])
     training.optim_step(types.AdamParams()).result()
@@ -135,7 +133,7 @@ def test_spans_that_contradict_the_example_are_refused_by_their_place(training):
 def test_other_losses_pass_over_spans_whatever_they_say(training, loss):
     sequence = samples(sampler_of(training))[0]
     tokens = [5] * len(sequence.tokens)
-    spanned = datum_of(sequence, logprobs=True, tokens=tokens, sequence_id="unknown:17")
+    spanned = datum_of(sequence, sequence.logprobs, tokens=tokens, sequence_id="unknown:17")
     plain = types.Datum(spanned.model_input, spanned.loss_fn_inputs)
     with_spans, without = run(training, [spanned], loss), run(training, [plain], loss)
     assert same_bits(losses_of(with_spans), losses_of(without))
