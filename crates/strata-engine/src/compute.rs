@@ -156,11 +156,17 @@ pub(crate) trait Compute {
     /// Applies and clears the gradient; answers its norm.
     ///
     /// # Errors
-    /// If a setting is out of range, or the gradient is lost or not finite.
+    /// If a setting is out of range, the gradient is lost or not finite, or what comes of it would not be: nothing then changes but the gradient.
     fn optim_step(&self, learner: &mut Self::Learner, params: &AdamParams) -> Result<f64, Failure>;
 
-    /// Notes that a failed pass has left the gradient incomplete: the next step fails and begins anew.
-    fn lose_gradient(&self, learner: &mut Self::Learner, why: &str);
+    /// Whether every number of the gradient is finite.
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn gradient_is_finite(&self, learner: &Self::Learner) -> Result<bool, Failure>;
+
+    /// Notes that a failed pass has left the gradient incomplete: the next step fails as `why` does, and begins anew.
+    fn lose_gradient(&self, learner: &mut Self::Learner, why: Failure);
 
     /// Bytes of what is seen of a picture, for each of its tokens.
     fn seen_bytes_per_token(&self) -> u64;

@@ -455,7 +455,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Op::Optim(params) => {
                 let done = catch_unwind(AssertUnwindSafe(|| c.optim_step(learner, &params)));
                 let norm = done.unwrap_or_else(|_| {
-                    c.lose_gradient(learner, "the optimizer panicked");
+                    c.lose_gradient(learner, Failure::Server("the optimizer panicked".into()));
                     Err(Failure::Server("the optimizer step panicked; the server log says where".into()))
                 });
                 let client = tenant.client.clone();

@@ -137,7 +137,11 @@ impl Compute for Device {
         self.turn.work(|| learner.optim_step(&self.model, params))
     }
 
-    fn lose_gradient(&self, learner: &mut Learner, why: &str) {
+    fn gradient_is_finite(&self, learner: &Learner) -> Result<bool, Failure> {
+        self.turn.work(|| learner.gradient_is_finite(&self.model))
+    }
+
+    fn lose_gradient(&self, learner: &mut Learner, why: Failure) {
         self.turn.work(|| learner.lose_gradient(&self.model, why));
     }
 

@@ -9,7 +9,7 @@ use strata_tensor::Backend;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::AdapterBytes;
-use crate::optimizer::{self, Moments};
+use crate::optimizer::{self, Bounds, Moments};
 use crate::snapshot::WeightsId;
 
 /// Numerator of the LoRA scale of every adapter made here: the API has no such setting and its clients take it for 32.
@@ -22,10 +22,12 @@ pub(crate) struct Learner {
     /// Allocated by the first backward pass; zero after every step.
     gradient: Option<LoraParams>,
     moments: Option<Moments>,
+    /// What weights and moments are within, if that is known.
+    bounds: Option<Bounds>,
     /// The adapter as matmuls read it, since the last change of weights.
     packed: Option<(WeightsId, Arc<Adapter>)>,
     /// Why the gradient is not what the answered requests add up to, if so.
-    gradient_lost: Option<String>,
+    gradient_lost: Option<Failure>,
 }
 
 /// What a checkpoint holds of an adapter.
@@ -45,7 +47,7 @@ impl Learner {
 
     pub(crate) fn from_state(state: LearnerState) -> Self {
         let LearnerState { config, weights, moments } = state;
-        Learner { config, weights, gradient: None, moments, packed: None, gradient_lost: None }
+        Learner { config, weights, gradient: None, moments, bounds: None, packed: None, gradient_lost: None }
     }
 
     /// The adapter as it is now. It shares memory with the learner until the next step.
@@ -74,11 +76,17 @@ impl Learner {
         or_made(&mut self.gradient, || zeros(model, &self.config))
     }
 
+    /// Whether every number of the gradient is finite.
+    pub(crate) fn gradient_is_finite(&self, model: &Model) -> Result<bool, Failure> {
+        let norm = self.gradient.as_ref().map(|gradient| optimizer::global_norm(model.backend(), gradient)).transpose()?;
+        Ok(norm.is_none_or(f64::is_finite))
+    }
+
     /// Clears a gradient that a failed pass may have left incomplete; the next step fails, because requests that were answered
     /// had a part in it.
-    pub(crate) fn lose_gradient(&mut self, model: &Model, why: &str) {
+    pub(crate) fn lose_gradient(&mut self, model: &Model, why: Failure) {
         self.clear_gradient(model.backend());
-        self.gradient_lost = Some(why.to_string());
+        self.gradient_lost = Some(why);
     }
 
     fn clear_gradient(&mut self, backend: &dyn Backend) {
@@ -93,15 +101,19 @@ impl Learner {
         if let Some(why) = self.gradient_lost.take() {
             // What was added since belongs to the step that fails: the next begins anew.
             self.clear_gradient(model.backend());
-            return Err(Failure::Server(format!("the gradient was lost to an earlier failure ({why}); no step was taken")));
+            let told = |why| format!("the gradient was lost to an earlier failure ({why}); no step was taken");
+            return Err(match why {
+                Failure::User(why) => Failure::User(told(why)),
+                Failure::Server(why) => Failure::Server(told(why)),
+            });
         }
         optimizer::check(params).map_err(Failure::User)?;
-        let Learner { config, weights, gradient, moments, packed, .. } = self;
+        let Learner { config, weights, gradient, moments, bounds, packed, .. } = self;
         let gradient = or_made(gradient, || zeros(model, config))?;
         let moments = or_made(moments, || Moments::zero(model, config))?;
         let weights = optimizer::exclusive(model.backend(), weights)?;
         *packed = None;
-        optimizer::step(model.backend(), params, weights, gradient, moments)
+        optimizer::step(model.backend(), params, weights, gradient, moments, bounds)
     }
 }
 

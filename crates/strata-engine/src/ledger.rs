@@ -118,6 +118,12 @@ impl Ledger {
         }
     }
 
+    /// As [`Ledger::charge`], but nobody is asked for room: for what is kept where there is some.
+    pub fn charge_if_free(&self, client: &Client, bytes: u64) -> Option<Charge> {
+        let is_added = bytes <= self.request_bytes_max() && self.shared.lock().try_add(self.ordinary_bytes(), client, bytes);
+        is_added.then(|| Charge { ledger: self.clone(), client: client.clone(), bytes, reserved: false })
+    }
+
     /// Charges the part that is kept for operations that others wait for, as far as results that came out of it have left it.
     pub(crate) fn charge_reserve(&self, client: &Client, bytes: u64) -> Result<Charge, Shortage> {
         let mut book = self.shared.lock();
@@ -314,5 +320,8 @@ mod tests {
         let before = kept.lock().unwrap().len();
         ledger.charge(&c, 100).unwrap();
         assert!(kept.lock().unwrap().len() < before);
+        let before = kept.lock().unwrap().len();
+        assert!(ledger.charge_if_free(&c, 200).is_none());
+        assert_eq!(kept.lock().unwrap().len(), before, "nobody is asked");
     }
 }

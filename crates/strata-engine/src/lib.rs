@@ -53,5 +53,6 @@ mod unfinished;
 pub use budget::StartError;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
 pub use learner::spec_of;
+pub use losses::STABLE_REINFORCE;
 pub use machine::Machine;
 pub use reply::Reply;

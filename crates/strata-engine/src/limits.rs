@@ -28,3 +28,7 @@ pub const STOP_BYTES_MAX: usize = 4096;
 
 /// How far an operation of a model may run ahead of the first that has not begun.
 pub const SEQUENCE_AHEAD_MAX: u64 = 16_384;
+
+/// Learning rate of a step. Adam moves every weight by about as much, and those of an adapter are around 1 and below: no training comes near,
+/// and one that is far above leaves an adapter whose products are no numbers.
+pub const LEARNING_RATE_MAX: f64 = 100.0;

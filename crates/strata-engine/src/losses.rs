@@ -14,7 +14,7 @@
 //! | `stable_reinforce` | `-stop_gradient(min(r, cap)) * lp * A`, plus `kl_coeff / 2 * (lp - q)^2` where `A` is not zero |
 //!
 //! The formula of `stable_reinforce` is not published. Ours is an approximation: truncated importance sampling per token against
-//! the log-probabilities that come with the request.
+//! `q`, which whoever takes requests may have put there from what it recorded of samples.
 //!
 //! Terms are computed in f64 and rounded once.
 
@@ -32,6 +32,8 @@ pub(crate) enum Loss {
     StableReinforce { cap: f64, kl_coeff: f64 },
 }
 
+/// The loss whose behaviour policy may be what was recorded of samples.
+pub const STABLE_REINFORCE: &str = "stable_reinforce";
 /// The names [`Loss::parse`] knows.
 const NAMES: &str = "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce";
 /// Default bounds of the ratio for `ppo` and `gspo`: absolute ratios, not distances from 1.
@@ -53,12 +55,18 @@ impl Loss {
             "ppo" | "cispo" | "gspo" => &["clip_low_threshold", "clip_high_threshold"],
             "dro" => &["beta"],
             // Its settings are not published: those without a meaning here are let through.
-            "stable_reinforce" => &["*"],
+            STABLE_REINFORCE => &["*"],
+            "custom" => {
+                return Err(format!(
+                    "loss \"custom\" is not computed here: forward_backward_custom differentiates it in the client; known are {NAMES}"
+                ));
+            }
             _ => return Err(format!("unknown loss {name:?}; known are {NAMES}")),
         };
         for (key, value) in config {
             if !known.contains(&key.as_str()) && known != ["*"] {
-                return Err(format!("loss {name} has no setting {key:?}"));
+                let has = if known.is_empty() { "none".into() } else { known.join(", ") };
+                return Err(format!("loss {name} has no setting {key:?}; its settings are: {has}"));
             }
             if !value.is_finite() {
                 return Err(format!("loss {name}: {key} is {value}, which is not a finite number"));
@@ -308,7 +316,10 @@ mod tests {
     #[test]
     fn names_and_settings_are_checked() {
         assert!(Loss::parse("mse", &config(&[])).unwrap_err().contains("cispo"));
-        assert!(Loss::parse("ppo", &config(&[("beta", 1.0)])).unwrap_err().contains("beta"));
+        assert!(Loss::parse("custom", &config(&[])).unwrap_err().contains("forward_backward_custom"));
+        let refused = Loss::parse("ppo", &config(&[("beta", 1.0)])).unwrap_err();
+        assert_eq!(refused, "loss ppo has no setting \"beta\"; its settings are: clip_low_threshold, clip_high_threshold");
+        assert!(Loss::parse("cross_entropy", &config(&[("beta", 1.0)])).unwrap_err().ends_with("its settings are: none"));
         assert!(Loss::parse("ppo", &config(&[("clip_low_threshold", 2.0)])).is_err());
         assert!(Loss::parse("dro", &config(&[("beta", f64::NAN)])).is_err());
         assert_eq!(Loss::parse("cispo", &config(&[])), Ok(Loss::Cispo { low: 0.0, high: 4.0 }));

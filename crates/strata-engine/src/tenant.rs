@@ -7,6 +7,7 @@ use crate::compute::Compute;
 use crate::core::forward_backward_response;
 use crate::datum::PreparedDatum;
 use crate::intake::Op;
+use crate::losses::Term;
 use crate::reply::PendingReply;
 
 /// A `forward_backward` in work: some of its examples have been computed, in order.
@@ -16,12 +17,15 @@ pub(crate) struct RunningForward {
     pub(crate) backward: bool,
     outputs: Vec<DatumOutput>,
     loss_sum: f64,
+    /// The first of its losses that is no finite number.
+    not_finite: Option<String>,
     reply: PendingReply,
 }
 
 impl RunningForward {
     pub(crate) fn new(id: RequestId, data: Vec<PreparedDatum>, backward: bool, reply: PendingReply) -> Self {
-        RunningForward { id, outputs: Vec::with_capacity(data.len()), data, backward, loss_sum: 0.0, reply }
+        let outputs = Vec::with_capacity(data.len());
+        RunningForward { id, outputs, data, backward, loss_sum: 0.0, not_finite: None, reply }
     }
 
     /// The next example to compute.
@@ -40,9 +44,19 @@ impl RunningForward {
 
     /// Takes the log-probabilities of the targets of the next example, which is not needed any more.
     pub(crate) fn push_logprobs(&mut self, logprobs: &[f32]) {
-        let datum = &mut self.data[self.outputs.len()];
-        let elementwise_loss: Vec<f32> =
-            logprobs.iter().enumerate().map(|(i, &logprob)| datum.loss.term(i, logprob).loss).collect();
+        let index = self.outputs.len();
+        let datum = &mut self.data[index];
+        let mut elementwise_loss = Vec::with_capacity(logprobs.len());
+        for (i, &logprob) in logprobs.iter().enumerate() {
+            let Term { loss, derivative } = datum.loss.term(i, logprob);
+            // One that does not count may have the log-probability -inf; NaN goes through a backward pass however little it counts.
+            if self.not_finite.is_none() && (logprob.is_nan() || !loss.is_finite() || !derivative.is_finite()) {
+                self.not_finite = Some(format!(
+                    "datum {index}: the loss of target {i} is {loss}, and its derivative {derivative}, at the log-probability {logprob}"
+                ));
+            }
+            elementwise_loss.push(loss);
+        }
         // In the order of examples and targets, so that the sum does not depend on how passes were cut.
         for &loss in &elementwise_loss {
             self.loss_sum += loss as f64;
@@ -53,6 +67,11 @@ impl RunningForward {
             elementwise_loss,
         });
         datum.clear();
+    }
+
+    /// What is wrong with its losses, if one so far is no finite number.
+    pub(crate) fn not_finite(&self) -> Option<&str> {
+        self.not_finite.as_deref()
     }
 
     pub(crate) fn answer(self) {
@@ -178,7 +197,10 @@ impl<C: Compute> Tenant<C> {
             && forward.next_datum() > 0
             && let Some(learner) = &mut self.learner
         {
-            c.lose_gradient(learner, "a forward_backward was cancelled when a part of it had been added");
+            c.lose_gradient(
+                learner,
+                Failure::Server("a forward_backward was cancelled when a part of it had been added".into()),
+            );
         }
         forward.fail(failure.clone());
     }

@@ -109,7 +109,8 @@ impl LoraModule {
     }
 }
 
-/// The largest rank that is accepted.
+/// The largest rank that is accepted. Memory is set aside at start for the activations of this rank, as far as a model is that wide; beyond it a
+/// pair has more numbers than the matrix it adapts in all but the widest models.
 pub const RANK_MAX: usize = 1024;
 
 /// A set of modules, by place in the model's list of them.
@@ -209,7 +210,9 @@ impl LoraConfig {
     pub fn validate(&self) -> Result<()> {
         let ranks = [self.rank].into_iter().chain(self.own.values().map(|of_module| of_module.rank));
         if let Some(rank) = ranks.into_iter().find(|rank| !(1..=RANK_MAX).contains(rank)) {
-            return Err(Error::Lora(format!("rank {rank} is not between 1 and {RANK_MAX}")));
+            return Err(Error::Lora(format!(
+                "rank {rank} is not between 1 and {RANK_MAX}, the ranks that memory is set aside for"
+            )));
         }
         if !(self.attention || self.mlp || self.unembed || self.embedding) {
             return Err(Error::Lora("an adapter must train attention, MLP or unembedding; all three are off".into()));

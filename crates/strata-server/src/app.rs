@@ -18,6 +18,7 @@ use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Completer, Futures, Retention};
 use crate::image_dirs::ImageDirs;
 use crate::limits;
+use crate::records::Records;
 use crate::registry::Registry;
 use crate::store::Store;
 use crate::transit::Transit;
@@ -113,6 +114,8 @@ pub struct App {
     pub futures: Futures,
     /// Sessions, models and sampling sessions.
     pub registry: Registry,
+    /// What is remembered of samples.
+    pub records: Records,
     /// Checkpoints.
     pub store: Store,
     /// Memory of requests on their way in.
@@ -140,6 +143,7 @@ impl App {
             signing_key,
             shared_samplers: Mutex::default(),
             registry: Registry::new(config.session_timeout),
+            records: Records::default(),
             store: Store::open(config.data_dir.clone())?,
             futures: Futures::new(Retention::default()),
             transit: Transit::new(config.transit_bytes),
@@ -157,7 +161,7 @@ impl App {
 
     /// Gives up what is missed least when memory is short. Answers whether there was anything.
     fn make_room(&self) -> bool {
-        if self.futures.evict() {
+        if self.futures.evict() || self.records.give_up() {
             return true;
         }
         let forgotten = self.registry.forget_ended().or_else(|| {
@@ -166,6 +170,7 @@ impl App {
         });
         forgotten.is_some_and(|session_id| {
             self.futures.forget_session(&session_id);
+            self.records.forget_session(&session_id);
             true
         })
     }
@@ -281,6 +286,7 @@ impl App {
     /// Ends all that a session has, and all work for it.
     pub fn end_session(&self, client: &Client) {
         self.futures.session_over(&client.session);
+        self.records.forget_session(&client.session);
         self.notify_engine(client, vec![Request::EndSession]);
         for session_id in self.registry.forget_surplus() {
             self.futures.forget_session(&session_id);
@@ -327,6 +333,7 @@ impl App {
             self.end_session(&client);
         }
         self.futures.sweep(now);
+        self.records.sweep(now);
         let app = self.clone();
         let swept = tokio::task::spawn_blocking(move || app.store.reap(time::OffsetDateTime::now_utc())).await;
         if let Err(error) = swept {

@@ -7,6 +7,7 @@
 //! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
+//! - `records`: what is remembered of samples that are to be trained on. `provenance`: how examples refer to it.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them; [`import`]: those that come from elsewhere.
 //! - [`ImageDirs`]: the directories that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
@@ -35,6 +36,8 @@ mod import;
 pub mod limits;
 mod names;
 mod payload;
+mod provenance;
+mod records;
 mod registry;
 mod routes;
 mod server;

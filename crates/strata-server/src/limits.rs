@@ -100,6 +100,14 @@ pub const RESULT_READ_RETENTION: Duration = Duration::from_secs(300);
 pub const GONE_FUTURES_MAX: usize = 65_536;
 /// What a result takes of memory besides its own bytes: its entries in tables.
 pub const FUTURE_BYTES: u64 = 512;
+/// Of the memory for requests, the part that records of samples may take; an owner may have half of it.
+pub const RECORDS_FRACTION: u64 = 4;
+/// How long what is recorded of a sample is kept after its last use.
+pub const RECORD_LIFE: Duration = Duration::from_secs(24 * 3600);
+/// What a record takes of memory besides its values: its entries in tables.
+pub const RECORD_BYTES: u64 = 512;
+/// What the allocator adds to what is allocated, twice for two lists.
+pub const ALLOCATION_BYTES: usize = 32;
 /// What a session takes of memory besides its metadata; a model or a sampling session in it takes as much again.
 pub const SESSION_BYTES: u64 = 1024;
 /// How long a session that has neither models nor samplers may be silent before it makes room for others.

@@ -180,13 +180,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         tenant.in_pass = false;
         if let Some(error) = error {
             // What was answered had a part in the gradient, so a step without it would not be what was asked for.
-            let why = format!("training pass: {error}");
+            let why = Failure::Server(format!("training pass: {error}"));
             if part.backward {
-                c.lose_gradient(&mut part.learner, &why);
+                c.lose_gradient(&mut part.learner, why.clone());
             }
-            let failed: Vec<RunningForward> = part.ops.drain(..).collect();
-            failed.into_iter().for_each(|forward| forward.fail(Failure::Server(why.clone())));
+            part.ops.drain(..).for_each(|forward| forward.fail(why.clone()));
         }
+        part.fail_what_is_not_finite(c);
         tenant.learner = Some(part.learner);
         while let Some(forward) = part.ops.pop_back() {
             tenant.running.push_front(forward);
@@ -297,6 +297,36 @@ impl<C: Compute> Part<C> {
         tenant.in_pass = true;
         tenant.pass_ids = ops.iter().map(|forward| forward.id.clone()).collect();
         Some(Part { model_id, uid: tenant.uid, client: tenant.client.clone(), learner, ops, count, backward })
+    }
+
+    /// Fails the operations whose losses are no finite numbers, and all that had a part in a gradient that is none. Such a gradient is lost.
+    fn fail_what_is_not_finite(&mut self, c: &C) {
+        let told = |what: &str| Failure::User(format!("{what}: the adapter or the inputs are too large to compute with"));
+        let mut why = None;
+        for forward in std::mem::take(&mut self.ops) {
+            match forward.not_finite().map(told) {
+                Some(failure) => {
+                    forward.fail(failure.clone());
+                    why.get_or_insert(failure);
+                }
+                None => self.ops.push_back(forward),
+            }
+        }
+        if !self.backward {
+            return;
+        }
+        if why.is_none() && !self.ops.is_empty() {
+            let failure = match c.gradient_is_finite(&self.learner) {
+                Ok(true) => return,
+                Ok(false) => told("the gradient is not finite"),
+                Err(failure) => failure,
+            };
+            self.ops.drain(..).for_each(|forward| forward.fail(failure.clone()));
+            why = Some(failure);
+        }
+        if let Some(why) = why {
+            c.lose_gradient(&mut self.learner, why);
+        }
     }
 
     /// The examples that are in the pass.

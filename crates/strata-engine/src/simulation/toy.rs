@@ -464,9 +464,13 @@ impl Compute for Toy {
         Ok(norm)
     }
 
-    fn lose_gradient(&self, learner: &mut Learner, why: &str) {
+    fn gradient_is_finite(&self, _: &Learner) -> Result<bool, Failure> {
+        Ok(true)
+    }
+
+    fn lose_gradient(&self, learner: &mut Learner, why: Failure) {
         learner.gradient = 0;
-        learner.lost = Some(why.into());
+        learner.lost = Some(why.to_string());
     }
 
     fn seen_bytes_per_token(&self) -> u64 {

@@ -16,6 +16,7 @@ use crate::ids;
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::payload::{Payload, blocking};
+use crate::records::{self, Sampled};
 use crate::registry::{About, State as SamplerState, Weights, sampling_session_id};
 use crate::transit::Charge;
 use crate::wire::budget::Budget;
@@ -139,16 +140,17 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
             (Some(_), None) => return Err(ApiError::bad("asample to a sampling_session_id needs a seq_id")),
             (None, _) => Addressed::Without(guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?),
         };
-        Ok((addressed, asked.into_request(budget)?))
+        let is_recorded = asked.record_stability_info;
+        Ok((addressed, is_recorded, asked.into_request(budget)?))
     };
-    let ((addressed, (sample, assets)), held) = body.decode(work).await?;
+    let ((addressed, is_recorded, (sample, assets)), held) = body.decode(work).await?;
     let (sampler_id, seq_id) = match addressed {
         Addressed::To(sampler_id, seq_id) => (sampler_id, seq_id),
         // Nothing says whether such a request was sent before, so each is one of its own.
         Addressed::Without(from) => (shared(&app, owner.0, from)?, random_seed()),
     };
     let request_id = format!("{sampler_id}:{seq_id}");
-    let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| format!("{request_id}:{i}")).collect();
+    let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| records::sequence_id(&request_id, i)).collect();
     let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
     if app.futures.is_known(&request_id) {
         return Ok(acknowledgement);
@@ -162,6 +164,7 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     };
     let (topk_prompt, topk_sample) = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs);
     let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
+    let record_for = is_recorded.then(|| (client.clone(), request_id.clone(), prompt_tokens(&sample)));
     let dispatched = app.dispatch(
         &request_id,
         (base, client),
@@ -170,7 +173,23 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
         move |app, response| {
             app.registry.end_sample(&drawn_id);
             match response {
-                Response::Sampled(output) => Ok(Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample))),
+                Response::Sampled(output) => {
+                    let answer = Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample));
+                    if let Some((client, request_id, prompt_tokens)) = record_for {
+                        let sampled = Sampled::new(prompt_tokens, output.sequences);
+                        if !app.records.remember(app.ledger(), &client, &request_id, sampled) {
+                            tracing::warn!(
+                                request_id,
+                                "no room to record what was sampled; its client has the log-probabilities"
+                            );
+                        }
+                        // A session that ended meanwhile has been cleared before.
+                        if !app.registry.is_active(&client.session) {
+                            app.records.forget_session(&client.session);
+                        }
+                    }
+                    Ok(answer)
+                }
                 other => Err(unexpected(&other)),
             }
         },
@@ -183,6 +202,12 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
             Err(refused(refusal))
         }
     }
+}
+
+/// Tokens of a prompt, if every picture in it says how many it counts as: the engine sees to it that it does.
+fn prompt_tokens(sample: &SampleRequest) -> Option<usize> {
+    let pictures = sample.images.iter().map(|image| usize::try_from(image.expected_tokens?).ok());
+    pictures.sum::<Option<usize>>().and_then(|pictures| pictures.checked_add(sample.prompt.len()))
 }
 
 /// What a sample is drawn from.

@@ -12,13 +12,16 @@ use serde_json::{Value, json};
 use strata_engine::api::{Failure, LoraSpec, ModelId, Refusal, Request, Response, TrainOp};
 
 use crate::app::{App, acknowledged, json_answer, refused, unexpected};
+use crate::auth::Owner;
 use crate::bases::BaseId;
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, Begun};
 use crate::limits;
 use crate::names::shown;
 use crate::payload::{Operation, Payload, op_head};
+use crate::provenance::{self, Sources, Spans};
 use crate::registry::{Metadata, State as ModelState};
+use crate::wire::budget::Budget;
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
 use crate::wire::{guard, head, proto};
 
@@ -130,21 +133,28 @@ pub async fn get_info(State(app): State<Arc<App>>, body: Payload) -> ApiResult<J
 }
 
 /// `POST forward_backward`: protobuf, or JSON from older clients.
-pub async fn forward_backward(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    pass(app, body, false).await
+pub async fn forward_backward(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
+    pass(app, owner, body, false).await
 }
 
 /// `POST forward`, as older clients ask for losses without gradients.
-pub async fn forward(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
-    pass(app, body, true).await
+pub async fn forward(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
+    pass(app, owner, body, true).await
 }
 
-async fn pass(app: Arc<App>, body: Payload, forward_only: bool) -> ApiResult<Json<Value>> {
-    let is_protobuf = body.is_protobuf;
-    let work = move |bytes: Bytes, budget: &_| {
+async fn pass(app: Arc<App>, Owner(owner): Owner, body: Payload, forward_only: bool) -> ApiResult<Json<Value>> {
+    let (is_protobuf, of_app) = (body.is_protobuf, app.clone());
+    let work = move |bytes: Bytes, budget: &Budget| {
+        // What spans name becomes a part of the operation here, where large bodies hold up nobody.
+        let resolved = |mut op: TrainOp, spans: &[Spans]| {
+            let counts = provenance::counts_for(&op);
+            let resolve = || provenance::resolve(&mut op, spans, &of_app.records, &owner, budget);
+            let sources = counts.then(resolve).transpose()?;
+            Ok((op, sources))
+        };
         if !is_protobuf {
             let op = guard::parse::<ForwardBackward>(&bytes, budget).and_then(|asked| asked.into_op(forward_only, budget));
-            return Ok((op_head(&bytes, budget)?, op));
+            return Ok((op_head(&bytes, budget)?, op.and_then(|op| resolved(op, &[]))));
         }
         let head = match proto::decode_head(&bytes) {
             Ok(proto::ForwardBackwardHead { model_id, seq_id }) => {
@@ -153,12 +163,22 @@ async fn pass(app: Arc<App>, body: Payload, forward_only: bool) -> ApiResult<Jso
             }
             Err(reason) => head::of_protobuf(&bytes).ok_or(ApiError::BadRequest(reason))?,
         };
-        let op = proto::decode_forward_backward(bytes, budget).and_then(|asked| asked.into_op(budget));
+        let op = proto::decode_forward_backward(bytes.clone(), budget).and_then(|asked| asked.into_op(budget)).and_then(|op| {
+            let spans = if provenance::counts_for(&op) { proto::decode_spans(&bytes, budget)? } else { Vec::new() };
+            resolved(op, &spans)
+        });
         Ok((head, op))
     };
     let ((head, op), _held) = body.decode(work).await?;
-    accept(&app, head, op, |_, response| match response {
-        Response::ForwardBackward(output) => Ok(Answer::ForwardBackward(proto::encode_forward_backward(&output))),
+    let (op, sources) = op.map_or_else(|reason| (Err(reason), None), |(op, sources)| (Ok(op), sources));
+    accept(&app, head, op, move |_, response| match response {
+        Response::ForwardBackward(mut output) => {
+            if let Some(Sources { recorded, passed }) = sources {
+                let counts = [("recorded_logprobs:sum", recorded), ("passed_logprobs:sum", passed)];
+                output.metrics.extend(counts.map(|(name, count)| (name.to_owned(), count as f64)));
+            }
+            Ok(Answer::ForwardBackward(proto::encode_forward_backward(&output)))
+        }
         other => Err(unexpected(&other)),
     })
 }

@@ -6,6 +6,7 @@ mod edge;
 mod engine;
 mod images;
 mod places;
+mod provenance;
 mod requests;
 mod server;
 mod simulation;

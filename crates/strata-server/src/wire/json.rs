@@ -17,6 +17,7 @@ use crate::registry::Metadata;
 use crate::wire::bounded::{List, Map, MetadataTexts, Numbers, Present, Text};
 use crate::wire::budget::{Budget, map_bytes};
 use crate::wire::input::{Input, ModelInput};
+use crate::wire::setting::{self, Setting};
 use crate::wire::tensor::{self, CsrIndices};
 
 pub use sessions::{
@@ -191,24 +192,51 @@ struct OptimizerParams {
     #[serde(default, rename = "type")]
     kind: Option<Name>,
     #[serde(default)]
-    learning_rate: Option<f64>,
+    learning_rate: Hyperparameter,
     #[serde(default)]
-    beta1: Option<f64>,
+    beta1: Hyperparameter,
     #[serde(default)]
-    beta2: Option<f64>,
+    beta2: Hyperparameter,
     #[serde(default)]
-    eps: Option<f64>,
+    eps: Hyperparameter,
     #[serde(default)]
-    weight_decay: Option<f64>,
+    weight_decay: Hyperparameter,
     #[serde(default)]
-    grad_clip_norm: Option<f64>,
+    grad_clip_norm: Hyperparameter,
+}
+
+/// A number of a step. Null is not its default: the SDK leaves out what it does not set, and writes NaN and infinities as null.
+#[derive(Clone, Copy, Debug, Default)]
+enum Hyperparameter {
+    #[default]
+    Absent,
+    Null,
+    Number(f64),
+}
+
+impl<'de> Deserialize<'de> for Hyperparameter {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Option::deserialize(deserializer)?.map_or(Hyperparameter::Null, Hyperparameter::Number))
+    }
+}
+
+impl Hyperparameter {
+    fn or(self, name: &str, default: f64) -> Result<f64, String> {
+        match self {
+            Hyperparameter::Absent => Ok(default),
+            Hyperparameter::Number(number) => Ok(number),
+            Hyperparameter::Null => Err(format!(
+                "{name} is null, which is what a client makes of NaN and infinities; send a number, or leave it out"
+            )),
+        }
+    }
 }
 
 impl OptimStep {
     /// The operation it asks for.
     ///
     /// # Errors
-    /// If it asks for another optimizer than AdamW.
+    /// If it asks for another optimizer than AdamW, or a setting is null.
     pub fn into_op(self) -> Result<api::TrainOp, String> {
         let params = match (self.adam_params, self.optimizer_params) {
             (Some(params), _) => OptimizerParams { kind: None, ..params },
@@ -219,12 +247,12 @@ impl OptimStep {
         }
         let default = api::AdamParams::default();
         Ok(api::TrainOp::OptimStep(api::AdamParams {
-            learning_rate: params.learning_rate.unwrap_or(default.learning_rate),
-            beta1: params.beta1.unwrap_or(default.beta1),
-            beta2: params.beta2.unwrap_or(default.beta2),
-            eps: params.eps.unwrap_or(default.eps),
-            weight_decay: params.weight_decay.unwrap_or(default.weight_decay),
-            grad_clip_norm: params.grad_clip_norm.unwrap_or(default.grad_clip_norm),
+            learning_rate: params.learning_rate.or("learning_rate", default.learning_rate)?,
+            beta1: params.beta1.or("beta1", default.beta1)?,
+            beta2: params.beta2.or("beta2", default.beta2)?,
+            eps: params.eps.or("eps", default.eps)?,
+            weight_decay: params.weight_decay.or("weight_decay", default.weight_decay)?,
+            grad_clip_norm: params.grad_clip_norm.or("grad_clip_norm", default.grad_clip_norm)?,
         }))
     }
 }
@@ -304,7 +332,7 @@ struct ForwardBackwardInput {
     data: List<JsonDatum, { limits::DATUMS_MAX }>,
     loss_fn: Text<{ limits::NAME_BYTES_MAX }>,
     #[serde(default)]
-    loss_fn_config: Option<Map<f64, { limits::LOSS_SETTINGS_MAX }>>,
+    loss_fn_config: Option<Map<Setting, { limits::LOSS_SETTINGS_MAX }>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -397,7 +425,8 @@ impl ForwardBackward {
             }
             data.push(api::Datum { tokens, images, loss_inputs });
         }
-        let config = input.loss_fn_config.map(|config| config.0).unwrap_or_default();
+        let settings = input.loss_fn_config.map(|config| config.0).unwrap_or_default().into_iter();
+        let config = setting::numbers(&input.loss_fn, settings.map(|(name, setting)| (name, Some(setting))))?;
         Ok(api::TrainOp::ForwardBackward {
             data,
             loss: api::LossSpec { name: input.loss_fn.0, config },
@@ -475,11 +504,15 @@ mod tests {
     #[test]
     fn an_optimizer_that_is_not_here_is_refused() {
         let step = |body: &str| parsed::<OptimStep>(body).unwrap().into_op();
-        let op = step(r#"{"adam_params": {"learning_rate": 0.5, "beta1": null}}"#).unwrap();
+        let op = step(r#"{"adam_params": {"learning_rate": 0.5}}"#).unwrap();
         assert!(matches!(op, api::TrainOp::OptimStep(params) if params.learning_rate == 0.5 && params.beta2 == 0.95));
         let op = step(r#"{"optimizer_params": {"type": "adamw", "learning_rate": 1}}"#).unwrap();
         assert!(matches!(op, api::TrainOp::OptimStep(params) if params.learning_rate == 1.0 && params.beta1 == 0.9));
         assert!(step(r#"{"optimizer_params": {"type": "dimuon", "learning_rate": 1}}"#).unwrap_err().contains("dimuon"));
+        for name in ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"] {
+            let error = step(&format!(r#"{{"adam_params": {{"{name}": null}}}}"#)).unwrap_err();
+            assert!(error.starts_with(&format!("{name} is null")), "{error}");
+        }
     }
 
     #[test]

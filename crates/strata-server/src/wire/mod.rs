@@ -12,4 +12,5 @@ pub mod picture;
 pub mod proto;
 pub mod render;
 pub mod sample;
+pub mod setting;
 pub mod tensor;

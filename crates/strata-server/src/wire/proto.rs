@@ -1,9 +1,10 @@
 //! Protobuf messages of package `tinker_public`, as the SDK speaks it: the body of `forward_backward`, and the results of sampling and of
-//! `forward_backward`. They are written out by hand so that building needs no protobuf compiler; fields this server does not read (provenance
-//! spans) are left out, and decoding skips them.
+//! `forward_backward`. They are written out by hand so that building needs no protobuf compiler. Provenance spans are left out of
+//! [`Datum`], and decoding skips them: the one loss that counts them has them read apart.
 
 mod request;
 mod response;
+mod spans;
 
 use std::collections::BTreeMap;
 
@@ -11,6 +12,7 @@ use axum::body::Bytes;
 
 pub use request::{decode_forward_backward, decode_head};
 pub use response::{encode_forward_backward, encode_sample};
+pub use spans::{ProvenanceSpan, SequenceTokens, SpanKind, decode_spans};
 
 /// Element types of tensors on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, prost::Enumeration)]

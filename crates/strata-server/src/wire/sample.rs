@@ -41,6 +41,9 @@ pub struct Sample {
     target_prompt_logprobs: Option<TensorData>,
     #[serde(default, deserialize_with = "null_is_default")]
     prompt_alt_tokens_k: i64,
+    /// Whether what is sampled is to be remembered for `stable_reinforce`.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub record_stability_info: bool,
 }
 
 #[derive(Debug, Default, Deserialize)]

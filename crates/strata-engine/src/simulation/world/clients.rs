@@ -240,7 +240,7 @@ impl World {
         for _ in 0..self.rng.between(1, 4) {
             let model_id = self.models[model].name.clone();
             let sampler_id = format!("{model_id}:inflight");
-            let step = TrainOp::OptimStep(AdamParams { learning_rate: self.rng.below(1000) as f64, ..AdamParams::default() });
+            let step = TrainOp::OptimStep(AdamParams { learning_rate: self.rng.below(100) as f64, ..AdamParams::default() });
             for op in [step, TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: true }] {
                 let seq = self.models[model].next_seq;
                 self.models[model].next_seq += 1;
@@ -275,7 +275,7 @@ impl World {
             }
             48..70 => {
                 let wrong = self.rng.chance(5);
-                let learning_rate = if wrong { -1.0 } else { self.rng.below(1000) as f64 };
+                let learning_rate = if wrong { -1.0 } else { self.rng.below(100) as f64 };
                 let op = TrainOp::OptimStep(AdamParams { learning_rate, ..AdamParams::default() });
                 return (op, wrong.then(|| "learning_rate".into()));
             }

@@ -15,6 +15,7 @@ use crate::wire::proto::{
     Chunk, ChunkKind, DType, Datum, Encoding, ForwardBackwardHead, ForwardBackwardRequest, Image, LossConfigKind,
     LossConfigValue, Tensor,
 };
+use crate::wire::setting::{self, Setting};
 use crate::wire::tensor::{self, CsrIndices};
 
 /// Decodes the head of the body of `forward_backward`.
@@ -111,7 +112,7 @@ fn input_bytes(entry: &[u8]) -> usize {
 }
 
 /// Visits the fields of a message; `None` for those that are not length-delimited. Stops where the bytes make no sense; decoding will say why.
-fn for_each_field(mut bytes: &[u8], mut visit: impl FnMut(u32, Option<&[u8]>)) {
+pub(super) fn for_each_field(mut bytes: &[u8], mut visit: impl FnMut(u32, Option<&[u8]>)) {
     use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
     while !bytes.is_empty() {
         let Ok((tag, wire_type)) = decode_key(&mut bytes) else { return };
@@ -142,32 +143,30 @@ impl ForwardBackwardRequest {
         budget.take_values::<api::Datum>(self.data.len())?;
         let data = self.data.into_iter().enumerate();
         let data = data.map(|(i, datum)| datum.into_api(budget).map_err(|error| format!("datum {i}: {error}")));
-        let mut config = BTreeMap::new();
-        if self.loss_fn_config_v2.is_empty() {
-            config = self.loss_fn_config;
+        let config = if self.loss_fn_config_v2.is_empty() {
+            let settings = self.loss_fn_config.into_iter();
+            setting::numbers(&self.loss_fn, settings.map(|(name, number)| (name, Some(Setting::Number(number)))))?
         } else {
-            for (name, value) in self.loss_fn_config_v2 {
-                match value.value {
-                    Some(LossConfigKind::Number(number)) => drop(config.insert(name, number)),
-                    // The settings of this loss are not published; the engine passes over those that it does not know.
-                    Some(LossConfigKind::Text(_)) if self.loss_fn == "stable_reinforce" => {}
-                    Some(LossConfigKind::Text(text)) => {
-                        return Err(format!(
-                            "loss_fn_config[{:?}] is the text {:?}, where {} takes numbers",
-                            shown(&name),
-                            shown(&text),
-                            self.loss_fn
-                        ));
-                    }
-                    None => {}
-                }
-            }
-        }
+            let settings = self.loss_fn_config_v2.into_iter();
+            setting::numbers(
+                &self.loss_fn,
+                settings.map(|(name, value)| (name, value.value.map(LossConfigKind::into_setting))),
+            )?
+        };
         Ok(api::TrainOp::ForwardBackward {
             data: data.collect::<Result<_, String>>()?,
             loss: api::LossSpec { name: self.loss_fn, config },
             forward_only: self.forward_only,
         })
+    }
+}
+
+impl LossConfigKind {
+    fn into_setting(self) -> Setting {
+        match self {
+            LossConfigKind::Number(number) => Setting::Number(number),
+            LossConfigKind::Text(text) => Setting::Text(text),
+        }
     }
 }
 
@@ -305,15 +304,28 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_that_is_text_is_refused_where_the_settings_are_known() {
-        let with_text = |loss: &str| {
-            let text = LossConfigValue { value: Some(LossConfigKind::Text("k3".into())) };
+    fn settings_are_numbers_or_texts_that_are() {
+        let with = |loss: &str, value: Option<LossConfigKind>| {
             let mut request = ForwardBackwardRequest { loss_fn: loss.into(), ..request(Datum::default()) };
-            request.loss_fn_config_v2.insert("kl_kind".into(), text);
-            into_op(request)
+            request.loss_fn_config.insert("kl_kind".into(), 9.0);
+            request.loss_fn_config_v2.insert("kl_kind".into(), LossConfigValue { value });
+            match into_op(request)? {
+                api::TrainOp::ForwardBackward { loss, .. } => Ok::<_, String>(loss.config),
+                other => panic!("{other:?}"),
+            }
         };
-        assert!(with_text("ppo").unwrap_err().contains("kl_kind"));
-        assert!(with_text("stable_reinforce").is_ok());
+        let text = |text: &str| Some(LossConfigKind::Text(text.into()));
+        assert_eq!(with("ppo", text(" 0.25 ")), Ok([("kl_kind".to_owned(), 0.25)].into()));
+        assert_eq!(with("ppo", Some(LossConfigKind::Number(2.0))), Ok([("kl_kind".to_owned(), 2.0)].into()));
+        for loss in ["ppo", "stable_reinforce"] {
+            let refused = with(loss, text("k3")).unwrap_err();
+            assert!(refused.contains("loss_fn_config[\"kl_kind\"] is the text \"k3\"") && refused.contains(loss), "{refused}");
+            assert!(with(loss, None).unwrap_err().contains("loss_fn_config[\"kl_kind\"] has no value"));
+        }
+        let mut long = request(Datum::default());
+        long.loss_fn_config.insert("k".repeat(1 << 20), 1.0);
+        let refused = into_op(long).unwrap_err();
+        assert!(refused.contains("loss_fn_config: 1048576 is above") && refused.len() < 200, "{refused}");
     }
 
     #[test]
