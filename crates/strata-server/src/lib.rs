@@ -7,6 +7,7 @@
 //! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
+//! - `untar`, `scratch`: archives as they arrive, and where they go until they are checkpoints.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them; [`import`]: those that come from elsewhere.
 //! - [`ImageDirs`]: the directories that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
@@ -37,12 +38,14 @@ mod names;
 mod payload;
 mod registry;
 mod routes;
+mod scratch;
 mod server;
 mod store;
 mod submit;
 #[cfg(test)]
 mod tests;
 mod transit;
+mod untar;
 mod wire;
 
 pub use app::{ModelInfo, ServerConfig};
