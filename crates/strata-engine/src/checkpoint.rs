@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use strata_model::Error;
 use strata_model::checkpoint::{
-    AdapterFormat, Existing, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically, write_optimizer,
+    AdapterFormat, Existing, has_optimizer, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically,
+    write_optimizer,
 };
 use strata_model::lora::LoraModule;
 use strata_tensor::Backend;
@@ -121,6 +122,12 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool)
     let adapter = read_adapter(&*base.backend, dir, &base.modules).map_err(failure)?;
     adapter.check_base_model(&base.name).map_err(|error| Failure::User(format!("checkpoint {name}: {error}")))?;
     let moments = match with_optimizer {
+        true if !has_optimizer(dir) => {
+            return Err(Failure::User(format!(
+                "checkpoint {name} has no state of an optimizer, as those that were imported have none; load its weights alone \
+                 (create_training_client_from_state or load_state), and AdamW begins afresh"
+            )));
+        }
         true => {
             let state = read_optimizer(&*base.backend, dir, &base.modules, &adapter.config).map_err(failure)?;
             let ours = base.backend.numerics();
@@ -175,7 +182,7 @@ fn read_failure(error: Error, source: &CheckpointSource) -> Failure {
 }
 
 /// What went wrong, in words that tell a client nothing of where this server keeps its files.
-fn without_directory(error: &Error, dir: &Path) -> String {
+pub(crate) fn without_directory(error: &Error, dir: &Path) -> String {
     let file = |path: &PathBuf| match path.file_name() {
         Some(file) if path != dir && path.parent().and_then(Path::file_name) == dir.file_name() => {
             format!("{}: ", file.to_string_lossy())

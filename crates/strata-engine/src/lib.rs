@@ -7,6 +7,7 @@
 //! - `fair`: whose turn it is; `tenant`: a model in training; `sampler`: continuous batching on the paged KV cache.
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
 //! - `pictures`: pictures among the tokens of inputs; `gallery`: what was seen of them.
+//! - [`adapters`]: adapters as files in the forms of other tools.
 //! - [`age`]: files that are encrypted to whoever asked for them.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
 //! - `budget`: memory, divided once; `machine`: what engines of several base models share.
@@ -20,6 +21,7 @@
 //!   and a full one refuses at the door. A user's mistake is a [`Failure::User`](api::Failure::User), never a panic.
 //! - A panic in a pass fails what was in that pass. The engine goes on.
 
+pub mod adapters;
 mod admission;
 pub mod age;
 pub mod api;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use strata_engine::adapters::Adapters;
 use strata_engine::api::{Client, Failure, Outcome, Refusal, Request, Response};
 use strata_engine::ledger::{Charge, Ledger, Shortage};
 use tokio::sync::{Semaphore, watch};
@@ -99,6 +100,8 @@ pub struct ModelInfo {
     pub tokenizer_id: String,
     /// Longest sequence, prompt and sample together.
     pub max_context_tokens: usize,
+    /// What its adapters are read against.
+    pub adapters: Adapters,
 }
 
 /// An owner, and what is sampled for it: a base model or a checkpoint.
@@ -124,6 +127,10 @@ pub struct App {
     pub decodes: Arc<Semaphore>,
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
     pub asset_reads: Arc<Semaphore>,
+    /// Turns at uploading adapters.
+    pub uploads: Arc<Semaphore>,
+    /// Turns at reading adapters and writing them in another form.
+    pub conversions: Arc<Semaphore>,
     /// Sampling sessions of those who sample without one, by owner and source.
     pub shared_samplers: Mutex<HashMap<SharedSource, String>>,
     /// What addresses of files are signed with, for as long as this server lives.
@@ -148,6 +155,8 @@ impl App {
             futures: Futures::new(Retention::default()),
             transit: Transit::new(config.transit_bytes),
             decodes: Arc::new(Semaphore::new(limits::DECODES_MAX)),
+            uploads: Arc::new(Semaphore::new(limits::UPLOADS_MAX)),
+            conversions: Arc::new(Semaphore::new(limits::CONVERSIONS_MAX)),
             asset_reads: Arc::new(Semaphore::new(limits::ASSET_READS_MAX)),
             closing: watch::Sender::new(false),
             config,

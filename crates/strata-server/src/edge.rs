@@ -22,6 +22,8 @@ use crate::payload::{refuse, refuse_operation};
 
 /// Types of bodies that the API takes, whatever their parameters.
 const BODY_TYPES: [&str; 2] = ["application/json", "application/x-protobuf"];
+/// Where archives are taken, and their type.
+const ARCHIVES: (&str, &str) = ("/api/v1/weights/import", "application/x-tar");
 
 /// Lets a request pass if it comes from where it may, with a body that it may have.
 pub async fn check(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
@@ -71,13 +73,16 @@ fn check_body_type(request: &Request) -> Result<(), ApiError> {
     }
     let given = texts(request.headers(), &CONTENT_TYPE).next().unwrap_or("");
     let essence = given.split(';').next().unwrap_or("").trim();
-    if BODY_TYPES.iter().any(|taken| essence.eq_ignore_ascii_case(taken)) {
+    let (archives, archive) = ARCHIVES;
+    let (taken, wanted) = match request.uri().path() == archives {
+        true => (&[archive][..], archive),
+        false => (&BODY_TYPES[..], "application/json or application/x-protobuf"),
+    };
+    if taken.iter().any(|taken| essence.eq_ignore_ascii_case(taken)) {
         return Ok(());
     }
     let given = if given.is_empty() { "none".into() } else { format!("{:?}", shown(given)) };
-    Err(ApiError::UnsupportedMediaType(format!(
-        "a body needs the content-type application/json or application/x-protobuf, and this one has {given}"
-    )))
+    Err(ApiError::UnsupportedMediaType(format!("a body needs the content-type {wanted} here, and this one has {given}")))
 }
 
 /// The values of a header; one that is no text reads as one that suits nobody.

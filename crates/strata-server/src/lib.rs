@@ -8,6 +8,7 @@
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
 //! - `records`: what is remembered of samples that are to be trained on. `provenance`: how examples refer to it.
+//! - `untar`, `scratch`: archives as they arrive, and where they go until they are checkpoints.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them; [`import`]: those that come from elsewhere.
 //! - [`ImageDirs`]: the directories that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
@@ -40,12 +41,14 @@ mod provenance;
 mod records;
 mod registry;
 mod routes;
+mod scratch;
 mod server;
 mod store;
 mod submit;
 #[cfg(test)]
 mod tests;
 mod transit;
+mod untar;
 mod wire;
 
 pub use app::{ModelInfo, ServerConfig};

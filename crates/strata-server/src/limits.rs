@@ -137,6 +137,22 @@ pub const CATALOGUE_BYTES_MAX: usize = 128 << 20;
 pub const DOWNLOAD_URL_LIFE: Duration = Duration::from_secs(2 * 3600);
 /// Bytes of a file that are read at a time, as they are sent.
 pub const DOWNLOAD_CHUNK_BYTES: usize = 64 << 10;
+/// Adapters that are uploaded at the same time.
+pub const UPLOADS_MAX: usize = 4;
+/// Bytes in a second that an upload brings at least, beyond the time that every body has.
+pub const UPLOAD_BYTES_PER_SECOND_MIN: u64 = 1 << 20;
+/// Bytes of an uploaded `adapter_config.json`.
+pub const ADAPTER_CONFIG_BYTES_MAX: u64 = 1 << 20;
+/// Bytes of what an archive says of a file that is not in its header, or of a file that is passed over.
+pub const ARCHIVE_EXTRA_BYTES_MAX: u64 = 1 << 20;
+/// Entries of an uploaded archive.
+pub const ARCHIVE_ENTRIES_MAX: usize = 16;
+/// Adapters that are read and written in another form at the same time.
+pub const CONVERSIONS_MAX: usize = 2;
+/// Part of the transit budget that one of them may take.
+pub const CONVERSION_PART: usize = 2;
+/// What the header of the file of an adapter may take of memory before it is known what else does.
+pub const ADAPTER_HEADER_BYTES: usize = 8 << 20;
 /// Entries of one page of a listing.
 pub const PAGE_MAX: usize = 1000;
 

@@ -267,7 +267,7 @@ impl Write for ChargedText {
 pub async fn refuse(request: Request, refusal: ApiError) -> Response {
     let is_large = is_large(&request);
     if !is_large {
-        drain(request, limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX, |_| {}).await;
+        drain_body(request.into_body(), limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX, |_| {}).await;
     }
     answer_unread(is_large, refusal)
 }
@@ -305,7 +305,7 @@ async fn start_of(app: &App, request: Request) -> ApiResult<(Vec<u8>, Charge)> {
         false => (limits::DRAINED_BYTES_MAX, limits::DRAIN_TIME_MAX),
     };
     let mut start = Vec::new();
-    drain(request, read_max, time_max, |arrived| {
+    drain_body(request.into_body(), read_max, time_max, |arrived| {
         let kept = arrived.len().min(limits::HEAD_BYTES_MAX - start.len());
         start.extend_from_slice(&arrived[..kept]);
     })
@@ -314,9 +314,9 @@ async fn start_of(app: &App, request: Request) -> ApiResult<(Vec<u8>, Charge)> {
 }
 
 /// Reads a body up to `read_max` and for `time_max`, and shows `see` what arrives.
-async fn drain(request: Request, read_max: usize, time_max: Duration, mut see: impl FnMut(&[u8])) {
+pub async fn drain_body(body: Body, read_max: usize, time_max: Duration, mut see: impl FnMut(&[u8])) {
     let drained = async {
-        let (mut body, mut left) = (pin!(request.into_body()), read_max);
+        let (mut body, mut left) = (pin!(body), read_max);
         while let Some(Ok(frame)) = body.frame().await {
             let Some(arrived) = frame.data_ref() else { continue };
             see(arrived);
@@ -328,7 +328,8 @@ async fn drain(request: Request, read_max: usize, time_max: Duration, mut see: i
     let _ = tokio::time::timeout(time_max, drained).await;
 }
 
-fn announced_bytes(request: &Request) -> Option<u64> {
+/// Bytes that the body of a request is said to have, if it is said.
+pub fn announced_bytes(request: &Request) -> Option<u64> {
     // The header counts where there is one: a number that is too large for hyper is no exact size.
     let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
     announced.or_else(|| request.body().size_hint().exact())

@@ -31,6 +31,7 @@ use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, check_name, shown};
+use crate::scratch::{self, Scratch};
 
 /// What this build writes; a record of a later format is left alone.
 const RECORD_FORMAT: u32 = 1;
@@ -120,7 +121,7 @@ pub struct Store {
     /// Deleted directories that could not be removed.
     trash: Mutex<Vec<PathBuf>>,
     /// Held for as long as this may change anything in it.
-    _data_dir: DataDir,
+    data_dir: DataDir,
 }
 
 #[derive(Default)]
@@ -157,6 +158,7 @@ impl Store {
     /// If the directory cannot be made or read. Checkpoints that cannot be understood are logged and left alone.
     pub fn open(data_dir: DataDir) -> std::io::Result<Self> {
         let checkpoints_dir = data_dir.path().join("checkpoints");
+        scratch::clear(data_dir.path());
         fs::create_dir_all(&checkpoints_dir)?;
         let mut catalogue = Catalogue::default();
         let mut passed_over = 0_u64;
@@ -184,7 +186,7 @@ impl Store {
                 "{passed_over} checkpoints are beyond what is catalogued, and are passed over until others are deleted"
             );
         }
-        Ok(Store { checkpoints_dir, catalogue: Mutex::new(catalogue), trash: Mutex::default(), _data_dir: data_dir })
+        Ok(Store { checkpoints_dir, catalogue: Mutex::new(catalogue), trash: Mutex::default(), data_dir })
     }
 
     /// Where a checkpoint is, or would be.
@@ -329,6 +331,22 @@ impl Store {
         let file = opened.map_err(|_| missing())?;
         let metadata = file.metadata().map_err(|_| missing())?;
         if metadata.is_file() { Ok((file, metadata.len())) } else { Err(missing()) }
+    }
+
+    /// A directory for files that are not a checkpoint yet, or no longer. Blocks.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub fn scratch(&self) -> ApiResult<Scratch> {
+        let failed_io =
+            |source| failed("no directory for it could be made".into(), &Error::Io { path: "scratch".into(), source });
+        Scratch::new(self.data_dir.path()).map_err(failed_io)
+    }
+
+    /// Whether what is on the disk under the name of a save is still that save.
+    pub fn is_on_disk(&self, record: &CheckpointRecord) -> bool {
+        let id = record.id();
+        matches!(read_record(&self.dir(&id), id.kind), Ok(Some(found)) if found.save_id == record.save_id)
     }
 
     /// Makes a copy of a checkpoint under another run's name, as a checkpoint of its own. Files are shared where the file system lets them be; none

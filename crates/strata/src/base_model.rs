@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
+use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, parameter_shapes};
@@ -190,8 +191,8 @@ fn start_one(
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = config.model_type().to_string();
     let own_tokenizer = load_tokenizer(&source, &config).with_context(|| format!("loading {name}"))?.map(Arc::new);
-    let config = EngineConfig { memory_bytes, base_model: name.clone(), machine: machine.clone() };
-    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, config));
+    let engine_config = EngineConfig { memory_bytes, base_model: name.clone(), machine: machine.clone() };
+    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, engine_config));
     let engine = engine.with_context(|| format!("starting the engine of {name}"))?;
     let info = ModelInfo {
         architecture,
@@ -200,6 +201,7 @@ fn start_one(
             None => tokenizer_id(&source, data_dir.path())?,
         },
         max_context_tokens: engine.info().max_context_tokens,
+        adapters: Adapters::new(name.clone(), config),
         name,
     };
     Ok(BaseModel { engine, info, weight_bytes, kernels })

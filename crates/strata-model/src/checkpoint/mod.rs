@@ -1,6 +1,6 @@
 //! Checkpoints on disk: the only place that knows how Hugging Face lays out files and names tensors.
 //!
-//! - [`write_adapter`], [`read_adapter`]: PEFT adapters; [`gradient_as_given`]: their gradients; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
+//! - [`write_adapter`], [`read_adapter`], [`PlannedAdapter`]: PEFT adapters; [`check_form`]: what a form of them has no words for; [`gradient_as_given`]: their gradients; [`write_optimizer`], [`read_optimizer`]: the rest of a training state.
 //! - [`write_atomically`]: directories that appear whole or not at all; [`set_aside`], [`write_file_atomically`]: the same for what goes or changes.
 //! - [`read_own_file`]: small files that may be anything.
 //! - [`fetch_model`]: models of the Hugging Face hub, through its cache.
@@ -20,8 +20,8 @@ pub use atomic::{Existing, NamesHeld, hold_names, recover_directories, set_aside
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
 pub use limits::read_own_file;
 pub use peft::{
-    AdapterFormat, OptimizerState, PeftAdapter, gradient_as_given, named_base_model, read_adapter, read_optimizer,
-    write_adapter, write_optimizer,
+    AdapterFormat, OptimizerState, PeftAdapter, PlannedAdapter, check_form, gradient_as_given, has_optimizer, named_base_model,
+    read_adapter, read_optimizer, write_adapter, write_optimizer,
 };
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;

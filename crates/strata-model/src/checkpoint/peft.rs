@@ -7,6 +7,7 @@
 
 mod config;
 mod config_file;
+mod forms;
 mod fused;
 mod given;
 mod modules;
@@ -18,7 +19,7 @@ mod write;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use strata_tensor::Backend;
+use strata_tensor::{Backend, DType};
 
 use super::{Checkpoint, CheckpointReader, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, ModuleSet, Part};
@@ -28,6 +29,7 @@ use names::{AdapterTensors, Layout};
 use read::{leave_base, read_params, refuse_not_finite};
 use write::{Lost, OutTensor, Source, tensors, write_tensors};
 
+pub use forms::check_form;
 pub use given::gradient_as_given;
 
 /// The largest `adapter_config.json` that is read.
@@ -153,6 +155,13 @@ impl OpenAdapter {
     }
 }
 
+/// An adapter whose files have been opened and whose configuration has been held against a model. No tensor has been read.
+pub struct PlannedAdapter<'m> {
+    file: OpenAdapter,
+    modules: &'m [LoraModule],
+    config: LoraConfig,
+}
+
 /// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers or in those that `layers_to_transform` lists; the
 /// adapter is widened to f32 if it is narrower. Of experts whose gate and up share an A, each gets a copy of it. Layers that carry nothing are zeros on both sides, which training leaves at that.
 ///
@@ -160,50 +169,94 @@ impl OpenAdapter {
 /// If files are missing or malformed, a tensor does not fit the model or the rank, belongs to nothing, or is missing, or the
 /// adapter needs something that is not plain LoRA. The message says what.
 pub fn read_adapter(backend: &dyn Backend, dir: &Path, modules: &[LoraModule]) -> Result<PeftAdapter> {
-    let file = OpenAdapter::open(dir, modules)?;
-    let OpenAdapter { path, settings, checkpoint, of_composite, layouts, layers } = &file;
-    let refused = |message| Error::Checkpoint { path: path.clone(), message };
-    let tensors = file.tensors();
-    let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();
-    let trains = |part| modules.iter().zip(&carried).any(|(module, carried)| *carried && module.part == part);
-    let mut config = LoraConfig {
-        rank: settings.rank,
-        alpha: settings.alpha,
-        attention: trains(Part::Attention),
-        mlp: trains(Part::Mlp),
-        unembed: trains(Part::Unembed),
-        embedding: trains(Part::Embedding),
-        left_out: ModuleSet::NONE,
-        own: BTreeMap::new(),
-    };
-    settings.check_modules(modules, &carried, *of_composite).map_err(refused)?;
-    for (index, module) in modules.iter().enumerate() {
-        let Some(layout) = layouts[index] else { continue };
-        let mut unlisted = module.layers.iter().filter(|number| !layers[index].contains(number));
-        if let Some(number) = unlisted.find(|number| tensors.holds_layer(module, layout, **number)) {
-            let path = module.path;
-            return Err(refused(format!(
-                "layers_to_transform is without layer {number}, and the adapter holds tensors for {path} there"
-            )));
+    PlannedAdapter::open(dir, modules)?.read(backend)
+}
+
+impl<'m> PlannedAdapter<'m> {
+    /// Opens the files and reads the configuration.
+    ///
+    /// # Errors
+    /// If files are missing or malformed, or the adapter needs something that is not plain LoRA, or a part that the model does not have.
+    pub fn open(dir: &Path, modules: &'m [LoraModule]) -> Result<Self> {
+        let file = OpenAdapter::open(dir, modules)?;
+        let OpenAdapter { path, settings, of_composite, layouts, layers, .. } = &file;
+        let refused = |message| Error::Checkpoint { path: path.clone(), message };
+        let tensors = file.tensors();
+        let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();
+        let trains = |part| modules.iter().zip(&carried).any(|(module, carried)| *carried && module.part == part);
+        let mut config = LoraConfig {
+            rank: settings.rank,
+            alpha: settings.alpha,
+            attention: trains(Part::Attention),
+            mlp: trains(Part::Mlp),
+            unembed: trains(Part::Unembed),
+            embedding: trains(Part::Embedding),
+            left_out: ModuleSet::NONE,
+            own: BTreeMap::new(),
+        };
+        settings.check_modules(modules, &carried, *of_composite).map_err(refused)?;
+        for (index, module) in modules.iter().enumerate() {
+            let Some(layout) = layouts[index] else { continue };
+            let mut unlisted = module.layers.iter().filter(|number| !layers[index].contains(number));
+            if let Some(number) = unlisted.find(|number| tensors.holds_layer(module, layout, **number)) {
+                let path = module.path;
+                return Err(refused(format!(
+                    "layers_to_transform is without layer {number}, and the adapter holds tensors for {path} there"
+                )));
+            }
         }
-    }
-    for (index, module) in modules.iter().enumerate() {
-        if !carried[index] && config.trains(module.part) {
-            config.left_out.insert(index);
+        for (index, module) in modules.iter().enumerate() {
+            if !carried[index] && config.trains(module.part) {
+                config.left_out.insert(index);
+            }
         }
+        let with_layouts = modules.iter().zip(layouts).enumerate();
+        let pairs = with_layouts.filter_map(|(index, (module, layout))| {
+            Some(settings.named_pairs((index, &layers[index]), module, (*layout)?, &tensors))
+        });
+        config.own = settings.own_shapes(&config, &pairs.collect::<Vec<_>>()).map_err(refused)?;
+        Ok(PlannedAdapter { file, modules, config })
     }
-    let with_layouts = modules.iter().zip(layouts).enumerate();
-    let pairs = with_layouts.filter_map(|(index, (module, layout))| {
-        Some(settings.named_pairs((index, &layers[index]), module, (*layout)?, &tensors))
-    });
-    config.own = settings.own_shapes(&config, &pairs.collect::<Vec<_>>()).map_err(refused)?;
-    let mut reader = CheckpointReader::new(checkpoint);
-    modules.iter().zip(&carried).filter(|(_, carried)| **carried).for_each(|(module, _)| leave_base(&mut reader, module));
-    let params = read_params(backend, tensors, &mut reader, modules, &config, Some(layers));
-    reader.finish()?;
-    config.validate()?;
-    refuse_not_finite(checkpoint)?;
-    Ok(PeftAdapter { config, params: params?, base_model: file.settings.base_model })
+
+    /// Its shape.
+    pub fn config(&self) -> &LoraConfig {
+        &self.config
+    }
+
+    /// The most bytes that reading it and writing it again take: all of it in f32, and what is laid out otherwise at a time.
+    pub fn memory_bytes(&self) -> u64 {
+        /// The tensor of a file, the same widened, and transposed.
+        const AT_A_TIME: u64 = 3;
+        let carried = self.modules.iter().enumerate().filter(|(index, module)| self.config.carries(*index, module));
+        let sizes = carried.map(|(index, module)| {
+            let of_entry = (self.config.rank_of(index, module) as u64)
+                .saturating_mul((module.in_features as u64).saturating_add(module.out_features as u64))
+                .saturating_mul(DType::F32.size_bytes() as u64);
+            (of_entry.saturating_mul(module.entries() as u64), of_entry.saturating_mul(module.entries_of_layer() as u64))
+        });
+        // Parameters that have gate and up of experts have the rank of both, and the rows of both.
+        let (all, largest) = sizes.fold((0u64, 0u64), |(all, largest), (size, of_layer)| {
+            (all.saturating_add(size), largest.max(of_layer.saturating_mul(4)))
+        });
+        all.saturating_add(largest.saturating_mul(AT_A_TIME))
+    }
+
+    /// Reads the tensors into memory of `backend`.
+    ///
+    /// # Errors
+    /// If a tensor does not fit the model or the rank, belongs to nothing, is missing, or has an element that is no finite number.
+    pub fn read(self, backend: &dyn Backend) -> Result<PeftAdapter> {
+        let PlannedAdapter { file, modules, config } = self;
+        let OpenAdapter { checkpoint, layouts, layers, .. } = &file;
+        let mut reader = CheckpointReader::new(checkpoint);
+        let carried = modules.iter().zip(layouts).filter(|(_, layout)| layout.is_some());
+        carried.for_each(|(module, _)| leave_base(&mut reader, module));
+        let params = read_params(backend, file.tensors(), &mut reader, modules, &config, Some(layers));
+        reader.finish()?;
+        config.validate()?;
+        refuse_not_finite(checkpoint)?;
+        Ok(PeftAdapter { config, params: params?, base_model: file.settings.base_model })
+    }
 }
 
 /// The base model that the configuration of an adapter names, if it names one.
@@ -258,6 +311,11 @@ pub fn write_optimizer(
     let numerics = backend.numerics();
     let metadata = [(NUMERICS, &*numerics)];
     write_tensors(&dir.join(OPTIMIZER_FILE), &metadata, moments.chain([(STEP.into(), OutTensor::count(step))]), &lost)
+}
+
+/// Whether a checkpoint has the state of an optimizer. Adapters that were made elsewhere, and those that are saved to be sampled, have none.
+pub fn has_optimizer(dir: &Path) -> bool {
+    dir.join(OPTIMIZER_FILE).symlink_metadata().is_ok()
 }
 
 /// Reads the state of an optimizer of an adapter of `config`: the bits that were written.

@@ -24,6 +24,7 @@ use hyper::body::Frame;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use sha2::Sha256;
+use strata_engine::adapters::Form;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tokio::io::{AsyncRead, ReadBuf};
@@ -32,14 +33,25 @@ use crate::app::App;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
+use crate::payload;
+use crate::routes::adapters;
 use crate::store::CheckpointRecord;
 use crate::transit::Charge;
 
 /// The name under which the files of a checkpoint are one.
 const ARCHIVE: &str = "archive.tar";
+/// The same in a form that is asked for.
+const ARCHIVES: [(&str, Form); 2] = [("archive.peft.tar", Form::Peft), ("archive.tinker.tar", Form::Tinker)];
 /// What older tools look for in an archive to know that it is whole.
 const ARCHIVE_COMPLETE: &str = "checkpoint_complete";
 const TAR_BLOCK_BYTES: usize = 512;
+
+/// What an archive is to have.
+#[derive(Debug, Deserialize)]
+pub struct Wanted {
+    /// `peft` or `tinker`; without one, the files as they are.
+    format: Option<String>,
+}
 
 /// The part of an address that makes it hold.
 #[derive(Debug, Deserialize)]
@@ -77,14 +89,23 @@ pub async fn urls(
 pub async fn archive(
     State(app): State<Arc<App>>,
     Path((run, kind, name)): Path<(String, String, String)>,
+    Query(wanted): Query<Wanted>,
     headers: HeaderMap,
 ) -> ApiResult<Response> {
     let id = CheckpointId::new(&run, &kind, &name)?;
+    let form = adapters::form(wanted.format.as_deref())?;
     let base = base_url(&app, &headers)?;
     let (asked, looked) = (id, app.clone());
     let (record, _) = blocking(move || looked.store.files(&asked)).await?;
+    let record = match form {
+        None => record,
+        Some(form) => {
+            let checking = app.clone();
+            payload::blocking(&app.conversions, move || adapters::check(&checking, &record, form).map(|()| record)).await?
+        }
+    };
     let expires = OffsetDateTime::now_utc() + limits::DOWNLOAD_URL_LIFE;
-    let location = address(&app, &base, &record, ARCHIVE, expires);
+    let location = address(&app, &base, &record, archive_name(form), expires);
     let until = http_date(expires);
     Ok((StatusCode::FOUND, [(LOCATION, location.clone()), (EXPIRES, until)], Json(json!({ "url": location }))).into_response())
 }
@@ -102,14 +123,15 @@ pub async fn file(
     let mut charge = app.transit.charge();
     charge.try_grow(2 * limits::DOWNLOAD_CHUNK_BYTES)?;
     let etag = format!("\"{}\"", record.save_id);
+    let is_converted = form_of(&file).is_some();
     let range = range(&headers, &etag);
     let opening = app.clone();
-    let (parts, whole) = blocking(move || {
+    let work = move || {
         let parts = open(&opening, &record, &file)?;
         let len = parts.iter().map(|part| part.len).sum::<u64>();
         Ok((parts, len))
-    })
-    .await?;
+    };
+    let (parts, whole) = if is_converted { payload::blocking(&app.conversions, work).await? } else { blocking(work).await? };
     let part = match range {
         None => 0..whole,
         Some(range) => match range.within(whole) {
@@ -216,6 +238,9 @@ impl Part {
 }
 
 fn open(app: &App, record: &CheckpointRecord, file: &str) -> ApiResult<Vec<Part>> {
+    if let Some(form) = form_of(file) {
+        return open_converted(app, record, form);
+    }
     if file != ARCHIVE {
         let (file, len) = app.store.open_file(record, file)?;
         return Ok(vec![Part::of_file(file, len)]);
@@ -223,18 +248,48 @@ fn open(app: &App, record: &CheckpointRecord, file: &str) -> ApiResult<Vec<Part>
     let (_, files) = app.store.files(&record.id())?;
     let mut parts = Vec::new();
     for name in files.iter().filter(|name| name.starts_with("adapter_")) {
-        let (file, len) = app.store.open_file(record, name)?;
-        parts.push(Part::of_bytes(tar_header(name, len)));
-        parts.push(Part::of_file(file, len));
-        parts.push(Part::of_bytes(vec![0; (len.next_multiple_of(TAR_BLOCK_BYTES as u64) - len) as usize]));
+        put_file(&mut parts, name, app.store.open_file(record, name)?);
     }
+    Ok(ended(parts))
+}
+
+/// An archive of the adapter in another form. Its files have no name any more when it is sent.
+fn open_converted(app: &App, record: &CheckpointRecord, form: Form) -> ApiResult<Vec<Part>> {
+    let written = adapters::converted(app, record, form)?;
+    let unread = |error: std::io::Error| ApiError::Internal(format!("the adapter was written and cannot be read: {error}"));
+    let mut parts = Vec::new();
+    for name in ["adapter_config.json", "adapter_model.safetensors"] {
+        let file = File::open(written.path().join(name)).map_err(unread)?;
+        let len = file.metadata().map_err(unread)?.len();
+        put_file(&mut parts, name, (file, len));
+    }
+    Ok(ended(parts))
+}
+
+fn archive_name(form: Option<Form>) -> &'static str {
+    ARCHIVES.iter().find(|(_, of)| Some(*of) == form).map_or(ARCHIVE, |(name, _)| name)
+}
+
+fn form_of(file: &str) -> Option<Form> {
+    ARCHIVES.iter().find(|(name, _)| *name == file).map(|(_, form)| *form)
+}
+
+/// Adds a file to an archive.
+fn put_file(parts: &mut Vec<Part>, name: &str, (file, len): (File, u64)) {
+    parts.push(Part::of_bytes(tar_header(name, len)));
+    parts.push(Part::of_file(file, len));
+    parts.push(Part::of_bytes(vec![0; (len.next_multiple_of(TAR_BLOCK_BYTES as u64) - len) as usize]));
+}
+
+/// An archive with its end.
+fn ended(mut parts: Vec<Part>) -> Vec<Part> {
     parts.push(Part::of_bytes(tar_header(ARCHIVE_COMPLETE, 0)));
     parts.push(Part::of_bytes(vec![0; 2 * TAR_BLOCK_BYTES]));
-    Ok(parts)
+    parts
 }
 
 /// The header of a file in a tar archive (`ustar`). Names here are short; a size beyond 8 GiB is written as GNU tar does.
-fn tar_header(name: &str, len: u64) -> Vec<u8> {
+pub fn tar_header(name: &str, len: u64) -> Vec<u8> {
     let mut block = [0; TAR_BLOCK_BYTES];
     let mut put = |at: usize, bytes: &[u8]| block[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &name.as_bytes()[..name.len().min(100)]);

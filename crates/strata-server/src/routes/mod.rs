@@ -1,6 +1,7 @@
 //! The endpoints, one file for each part of the API.
 
 mod account;
+mod adapters;
 mod checkpoints;
 mod config;
 mod downloads;
@@ -32,6 +33,8 @@ use crate::limits;
 use crate::names::{cut, shown};
 use crate::payload::{refuse, refuse_operation};
 
+#[cfg(test)]
+pub use downloads::tar_header;
 pub use training::take_place;
 
 /// All endpoints over one server's state.
@@ -70,6 +73,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/save_weights_external", post(checkpoints::save_weights_external))
         .route("/save_weights_for_sampler", post(checkpoints::save_weights_for_sampler))
         .route("/load_weights", post(checkpoints::load_weights))
+        .route("/weights/import", post(adapters::import))
         .route("/create_sampling_session", post(sampling::create_session))
         .route("/join_sampling_session", post(sampling::join))
         .route("/samplers/{sampler_id}", get(sampling::get))

@@ -185,7 +185,12 @@ fn external(model_id: &str, seq_id: u64, name: &str) -> Value {
 
 impl TestServer {
     /// Fetches an address with some headers, and without a key.
-    async fn fetch(&self, method: &str, url: &str, headers: &[(&str, &str)]) -> (StatusCode, axum::http::HeaderMap, Vec<u8>) {
+    pub(super) async fn fetch(
+        &self,
+        method: &str,
+        url: &str,
+        headers: &[(&str, &str)],
+    ) -> (StatusCode, axum::http::HeaderMap, Vec<u8>) {
         let path = url.split_once("//").map_or(url, |(_, rest)| &rest[rest.find('/').unwrap()..]);
         let request = HttpRequest::builder().method(method).uri(path).header("host", "localhost:8000");
         let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));

@@ -1,5 +1,6 @@
 //! The whole app in this process, over an engine that answers by a script.
 
+mod adapters;
 mod allocations;
 mod checkpoints;
 mod edge;
@@ -19,6 +20,8 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
+use strata_engine::adapters::Adapters;
+use strata_model::ModelConfig;
 use tempfile::TempDir;
 use tower::ServiceExt;
 
@@ -149,7 +152,18 @@ pub fn model_info() -> ModelInfo {
         architecture: "qwen3".into(),
         tokenizer_id: "/models/base".into(),
         max_context_tokens: 64,
+        adapters: Adapters::new("org/base", model_config()),
     }
+}
+
+/// Of a small Qwen3 with untied tables.
+fn model_config() -> ModelConfig {
+    let config = json!({
+        "model_type": "qwen3", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": false, "attention_bias": false,
+    });
+    ModelConfig::from_json(&config.to_string(), None).unwrap()
 }
 
 fn create_model_body(session_id: &str, model_seq_id: u64) -> Value {

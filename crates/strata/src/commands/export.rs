@@ -6,10 +6,9 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use indicatif::HumanBytes;
 use strata_model::checkpoint::{
-    AdapterFormat, Existing, PeftAdapter, named_base_model, read_adapter, write_adapter, write_atomically,
+    AdapterFormat, Existing, PeftAdapter, check_form, named_base_model, read_adapter, write_adapter, write_atomically,
 };
-use strata_model::lora::{LoraModule, Part};
-use strata_model::{Family, ModelConfig, ModelSource, lora_modules, write_merged};
+use strata_model::{ModelSource, lora_modules, write_merged};
 use strata_tensor::{CpuBackend, DType};
 
 /// Settings of `strata export`.
@@ -56,14 +55,8 @@ pub fn run(args: Args) -> Result<()> {
     let backend = CpuBackend::new(None)?;
     let adapter = read_adapter(&backend, &args.adapter, &modules)?;
     let format = match args.format {
-        Format::Peft => {
-            check_for_peft(&config, &modules, &adapter)?;
-            AdapterFormat::peft(&config)
-        }
-        Format::Tinker => {
-            check_for_tinker(&modules, &adapter)?;
-            AdapterFormat::tinker(&config)
-        }
+        Format::Peft => AdapterFormat::peft(&config),
+        Format::Tinker => AdapterFormat::tinker(&config),
         Format::Merged => {
             let merged = (&adapter.config, &adapter.params);
             let write = |dir: &Path| write_merged(&backend, &base, merged, dtype, dir);
@@ -72,6 +65,7 @@ pub fn run(args: Args) -> Result<()> {
             return Ok(());
         }
     };
+    check_form(&config, &modules, &adapter.config, format)?;
     let PeftAdapter { config, params, base_model } = &adapter;
     let base_model = base_model.clone().unwrap_or_else(|| base.served_name());
     let bytes = write_atomically(&args.out, Existing::Refuse, |dir| {
@@ -93,31 +87,4 @@ pub fn base_of(named: Option<&str>, adapter: &Path) -> Result<ModelSource> {
         bail!("the adapter does not say which model it is for: say it with --base");
     };
     ModelSource::resolve(&own).context("the adapter's base_model_name_or_path does not lead to it: say where it is with --base")
-}
-
-/// Refuses what PEFT would take for something else.
-fn check_for_peft(base: &ModelConfig, modules: &[LoraModule], adapter: &PeftAdapter) -> Result<()> {
-    let of_experts = matches!(base.family, Family::Qwen3Moe(_) | Family::DeepseekV3(_) | Family::Glm4MoeLite(_));
-    if of_experts && adapter.config.mlp && modules.iter().all(|module| module.experts.is_none()) {
-        bail!("PEFT looks for MLPs of {} among its experts, and this base model has none", base.model_type());
-    }
-    Ok(())
-}
-
-/// Refuses scales that the Tinker tools do not read: they scale every product by `lora_alpha / r`.
-fn check_for_tinker(modules: &[LoraModule], adapter: &PeftAdapter) -> Result<()> {
-    if let Some(module) = modules.iter().find(|module| module.part == Part::Embedding)
-        && adapter.config.embedding
-    {
-        bail!("the Tinker tools have no pair of the embedding, and pass over that of {}; merge it instead", module.path);
-    }
-    let common = adapter.config.scale();
-    match adapter.config.own.iter().find(|(_, shape)| shape.scale != common) {
-        None => Ok(()),
-        Some((&index, shape)) => bail!(
-            "the Tinker tools scale all modules by lora_alpha / r, {common} here, and {} of this adapter has {}",
-            modules[index].path,
-            shape.scale
-        ),
-    }
 }

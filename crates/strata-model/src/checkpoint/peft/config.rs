@@ -189,9 +189,9 @@ impl AdapterSettings {
                 Part::Unembed => vec![values.iter().copied().flatten().next()],
                 Part::Attention | Part::Mlp | Part::Embedding => values.to_vec(),
             };
-            let rank = self.rank_pattern.of_module(path, &given(&ranks[range.clone()]), self.rank as f64)?;
+            let rank = self.rank_pattern.of_module(names, &given(&ranks[range.clone()]), self.rank as f64)?;
             let rank = rank.map(|rank| rank as usize);
-            let alpha = self.alpha_pattern.of_module(path, &given(&alphas[range]), self.lora_alpha)?;
+            let alpha = self.alpha_pattern.of_module(names, &given(&alphas[range]), self.lora_alpha)?;
             let shape = PairShape {
                 rank: rank.or(*rank_of_tensors).unwrap_or(self.rank) * pairs,
                 scale: match (rank, alpha) {

@@ -62,13 +62,14 @@ impl Pattern {
         Ok(values)
     }
 
-    /// The one number that the entries give a module, and `None` where they give it none: its `values`, with `common` where no key matches.
-    pub(super) fn of_module(&self, path: &str, values: &[Option<f64>], common: f64) -> Result<Option<f64>, String> {
+    /// The one number that the entries give a module, and `None` where they give it none: the `values` of all its paths, with `common` where no key matches.
+    pub(super) fn of_module(&self, paths: &[String], values: &[Option<f64>], common: f64) -> Result<Option<f64>, String> {
         let first = values.first().copied().flatten().unwrap_or(common);
-        if let Some(other) = values.iter().map(|value| value.unwrap_or(common)).find(|value| *value != first) {
-            let key = self.key;
+        let others = values.iter().map(|value| value.unwrap_or(common)).zip(paths);
+        if let Some((other, path)) = others.into_iter().find(|(value, _)| *value != first) {
+            let (key, one) = (self.key, paths.first().map_or("", String::as_str));
             return Err(format!(
-                "{key} has {first} for one of the layers or parts of {path} and {other} for another; supported: one for all"
+                "{key} has {first} for {one} and {other} for {path}; supported: one for all layers and parts of a module"
             ));
         }
         Ok(values.iter().any(Option::is_some).then_some(first))
