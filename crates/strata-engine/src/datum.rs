@@ -114,6 +114,10 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits<'_>) -> Result<P
     let (shape, targets) = prepare_targets(datum, n, limits.vocab_size)?;
     let targets_per_token = targets.len() / n;
     let inputs = match loss {
+        // As the field's services do. Of several targets for a token, and of those at a picture, it has to be said which count.
+        Loss::CrossEntropy if !datum.loss_inputs.contains_key("weights") && shape.len() == 1 && pictures.is_empty() => {
+            LossInputs::Weights(vec![1.0; n])
+        }
         Loss::CrossEntropy => LossInputs::Weights(numbers(datum, "weights", &shape)?),
         _ => policy_inputs(datum, loss, &shape)?,
     };
@@ -253,6 +257,15 @@ mod tests {
         let prepared = prepare(vec![one, two], &spec("cross_entropy"), LIMITS).unwrap();
         assert_eq!((prepared[0].targets_per_token, prepared[1].targets_per_token), (1, 2));
         assert_eq!(prepared[1].shape, [2, 2]);
+    }
+
+    #[test]
+    fn without_weights_every_target_counts_once_and_of_several_it_has_to_be_said() {
+        let plain = datum(&[1, 2], vec![("target_tokens", ids(&[2, 3], &[2]))]);
+        let prepared = prepare(vec![plain], &spec("cross_entropy"), LIMITS).unwrap();
+        assert!(matches!(&prepared[0].loss.inputs, LossInputs::Weights(weights) if weights == &[1.0, 1.0]));
+        let wide = datum(&[1], vec![("target_tokens", ids(&[1, 2], &[1, 2]))]);
+        assert!(refusal("cross_entropy", wide).contains("needs weights"));
     }
 
     #[test]

@@ -266,8 +266,8 @@ fn slow_beside_backlogs(seed: u64) -> Vec<String> {
     let mut rng = Rng::new(seed);
     let mut slow = Vec::new();
     // A cache without states, one that has few, and one with room for one picture at a time.
-    let [none, few, narrow] = [(0, 128), (24, 128), (0, 2 * PICTURE_TOKENS_MAX)]
-        .map(|(states, gallery_tokens)| Room { states, gallery_tokens });
+    let [none, few, narrow] =
+        [(0, 128), (24, 128), (0, 2 * PICTURE_TOKENS_MAX)].map(|(states, gallery_tokens)| Room { states, gallery_tokens });
     for (what, room) in smalls.into_iter().flat_map(|what| [none, few, narrow].map(|room| (what, room))) {
         let (alone, _) = latency(room, &[], (small.clone(), what), Duration::ZERO);
         let mut beside: Vec<Vec<(Client, Load)>> = loads.iter().map(|&load| vec![(other.clone(), load)]).collect();
