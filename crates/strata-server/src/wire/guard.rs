@@ -29,9 +29,22 @@ pub fn parse<T: DeserializeOwned>(body: &[u8], budget: &Budget) -> Result<T, Str
     let parsed = T::deserialize(Guarded { inner: &mut json, reading: &reading });
     let parsed = parsed.and_then(|value| json.end().map(|()| value));
     parsed.map_err(|error| {
-        let (way, error) = (reading.way(), error.to_string());
+        let (way, error) = (reading.way(), in_plain_words(error.to_string()));
         format!("request body: {}{}", way, cut(&error, limits::ERROR_CHARS_MAX))
     })
+}
+
+/// Serde's message without the names of Rust's types.
+fn in_plain_words(error: String) -> String {
+    let words = |name: &str| match name {
+        "usize" | "u64" | "u32" => Some("a whole number from 0"),
+        "i64" | "i32" => Some("a whole number"),
+        "f64" | "f32" => Some("a number"),
+        _ => None,
+    };
+    let (what, expected) = error.rsplit_once(", expected ").unwrap_or((&error, ""));
+    let (name, place) = expected.split_once(' ').unwrap_or((expected, ""));
+    words(name).map(|words| format!("{what}, expected {words} {place}")).unwrap_or(error)
 }
 
 /// What the levels of one reading share.
@@ -384,7 +397,14 @@ mod tests {
     fn an_error_names_the_way_to_what_is_wrong() {
         for (body, way) in [
             (r#"{"list":[{"name":"a"},{"name":null}]}"#, "list[1].name: invalid type: null"),
-            (r#"{"list":[{"name":"a","other":{"name":1},"number":-3}]}"#, "list[0].number: invalid value: integer `-3`"),
+            (
+                r#"{"list":[{"name":"a","other":{"name":1},"number":-3}]}"#,
+                "list[0].number: invalid value: integer `-3`, expected a whole number from 0 at line 1",
+            ),
+            (
+                r#"{"list":[{"name":"a","number":", expected usize"}]}"#,
+                "list[0].number: invalid type: string \", expected usize\", expected a whole number from 0 at",
+            ),
             (r#"{"list":[],"map":{"first":null,"second":{"name":[]}}}"#, "map.second.name: invalid type: sequence"),
             (r#"{"list":[{"number":1}]}"#, "list[0]: missing field `name`"),
             (r#"{"list":null}"#, "list: invalid type: null"),

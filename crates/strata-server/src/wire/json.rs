@@ -466,7 +466,10 @@ impl<S: Send + Sync> FromRequestParts<S> for Page {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> ApiResult<Self> {
         let page = Query::<Page>::try_from_uri(&parts.uri);
-        page.map(|Query(page)| page).map_err(|error| ApiError::bad(format!("query: {}", shown(&error.body_text()))))
+        page.map(|Query(page)| page).map_err(|error| {
+            let query = parts.uri.query().unwrap_or_default();
+            ApiError::bad(format!("query {:?}: {}", shown(query), shown(&error.body_text())))
+        })
     }
 }
 

@@ -77,7 +77,7 @@ impl<'de> Deserialize<'de> for StopSpec {
             type Value = StopSpec;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("stop must be a string, a list of strings or a list of token ids")
+                formatter.write_str("a string, a list of strings or a list of token ids")
             }
 
             fn visit_str<E: Error>(self, text: &str) -> Result<StopSpec, E> {
@@ -122,7 +122,7 @@ impl<'de> Deserialize<'de> for StopItem {
             type Value = StopItem;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("stop must be a string, a list of strings or a list of token ids")
+                formatter.write_str("a string, a list of strings or a list of token ids")
             }
 
             fn visit_i64<E: Error>(self, token: i64) -> Result<StopItem, E> {
@@ -301,7 +301,7 @@ mod tests {
         assert_eq!(stop(json!([5, 6])), Ok(api::Stop::Tokens(vec![5, 6])));
         assert_eq!(stop(json!("x")), Ok(api::Stop::Strings(vec!["x".into()])));
         assert_eq!(stop(json!(["x", "y"])), Ok(api::Stop::Strings(vec!["x".into(), "y".into()])));
-        assert!(stop(json!({"a": 1})).unwrap_err().contains("stop must be"));
+        assert!(stop(json!({"a": 1})).unwrap_err().contains("expected a string, a list of strings or a list of token ids"));
         assert!(stop(json!([""])).unwrap_err().contains("empty string"));
     }
 
