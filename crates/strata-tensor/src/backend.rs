@@ -270,8 +270,8 @@ pub trait Backend: Memory + Send + Sync {
     /// row `Σ_k g_k (1[v = id_k] − p_v)` over its targets `k`.
     fn logits_gradient(
         &self,
-        logits: &Tensor,
-        log_normalizers: &Tensor,
+        logits: TensorRef<'_>,
+        log_normalizers: TensorRef<'_>,
         targets: LogprobTargets<'_>,
         gradient: &[f32],
         dlogits: &mut Tensor,

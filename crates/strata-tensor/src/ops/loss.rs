@@ -1,7 +1,7 @@
 //! The unembedding with log-softmax, target log-probabilities and their loss, over chunks of tokens.
 //!
 //! The logits of all tokens are never in memory at once: a chunk of them is computed, read, turned into its own gradient and multiplied back, in
-//! one pass over the weight in each direction. Chunks end at whole granules of a sequence, so that what gradients of
+//! one pass over the weight in each direction. On the way back rows whose targets do not count are left out, by whole granules. Chunks end at whole granules of a sequence, so that what gradients of
 //! weights are summed in does not depend on where a chunk ends.
 
 use std::ops::Range;
@@ -16,6 +16,8 @@ const OP: &str = "target_logprobs";
 /// Bytes of f32 logits in a chunk, about, unless someone says otherwise: enough rows that the product is bound by arithmetic, and far from
 /// the memory of a batch.
 pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
+/// Rows without a gradient that are computed all the same where there are no more between two that have one: a product of more rows is faster for each.
+const DEAD_ROWS_MIN: usize = 2 * TOKEN_GRANULE;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = TOKEN_GRANULE..512;
 
@@ -104,7 +106,7 @@ pub(super) fn in_chunks(
     chunks: Vec<Range<usize>>,
     pass: LogprobPass<'_>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
-    let LogprobPass { targets, mut loss, between, .. } = pass;
+    let LogprobPass { sequences, targets, mut loss, between, .. } = pass;
     check(OP, x, w.dtype(), w.in_features())?;
     let vocab = w.out_features();
     if let Some(&id) = targets.ids.iter().find(|&&id| id as usize >= vocab) {
@@ -122,7 +124,7 @@ pub(super) fn in_chunks(
     linear::check_groups(OP, lora, x.rows(), w)?;
     let mut logprobs = vec![0.0f32; targets.ids.len()];
     let mut dx = match &loss {
-        Some(_) => Some(backend.scratch(&[x.rows(), w.in_features()], DType::F32)?),
+        Some(_) => Some(backend.zeros(&[x.rows(), w.in_features()], DType::F32)?),
         None => None,
     };
     for rows in chunks {
@@ -131,42 +133,94 @@ pub(super) fn in_chunks(
             Some((loss, gradients)) => Some((*loss, &mut **gradients)),
             None => None,
         };
-        let chunk_dx = chunk(backend, x, (w, lora), rows.clone(), targets, of_chunk, loss)?;
-        if let (Some(dx), Some(chunk_dx)) = (dx.as_mut(), chunk_dx) {
-            backend.copy(chunk_dx.as_ref(), dx.rows_mut(rows))?;
+        let gradients = chunk(backend, x, (w, lora), (rows, sequences), targets, of_chunk, loss)?;
+        if let Some(dx) = dx.as_mut() {
+            for (rows, gradient) in gradients {
+                backend.copy(gradient.as_ref(), dx.rows_mut(rows))?;
+            }
         }
         go_on(between)?;
     }
     Ok((logprobs, dx))
 }
 
-/// The log-probabilities of the targets of `rows`, and the gradient of their loss by those rows of `x`.
+/// The log-probabilities of the targets of `rows`, and the gradient of their loss by those rows of `x`, by runs: that of the others is 0.
 fn chunk(
     backend: &dyn Backend,
     x: &Tensor,
     unembedding: (PackedRef<'_>, &[LoraGroup<'_>]),
-    rows: Range<usize>,
+    (rows, sequences): (Range<usize>, &[Range<usize>]),
     targets: LogprobTargets<'_>,
     logprobs: &mut [f32],
     loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)>,
-) -> Result<Option<Tensor>> {
+) -> Result<Vec<(Range<usize>, Tensor)>> {
     let (w, lora) = unembedding;
-    let own = targets.offsets[rows.start]..targets.offsets[rows.end];
-    let offsets: Vec<usize> = targets.offsets[rows.start..=rows.end].iter().map(|offset| offset - own.start).collect();
+    let of_rows = |rows: &Range<usize>| targets.offsets[rows.start]..targets.offsets[rows.end];
+    let offsets_in = |rows: &Range<usize>| -> Vec<usize> {
+        let first = targets.offsets[rows.start];
+        targets.offsets[rows.start..=rows.end].iter().map(|offset| offset - first).collect()
+    };
+    let (own, offsets) = (of_rows(&rows), offsets_in(&rows));
     let of_chunk = LogprobTargets { ids: &targets.ids[own.clone()], offsets: &offsets };
     let chunk = backend.duplicate(x.as_ref().rows(rows.clone()))?;
     let layer = Linear { weight: w, bias: None, lora: groups_in(lora, &rows).into() };
     let (logits, low) = linear::forward(backend, &chunk, &layer)?;
     let mut log_normalizers = backend.scratch(&[rows.len()], DType::F32)?;
     logprobs.copy_from_slice(&backend.target_logprobs(&logits, of_chunk, &mut log_normalizers)?);
-    let Some((loss, gradients)) = loss else { return Ok(None) };
+    let Some((loss, gradients)) = loss else { return Ok(Vec::new()) };
     let mut by_logprob = vec![0.0f32; logprobs.len()];
     loss.gradient(own.start, logprobs, &mut by_logprob);
-    let mut dlogits = backend.scratch(logits.shape().dims(), w.dtype())?;
-    backend.logits_gradient(&logits, &log_normalizers, of_chunk, &by_logprob, &mut dlogits)?;
+    let counts = |row: usize| by_logprob[offsets[row - rows.start]..offsets[row - rows.start + 1]].iter().any(|g| *g != 0.0);
+    let runs = live_runs(sequences, &rows, counts);
+    let dlogits = runs.iter().map(|run| {
+        let within = run.start - rows.start..run.end - rows.start;
+        let (own, offsets) = (offsets[within.start]..offsets[within.end], offsets_in(run));
+        let of_run = LogprobTargets { ids: &of_chunk.ids[own.clone()], offsets: &offsets };
+        let mut dlogits = backend.scratch(&[run.len(), w.out_features()], w.dtype())?;
+        let (logits, normalizers) = (logits.as_ref().rows(within.clone()), log_normalizers.as_ref().rows(within));
+        backend.logits_gradient(logits, normalizers, of_run, &by_logprob[own], &mut dlogits)?;
+        Ok(dlogits)
+    });
+    let dlogits = dlogits.collect::<Result<Vec<Tensor>>>()?;
     drop(logits);
-    let mut pass = Backward::new(backend, gradients);
-    linear::backward(&mut pass, &chunk, &dlogits, &layer, &low, true)
+    let mut of_runs = Vec::with_capacity(runs.len());
+    for (run, dlogits) in runs.into_iter().zip(dlogits) {
+        let mut pass = Backward::new(backend, &mut *gradients);
+        let dx = if run == rows {
+            linear::backward(&mut pass, &chunk, &dlogits, &layer, &low, true)?
+        } else {
+            let x = backend.duplicate(x.as_ref().rows(run.clone()))?;
+            let layer = Linear { weight: w, bias: None, lora: groups_in(lora, &run).into() };
+            let low = backend.linear(&x, &layer, None)?;
+            linear::backward(&mut pass, &x, &dlogits, &layer, &low, true)?
+        };
+        of_runs.extend(dx.map(|dx| (run, dx)));
+    }
+    Ok(of_runs)
+}
+
+/// The runs of `rows`, by whole granules of their sequences, outside of which no row `counts`.
+pub(super) fn live_runs(sequences: &[Range<usize>], rows: &Range<usize>, counts: impl Fn(usize) -> bool) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    let mut start = rows.start;
+    while start < rows.end {
+        let end = match sequences.iter().find(|s| s.contains(&start)) {
+            Some(sequence) => {
+                let granule = (start - sequence.start) / TOKEN_GRANULE + 1;
+                (sequence.start + granule * TOKEN_GRANULE).min(sequence.end)
+            }
+            None => start + 1,
+        };
+        let granule = start..end.min(rows.end);
+        if granule.clone().any(&counts) {
+            match runs.last_mut() {
+                Some(last) if granule.start - last.end < DEAD_ROWS_MIN => last.end = granule.end,
+                _ => runs.push(granule.clone()),
+            }
+        }
+        start = granule.end;
+    }
+    runs
 }
 
 /// What `requests[i]` asks of the prediction after row `rows[i]` of `x`; `None` where logits are not finite numbers. About `chunk_bytes` of logits are

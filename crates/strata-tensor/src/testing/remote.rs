@@ -641,14 +641,15 @@ impl Backend for RemoteBackend {
 
     fn logits_gradient(
         &self,
-        logits: &Tensor,
-        log_normalizers: &Tensor,
+        logits: TensorRef<'_>,
+        log_normalizers: TensorRef<'_>,
         targets: LogprobTargets<'_>,
         gradient: &[f32],
         dlogits: &mut Tensor,
     ) -> Result<()> {
-        let (logits, log_normalizers) = (self.fetch(logits.as_ref())?, self.fetch(log_normalizers.as_ref())?);
-        self.change(dlogits, |dlogits| self.cpu.logits_gradient(&logits, &log_normalizers, targets, gradient, dlogits))
+        let (logits, log_normalizers) = (self.fetch(logits)?, self.fetch(log_normalizers)?);
+        let (logits, log_normalizers) = (logits.as_ref(), log_normalizers.as_ref());
+        self.change(dlogits, |dlogits| self.cpu.logits_gradient(logits, log_normalizers, targets, gradient, dlogits))
     }
 
     fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {

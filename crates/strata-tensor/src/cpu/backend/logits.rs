@@ -4,7 +4,7 @@ use super::{CpuBackend, rows_mut, with_element};
 use crate::backend::{LogprobTargets, RowReply, RowRequest};
 use crate::cpu::rows::{draw, softmax};
 use crate::cpu::threads::SharedMut;
-use crate::{DType, Element, Result, Tensor};
+use crate::{DType, Element, Result, Tensor, TensorRef};
 
 impl CpuBackend {
     pub(super) fn logprobs_of(
@@ -34,14 +34,14 @@ impl CpuBackend {
 
     pub(super) fn gradient_of_logits(
         &self,
-        logits: &Tensor,
-        log_normalizers: &Tensor,
+        logits: TensorRef<'_>,
+        log_normalizers: TensorRef<'_>,
         targets: LogprobTargets<'_>,
         gradient: &[f32],
         dlogits: &mut Tensor,
     ) -> Result<()> {
         let n = logits.shape().row_len();
-        let (num_rows, logits) = (logits.rows(), logits.slice::<f32>()?);
+        let (num_rows, logits) = (logits.shape().leading(), logits.slice::<f32>()?);
         let log_normalizers = log_normalizers.slice::<f32>()?;
         with_element!(dlogits.dtype(), T => {
             let dlogits = SharedMut::new(dlogits.slice_mut::<T>()?);

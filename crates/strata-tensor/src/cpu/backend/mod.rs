@@ -416,8 +416,8 @@ impl Backend for CpuBackend {
 
     fn logits_gradient(
         &self,
-        logits: &Tensor,
-        log_normalizers: &Tensor,
+        logits: TensorRef<'_>,
+        log_normalizers: TensorRef<'_>,
         targets: LogprobTargets<'_>,
         gradient: &[f32],
         dlogits: &mut Tensor,

@@ -8,6 +8,7 @@ mod delta;
 mod embedding;
 mod encoder;
 mod latent;
+mod loss;
 mod moe;
 mod rows;
 mod toy;
