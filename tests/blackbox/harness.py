@@ -6,6 +6,7 @@ import pathlib
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import httpx
@@ -30,6 +31,18 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def run_client(*arguments, fails=False, timeout=120, **options):
+    """Runs Python with `arguments` to its end, as a user of the SDK would, and sees that it succeeds, or fails: what it printed.
+
+    Now and then the SDK's threads abort their interpreter (SIGABRT) after its program has ended, so that is no failure by itself;
+    output is unbuffered so that none is lost then, and what the program did has to be seen in it."""
+    command = [sys.executable, "-u", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == -signal.SIGABRT or (done.returncode != 0) == fails, (arguments, done.stdout, done.stderr)
+    return done
 
 
 class Server:

@@ -2,13 +2,10 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from harness import API_KEY, encode, next_token, train
+from harness import API_KEY, encode, next_token, run_client, train
 
 DATA = [next_token(encode("the quick brown fox"))]
 
@@ -19,10 +16,7 @@ def cli(server, tmp_path):
 
     def run(*args, fails=False):
         environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, "HOME": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-m", "tinker.cli", *args], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert "Traceback" not in done.stdout + done.stderr, done.stderr
-        # Now and then the SDK's threads abort their interpreter as it ends; what the command did is seen in what follows.
-        assert done.returncode == -signal.SIGABRT or (done.returncode != 0) == fails, (args, done.stdout, done.stderr)
+        done = run_client("-m", "tinker.cli", *args, fails=fails, env=environment, cwd=tmp_path)
         return done.stderr if fails else done.stdout
 
     return run
