@@ -1,8 +1,14 @@
 """Pictures in prompts and examples: a small random Qwen3-VL behind the official SDK, and what a model of text alone says to them."""
 
+import datetime
+import hashlib
+import hmac
+import http.server
 import json
+import re
 import struct
 import subprocess
+import threading
 import zlib
 
 import numpy as np
@@ -108,8 +114,71 @@ def album(tmp_path_factory):
     return directory
 
 
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+AWS = dict(AWS_ACCESS_KEY_ID="AKIDEXAMPLE", AWS_SECRET_ACCESS_KEY=SECRET, AWS_REGION="eu-test-1")
+
+
+def is_signed(request):
+    """Whether a request has the signature that S3 would compute for it."""
+    given = re.fullmatch(
+        r"AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/(\d{8})/eu-test-1/s3/aws4_request, ?SignedHeaders=([^,]+), ?Signature=(\w+)",
+        request.headers.get("Authorization", ""),
+    )
+    if not given:
+        return False
+    (date, names, signature), time = given.groups(), request.headers["x-amz-date"]
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.strptime(time + "+0000", "%Y%m%dT%H%M%SZ%z")
+    lines = "".join(f"{name}:{request.headers[name]}\n" for name in names.split(";"))
+    asked = "\n".join(["GET", request.path, "", lines, names, request.headers["x-amz-content-sha256"]])
+    scope = f"{date}/eu-test-1/s3/aws4_request"
+    text = "\n".join(["AWS4-HMAC-SHA256", time, scope, hashlib.sha256(asked.encode()).hexdigest()])
+    key = f"AWS4{SECRET}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    is_right = hmac.digest(key, text.encode(), "sha256").hex() == signature
+    return is_right and time.startswith(date) and "host" in names.split(";") and abs(age.total_seconds()) < 900
+
+
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory, album):
+def store():
+    """A store of pictures: `/pictures/` for everybody, `/bucket/` for who signs as S3 wants it."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.asked.append(self.path)
+            path = self.path.partition("?")[0]
+            if path == "/pictures/away.png":
+                self.send_response(302)
+                self.send_header("Location", "/secret.png")
+                self.end_headers()
+            elif path == "/pictures/broken.png":
+                self.server.broken += 1
+                self.answer(500 if self.server.broken == 1 else 200)
+            elif path.startswith("/bucket/"):
+                self.answer(200 if is_signed(self) else 403)
+            else:
+                self.answer(200 if path.endswith("a%20b.png") or path == "/secret.png" else 404)
+
+        def answer(self, status):
+            content = png(2, 3) if status == 200 else b"<Error/>"
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked, server.broken = [], 0
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory, album, store):
     """A server of a random model that sees."""
     directory = tmp_path_factory.mktemp("seeing")
     (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -117,8 +186,9 @@ def seeing(tmp_path_factory, album):
     command = [binary(), "init-model", str(model), "--config", str(directory / "config.json"), "--dtype", "f32"]
     subprocess.run(command, check=True, capture_output=True)
     (model / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    flags = ("--name", "org/seeing", "--tokenizer", "org/words", "--image-dir", str(album))
-    with Server(directory, str(model), *flags) as running:
+    stores = f"{store.url}/pictures/,s3://bucket/deep/"
+    flags = ("--name", "org/seeing", "--tokenizer", "org/words", "--image-dir", str(album), "--image-store", stores)
+    with Server(directory, str(model), *flags, env=AWS | {"AWS_ENDPOINT_URL": store.url}) as running:
         yield running
 
 
@@ -153,8 +223,8 @@ def test_a_pointer_without_leave_is_refused_with_what_to_do(service, base_model,
     sampler = service.create_sampling_client(base_model=base_model)
     for chunk, words in (
         (pointer(album / "a.png"), "--image-dir"),
-        (pointer("example.com/a.png", scheme="https://"), '"https"'),
-        (pointer("bucket/a.png", scheme="s3://"), '"s3"'),
+        (pointer("example.com/a.png", scheme="https://"), '"https".*--image-store'),
+        (pointer("bucket/a.png", scheme="s3://"), '"s3".*--image-store'),
     ):
         with pytest.raises(tinker.BadRequestError, match=words) as refused:
             sample(sampler, prompt("see ", chunk))
@@ -185,6 +255,42 @@ def test_a_pointer_leads_nowhere_but_into_its_directory(base, album, location, w
 def test_a_pointer_is_the_picture_that_it_points_to(base, album):
     sent, pointed = (prompt("see ", chunk, " there") for chunk in (picture(), pointer(album / "a.png")))
     assert same_bits(scores(base, sent)[1:], scores(base, pointed)[1:])
+
+
+@pytest.mark.parametrize("location", ["{store}/pictures/a%20b.png?signed=1", "s3://bucket/deep/a b.png"])
+def test_a_pointer_into_a_store_is_the_picture_that_it_points_to(base, store, location):
+    chunk = pointer(location.format(store=store.url), scheme="")
+    sent, pointed = (prompt("see ", chunk, " there") for chunk in (picture(), chunk))
+    assert same_bits(scores(base, sent)[1:], scores(base, pointed)[1:])
+
+
+@pytest.mark.parametrize(
+    "location, words, is_asked",
+    [
+        ("{store}/pictures/none.png", "404", True),
+        ("{store}/pictures/away.png", "302.*no redirect", True),
+        ("{store}/secret.png", "in no store", False),
+        ("{store}/pictures/../secret.png", r"\.\.", False),
+        ("{store}/pictures/%2e%2e/secret.png", r"\.\.", False),
+        ("http://localhost/pictures/a%20b.png", "in no store", False),
+        ("http://user@127.0.0.1/pictures/a%20b.png", "name or key before its host", False),
+        ("s3://bucket/a b.png", "in no store", False),
+        ("s3://other/deep/a b.png", "in no store", False),
+        ("gs://bucket/deep/a b.png", "in no store", False),
+    ],
+)
+def test_a_pointer_leads_nowhere_but_below_the_prefix_of_its_store(base, store, location, words, is_asked):
+    asked = len(store.asked)
+    with pytest.raises(tinker.BadRequestError, match=words):
+        sample(base, prompt("see ", pointer(location.format(store=store.url), scheme="")))
+    assert len(store.asked) == asked + is_asked
+    assert works(base)
+
+
+def test_a_store_that_fails_once_is_asked_again_by_the_sdk(base, store):
+    chunk = pointer(f"{store.url}/pictures/broken.png", scheme="")
+    assert len(sample(base, prompt("see ", chunk)).sequences[0].tokens) == GREEDY["max_tokens"]
+    assert store.broken == 2
 
 
 def test_tokens_are_named_and_drawn_at_the_positions_of_pictures_too(base):

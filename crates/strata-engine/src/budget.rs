@@ -8,8 +8,8 @@
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
 //! for results. Where a model sees, pictures get a sixth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
 //! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
-//! three to one where activations would not suffice for a useful context. Of the activations a fifth is for freed tensors that wait for the
-//! next ones. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
+//! three to one where activations would not suffice for a useful context. A pass that does not need all of it keeps activations
+//! that it would else compute twice. Freed tensors wait for the next ones in what those in use leave. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
 //! longest sequence (what the cache holds), the longest training example (what activations hold: in little memory less), the tokens of a
 //! training pass, and the pages of the cache: nothing else asks how much memory there is.
 
@@ -42,6 +42,8 @@ pub(crate) struct Needs {
     /// Of a state; 0 if sequences have none.
     pub(crate) kv_state_bytes: u64,
     pub(crate) train_bytes_per_token: u64,
+    /// Of a training pass that computes nothing twice, for each token beyond that.
+    pub(crate) kept_bytes_per_token: u64,
     /// What a pass needs whatever its length.
     pub(crate) workspace_bytes: u64,
     /// The model's own longest sequence.
@@ -73,8 +75,10 @@ pub(crate) struct Budget {
     pub(crate) pass_tokens: usize,
     /// Tokens of all passes that run at the same time, one between the layers of another.
     pub(crate) activation_tokens: usize,
-    /// Memory that freed tensors keep for the next ones.
-    pub(crate) pool_bytes: u64,
+    /// What each of them takes.
+    pub(crate) bytes_per_token: u64,
+    /// Of the whole, what is for tensors of any kind: freed ones are kept for the next ones within it.
+    pub(crate) buffer_bytes: u64,
     pub(crate) adapter_bytes: u64,
     /// Copies of adapters that are being written.
     pub(crate) captured_bytes: u64,
@@ -146,8 +150,8 @@ impl Budget {
     }
 
     fn shares(memory_bytes: u64, needs: Needs) -> Budget {
-        let free = memory_bytes.saturating_sub(needs.weight_bytes);
-        let free = free - free / 16;
+        let free_of_weights = memory_bytes.saturating_sub(needs.weight_bytes);
+        let free = free_of_weights - free_of_weights / 16;
         let requests = (free / 8).min(REQUEST_BYTES_MAX);
         let free = free - requests;
         let pictures = PictureShares::of(free / 6, needs.pictures);
@@ -164,11 +168,12 @@ impl Budget {
         let free = free.saturating_sub(kv_pages * needs.kv_page_bytes + state_bytes + needs.workspace_bytes);
         let per_token = needs.train_bytes_per_token.max(1);
         let least = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings) as u64 * 8 / 7 + 4;
-        let share = (free / 5 * 3).max((free / 4 * 3).min(least * per_token / 4 * 5));
-        let useful = needs.max_position_embeddings.max(PASS_TOKENS_MAX) as u64 * 4 / 3 + 4;
-        let activation_tokens = (share / 5 * 4 / per_token).min(useful);
-        let pool_bytes = activation_tokens * per_token / 4;
-        let activation_bytes = activation_tokens * per_token + pool_bytes;
+        let share = (free / 5 * 3).max((free / 4 * 3).min(least * per_token));
+        // The longest example, or a pass of many that computes nothing twice.
+        let kept = PASS_TOKENS_MAX as u64 * (needs.kept_bytes_per_token / per_token + 2);
+        let useful = (needs.max_position_embeddings as u64).max(kept) * 4 / 3 + 4;
+        let activation_tokens = (share / per_token).min(useful);
+        let activation_bytes = activation_tokens * per_token;
         let activation_tokens = activation_tokens as usize;
         let more_requests = (share.saturating_sub(activation_bytes) / 2).min(REQUEST_BYTES_MAX - requests);
         let requests = requests + more_requests;
@@ -183,7 +188,8 @@ impl Budget {
             cache: Room { pages: kv_pages as usize, states: states as usize },
             pass_tokens: longest.min(PASS_TOKENS_MAX),
             activation_tokens,
-            pool_bytes,
+            bytes_per_token: per_token,
+            buffer_bytes: (memory_bytes - free_of_weights / 16).saturating_sub(requests + pictures.decoding_bytes * 2),
             adapter_bytes: adapters - adapters / 4,
             captured_bytes: adapters / 4,
             ledger_bytes: requests / 2,
@@ -230,6 +236,7 @@ mod tests {
         kv_page_bytes: 7 << 20,
         kv_state_bytes: 0,
         train_bytes_per_token: 200 << 10,
+        kept_bytes_per_token: 2 << 20,
         workspace_bytes: 240 << 20,
         max_position_embeddings: 40_960,
         pictures: PictureNeeds { seen_bytes: 0, seeing_bytes: 0, tokens_max: 0 },
@@ -243,16 +250,16 @@ mod tests {
         let memories = [3 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB];
         for (memory, needs) in memories.into_iter().flat_map(|memory| [SMALL, with_states, sees].map(|needs| (memory, needs))) {
             let b = Budget::divide(memory, needs).unwrap();
-            let activations = b.activation_tokens as u64 * needs.train_bytes_per_token + b.pool_bytes + needs.workspace_bytes;
+            let activations = b.activation_tokens as u64 * needs.train_bytes_per_token + needs.workspace_bytes;
             let requests = b.ledger_bytes + b.transit_bytes;
             let pictures = b.decoding_bytes * 2 + b.picture_tokens as u64 * needs.pictures.seeing_bytes + b.gallery_bytes;
             assert_eq!(b.picture_tokens > 0 && b.decoding_bytes > 0, needs.pictures.seen_bytes > 0);
             assert!(2 * b.picture_tokens as u64 * needs.pictures.seen_bytes <= b.gallery_bytes);
             let cache = b.cache.pages as u64 * needs.kv_page_bytes + b.cache.states as u64 * needs.kv_state_bytes;
             assert_eq!(b.cache.states > 0, needs.kv_state_bytes > 0);
-            assert!(
-                needs.weight_bytes + cache + activations + b.adapter_bytes + b.captured_bytes + requests + pictures <= memory
-            );
+            let tensors = needs.weight_bytes + cache + activations + b.adapter_bytes + b.captured_bytes + pictures;
+            assert!(tensors + requests <= memory);
+            assert!(tensors - b.decoding_bytes * 2 <= b.buffer_bytes && b.buffer_bytes + requests <= memory);
             assert!(b.max_example_tokens.max(b.pass_tokens) < b.activation_tokens);
             assert!(b.max_context_tokens < b.cache.pages * PAGE_TOKENS);
         }
@@ -267,6 +274,7 @@ mod tests {
             kv_page_bytes: 80 << 10,
             kv_state_bytes: 0,
             train_bytes_per_token: 10 << 10,
+            kept_bytes_per_token: 20 << 10,
             workspace_bytes: 1 << 20,
             max_position_embeddings: 2048,
             pictures: PictureNeeds::default(),

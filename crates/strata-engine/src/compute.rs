@@ -114,10 +114,7 @@ pub(crate) trait Compute {
     /// If there is no such adapter on this model, with a message for the user.
     fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String>;
 
-    /// A fresh adapter. `lora` has been checked by [`Compute::adapter_bytes`].
-    fn fresh(&self, lora: &LoraSpec) -> Result<Self::Learner, Failure>;
-
-    /// The adapter that a checkpoint holds.
+    /// The adapter that a checkpoint holds, or a fresh one.
     fn restore(&self, state: Self::State) -> Self::Learner;
 
     /// Its shape in the words of the API.
@@ -177,7 +174,13 @@ pub(crate) trait Compute {
     /// If `between` breaks or the device fails.
     fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError>;
 
-    /// Log-probabilities of all targets, part after part; gradients are added to the learners. `seen` has every picture of the examples.
+    /// What a pass over these parts would make of `spare_bytes` of memory beyond what it needs: bytes for activations that are then not computed again.
+    fn kept_bytes(&self, parts: &[PassPart<'_, Self>], spare_bytes: u64) -> u64
+    where
+        Self: Sized;
+
+    /// Log-probabilities of all targets, part after part; gradients are added to the learners. `seen` has every picture of the examples. Beyond what it needs the pass has
+    /// `kept_bytes` of memory, of which nothing but its time depends.
     ///
     /// # Errors
     /// If `between` breaks or the device fails; gradients are then incomplete.
@@ -185,6 +188,7 @@ pub(crate) trait Compute {
         &self,
         parts: &mut [PassPart<'_, Self>],
         seen: &HashMap<PictureId, Self::Seen>,
+        kept_bytes: u64,
         between: Between<'_>,
     ) -> Result<Vec<f32>, PassError>
     where

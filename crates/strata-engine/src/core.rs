@@ -189,6 +189,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             match done {
                 Done::Saved { ticket, result } => self.saved(ticket, result),
                 Done::Loaded { ticket, result } => self.loaded(c, ticket, result),
+                Done::Made { ticket, result } => self.made(c, ticket, result),
             }
         }
     }
@@ -243,10 +244,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 if !self.intake.has_model(&model_id) {
                     return reply.fail_user(format!("model {model_id} was unloaded before it was made"));
                 }
-                // Drawing its weights takes the device a while: it waits for its session's turn.
-                let mut tenant = Tenant::new(self.next_uid(), client, None, lora);
-                (tenant.making, tenant.due) = (Some(reply), true);
+                // Drawing its weights takes a while: not on this thread. What it takes of memory stays taken until it is done, also if its model is gone by then.
+                let (uid, ticket) = (self.next_uid(), self.next_uid());
+                let mut tenant = Tenant::new(uid, client.clone(), None, lora.clone());
+                tenant.making = Some((ticket, reply));
+                self.intake.keep(ticket, &model_id, c.adapter_bytes(&lora).map_or(0, |bytes| bytes.captured));
                 self.tenants.insert(model_id, tenant);
+                self.files.make(&client, ticket, lora, uid);
             }
             Control::CreateFrom { model_id, client, source, lora, with_optimizer, reply } => {
                 if !self.intake.has_model(&model_id) {
@@ -275,8 +279,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 self.batcher.cancel_where(|_| true, &failure);
                 for (_, tenant) in self.tenants.iter_mut().filter(|(id, _)| !keep.contains(*id)) {
                     tenant.running.drain(..).for_each(|forward| forward.fail(failure.clone()));
-                    if let Some(reply) = tenant.making.take() {
-                        tenant.due = false;
+                    if let Some((ticket, reply)) = tenant.making.take() {
+                        if self.files.abandon_make(ticket) {
+                            self.intake.release(ticket);
+                        }
                         reply.send(Err(failure.clone()));
                     }
                 }
@@ -301,6 +307,11 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let Some(tenant) = self.tenants.remove(model_id) else { return };
         if let Some((ticket, _)) = &tenant.loading {
             self.files.abandon_load(*ticket);
+        }
+        if let Some((ticket, _)) = &tenant.making
+            && self.files.abandon_make(*ticket)
+        {
+            self.intake.release(*ticket);
         }
         tenant.fail_all(failure);
     }
@@ -367,34 +378,19 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         while self.begin_op(c, model_id, false) {}
     }
 
-    /// Makes a model, or begins an operation of it that takes time on the device; and begins those that follow.
+    /// Begins an operation of a model that takes time on the device, and those that follow.
     fn take_turn(&mut self, c: &C, model_id: &str) {
         self.served += 1;
         let Some(tenant) = self.tenants.get_mut(model_id) else { return };
         tenant.served = self.served;
-        match tenant.making.take() {
-            Some(reply) => self.make(c, model_id, reply),
-            None => drop(self.begin_op(c, model_id, true)),
-        }
+        self.begin_op(c, model_id, true);
         self.begin_ops(c, model_id);
-    }
-
-    fn make(&mut self, c: &C, model_id: &str, reply: PendingReply) {
-        let Some(tenant) = self.tenants.get_mut(model_id) else { return };
-        tenant.due = false;
-        let (client, lora, start) = (tenant.client.clone(), tenant.lora.clone(), c.now());
-        let made = c.fresh(&lora).map(|learner| tenant.learner = Some(learner));
-        self.fair.charge(&client, Work::Training, c.now().saturating_sub(start));
-        if let Err(failure) = &made {
-            self.intake.remove_model(model_id, failure);
-        }
-        reply.send(made.map(|()| Response::Created { lora }));
     }
 
     /// Begins the next operation of a model if it can. Answers whether it did.
     fn begin_op(&mut self, c: &C, model_id: &str, has_turn: bool) -> bool {
         let (ahead_max, ticket) = (self.budget.pass_tokens, self.next_uid());
-        let Some(tenant) = self.tenants.get_mut(model_id).filter(|tenant| tenant.making.is_none()) else { return false };
+        let Some(tenant) = self.tenants.get_mut(model_id) else { return false };
         tenant.due = false;
         let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
             Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
@@ -532,6 +528,26 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             // Given up meanwhile: its requests have been answered.
             None => {}
         }
+    }
+
+    /// A fresh adapter is there, or is not.
+    fn made(&mut self, c: &C, ticket: u64, result: Result<C::State, Failure>) {
+        let of_uid = self.files.made(ticket).and_then(|uid| self.tenants.iter_mut().find(|(_, tenant)| tenant.uid == uid));
+        let wanted = of_uid.and_then(|(model_id, tenant)| Some((model_id.clone(), tenant.making.take()?.1, tenant)));
+        match (wanted, result) {
+            (Some((_, reply, tenant)), Ok(state)) => {
+                tenant.learner = Some(c.restore(state));
+                reply.send(Ok(Response::Created { lora: tenant.lora.clone() }));
+            }
+            (Some((model_id, reply, _)), Err(failure)) => {
+                // Its name is free again before anyone is told.
+                self.intake.remove_model(&model_id, &failure);
+                reply.send(Err(failure));
+            }
+            // Given up meanwhile: who asked has been answered. Its memory is free before others may have it.
+            (None, result) => drop(result),
+        }
+        self.intake.release(ticket);
     }
 
     fn tenant_loaded(&mut self, c: &C, uid: u64, ticket: u64, result: Result<C::State, Failure>) {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use strata_model::lora::{Adapter, LoraConfig, LoraParams, Part};
@@ -24,11 +25,13 @@ pub(crate) struct Device {
     pub(crate) model: Arc<Model>,
     start: Instant,
     turn: Turn,
+    computes_again: Arc<AtomicBool>,
 }
 
 impl Device {
-    pub(crate) fn new(model: Arc<Model>, turn: Turn) -> Self {
-        Device { model, start: Instant::now(), turn }
+    /// `computes_again`: whether passes keep no activations, however much memory there is.
+    pub(crate) fn new(model: Arc<Model>, turn: Turn, computes_again: Arc<AtomicBool>) -> Self {
+        Device { model, start: Instant::now(), turn, computes_again }
     }
 }
 
@@ -37,8 +40,10 @@ impl Device {
         &self,
         parts: &mut [PassPart<'_, Self>],
         seen: &HashMap<PictureId, Rc<ImageFeatures>>,
+        kept_bytes: u64,
         between: Between<'_>,
     ) -> Result<Vec<f32>, PassError> {
+        let (tokens, rank) = size_of_pass(parts);
         let mut adapters = Vec::with_capacity(parts.len());
         for part in parts.iter_mut() {
             let packed = part.learner.packed(&self.model);
@@ -62,7 +67,8 @@ impl Device {
         let done = if gradients.iter().all(Option::is_none) {
             self.model.forward_with(&batch, &targets, between)
         } else {
-            self.model.forward_backward_with(&batch, &targets, &loss, &mut gradients, between)
+            let kept_layers = self.model.layers_kept_within(kept_bytes, tokens, rank);
+            self.model.forward_backward_with(&batch, &targets, &loss, &mut gradients, kept_layers, between)
         };
         done.map_err(pass_error)
     }
@@ -82,11 +88,6 @@ impl Compute for Device {
 
     fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
         Ok(learner::adapter_bytes(&self.model, &learner::config_of(lora, &self.model)?))
-    }
-
-    fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
-        let config = learner::config_of(lora, &self.model).map_err(Failure::User)?;
-        self.turn.work(|| Learner::fresh(&self.model, config, lora.seed))
     }
 
     fn restore(&self, state: LearnerState) -> Learner {
@@ -157,14 +158,23 @@ impl Compute for Device {
         seen.map(Rc::new).map_err(pass_error)
     }
 
+    fn kept_bytes(&self, parts: &[PassPart<'_, Self>], spare_bytes: u64) -> u64 {
+        if self.computes_again.load(Ordering::Relaxed) || !parts.iter().any(|part| part.backward) {
+            return 0;
+        }
+        let (tokens, rank) = size_of_pass(parts);
+        self.model.kept_bytes(self.model.layers_kept_within(spare_bytes, tokens, rank), tokens, rank)
+    }
+
     fn pass(
         &self,
         parts: &mut [PassPart<'_, Self>],
         seen: &HashMap<PictureId, Self::Seen>,
+        kept_bytes: u64,
         between: Between<'_>,
     ) -> Result<Vec<f32>, PassError> {
         let mut between = || self.turn.aside(&mut *between);
-        self.turn.work(|| self.run_pass(parts, seen, &mut between))
+        self.turn.work(|| self.run_pass(parts, seen, kept_bytes, &mut between))
     }
 
     fn new_cache(&self, size: Room) -> Result<KvCache, String> {
@@ -266,6 +276,13 @@ fn push_datum<'a>(
     targets.ids.extend_from_slice(&datum.targets);
     targets.offsets.extend((1..=datum.tokens.len()).map(|t| start + t * datum.targets_per_token));
     Ok(())
+}
+
+/// Tokens of a pass, and the largest rank of its adapters.
+fn size_of_pass(parts: &[PassPart<'_, Device>]) -> (usize, usize) {
+    let tokens = parts.iter().flat_map(|part| &part.data).map(|datum| datum.tokens.len()).sum();
+    let ranks = parts.iter().map(|part| part.learner.config.rank_max());
+    (tokens, ranks.max().unwrap_or(0))
 }
 
 /// Losses with a ratio per sequence need its log-probabilities before their derivative is known: one pass forward finds them. They are the

@@ -307,7 +307,7 @@ mod tests {
     fn loaded(done: &Receiver<Done>) -> (u64, Result<(), Failure>) {
         match done.recv_timeout(PATIENCE).unwrap() {
             Done::Loaded { ticket, result } => (ticket, result.map(drop)),
-            Done::Saved { .. } => panic!("nothing was saved"),
+            Done::Saved { .. } | Done::Made { .. } => panic!("nothing was saved"),
         }
     }
 

@@ -16,18 +16,19 @@ use strata_model::{Model, PAGE_TOKENS, Tokenizer};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
-use crate::api::{CheckpointSource, Client, Failure, Refusal, Request, RequestId, SaveTarget};
+use crate::api::{CheckpointSource, Client, Failure, LoraSpec, Refusal, Request, RequestId, SaveTarget};
 use crate::budget::{Budget, Needs, PictureNeeds, StartError};
 use crate::checkpoint::BaseModel;
 use crate::compute::Compute;
 use crate::core::Core;
 use crate::device::Device;
-use crate::disk::{Disk, Done, LoadJob, SaveJob};
+use crate::disk::{Deliver, Disk, Done, LoadJob, SaveJob};
 use crate::files::Storage;
 use crate::intake::Intake;
 use crate::learner::{self, LearnerState};
 use crate::ledger::Ledger;
 use crate::machine::Machine;
+use crate::maker::Maker;
 use crate::pictures::{Eyes, ModelEyes};
 use crate::reply::Reply;
 use crate::sampler::SamplerLimits;
@@ -77,6 +78,7 @@ struct Shared {
     admission: Admission,
     alive: Arc<AtomicBool>,
     info: EngineInfo,
+    computes_again: Arc<AtomicBool>,
     unfinished_saves: UnfinishedSaves,
 }
 
@@ -103,6 +105,7 @@ impl EngineHandle {
                 kv_page_bytes: model.kv_page_bytes() as u64,
                 kv_state_bytes: model.kv_state_bytes() as u64,
                 train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
+                kept_bytes_per_token: model.kept_bytes(model.config().num_layers, 1, rank),
                 workspace_bytes: model.workspace_bytes() as u64,
                 max_position_embeddings: model.config().max_position_embeddings,
                 pictures: PictureNeeds {
@@ -121,7 +124,7 @@ impl EngineHandle {
             transit_bytes: budget.transit_bytes,
         };
         tracing::info!(?budget, backend = %info.backend, "engine starts");
-        model.backend().limit_kept(budget.pool_bytes as usize);
+        model.backend().limit_memory(config.machine.grow_buffers(budget.buffer_bytes) as usize);
         let model = Arc::new(model);
         config.machine.ledger.grow(budget.ledger_bytes);
         let intake = Arc::new(Intake::new(config.machine.ledger.clone(), budget.adapter_bytes));
@@ -145,22 +148,28 @@ impl EngineHandle {
         let (backend, modules) = (model.shared_backend(), model.lora_modules().to_vec());
         let format = AdapterFormat::tinker(model.config());
         let base = BaseModel { name: config.base_model, backend, modules, format };
-        let storage = DiskStorage::start(base, intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
+        let storage = DiskStorage::start(base, model.clone(), intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
-        let device = Device::new(model, config.machine.join());
+        let computes_again = Arc::new(AtomicBool::new(false));
+        let device = Device::new(model, config.machine.join(), computes_again.clone());
         let cache = device.new_cache(budget.cache).map_err(StartError::Device)?;
         spawn(alive.clone(), intake.clone(), move || {
             let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS);
             run(core, &intake);
         })?;
-        Ok(EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) })
+        Ok(Self::of(admission, alive, info, computes_again))
+    }
+
+    fn of(admission: Admission, alive: Arc<AtomicBool>, info: EngineInfo, computes_again: Arc<AtomicBool>) -> Self {
+        let unfinished_saves = UnfinishedSaves::default();
+        EngineHandle { shared: Arc::new(Shared { admission, alive, info, computes_again, unfinished_saves }) }
     }
 
     /// A handle on an engine that someone else drives.
     #[cfg(any(test, feature = "simulation"))]
     pub(crate) fn over(admission: Admission, info: EngineInfo) -> Self {
         let alive = Arc::new(AtomicBool::new(true));
-        EngineHandle { shared: Arc::new(Shared { admission, alive, info, unfinished_saves: UnfinishedSaves::default() }) }
+        Self::of(admission, alive, info, Arc::default())
     }
 
     #[cfg(any(test, feature = "simulation"))]
@@ -171,6 +180,11 @@ impl EngineHandle {
     /// What the engine serves.
     pub fn info(&self) -> &EngineInfo {
         &self.shared.info
+    }
+
+    /// Whether passes from now on compute activations again on the way back, as if there were no memory to keep them. For benchmarks: no bit depends on it.
+    pub fn compute_activations_again(&self, again: bool) {
+        self.shared.computes_again.store(again, Ordering::Relaxed);
     }
 
     /// The account that requests and results are charged to.
@@ -210,21 +224,23 @@ impl EngineHandle {
     }
 }
 
-/// The disk thread, and what it has done.
+/// The threads of the disk and of fresh adapters, and what they have done.
 struct DiskStorage {
     disk: Disk,
+    maker: Maker,
     done: Receiver<Done>,
 }
 
 impl DiskStorage {
-    fn start(base: BaseModel, intake: Arc<Intake>) -> std::io::Result<Self> {
+    fn start(base: BaseModel, model: Arc<Model>, intake: Arc<Intake>) -> std::io::Result<Self> {
         let (sender, done) = channel();
         let deliver = move |ended| {
             // An engine that is gone wants nothing any more.
             let _ = sender.send(ended);
             intake.nudge();
         };
-        Ok(DiskStorage { disk: Disk::start(base, Arc::new(deliver))?, done })
+        let deliver: Deliver = Arc::new(deliver);
+        Ok(DiskStorage { disk: Disk::start(base, deliver.clone())?, maker: Maker::start(model, deliver)?, done })
     }
 }
 
@@ -235,6 +251,10 @@ impl Storage<LearnerState> for DiskStorage {
 
     fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool) {
         self.disk.load(LoadJob { ticket, source, with_optimizer });
+    }
+
+    fn make(&mut self, ticket: u64, lora: LoraSpec) {
+        self.maker.make(ticket, lora);
     }
 
     fn poll(&mut self) -> Option<Done> {

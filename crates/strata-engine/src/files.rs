@@ -21,6 +21,8 @@ const LOADS_PER_SESSION_MAX: usize = 2;
 pub(crate) trait Storage<S> {
     fn save(&mut self, ticket: u64, state: S, target: SaveTarget);
     fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool);
+    /// Draws the first weights of an adapter, which needs no disk and none of the device's time, but a thread.
+    fn make(&mut self, ticket: u64, lora: LoraSpec);
     /// Something that has ended, if anything has.
     fn poll(&mut self) -> Option<Done<S>>;
 }
@@ -33,6 +35,10 @@ pub(crate) enum Done<S> {
         result: Result<u64, Failure>,
     },
     Loaded {
+        ticket: u64,
+        result: Result<S, Failure>,
+    },
+    Made {
         ticket: u64,
         result: Result<S, Failure>,
     },
@@ -82,6 +88,11 @@ pub(crate) struct Files<S> {
     writing: Vec<u64>,
     loading: BTreeMap<u64, (Client, LoadFor)>,
     reading: Vec<(u64, Client)>,
+    makes: BTreeMap<Client, VecDeque<(u64, LoraSpec)>>,
+    /// The tenants, by uid, that fresh adapters are for.
+    making: BTreeMap<u64, u64>,
+    /// What the storage makes. One at a time: another begins no sooner for being asked for, and a session waits for one of each other session at most.
+    drawing: Option<u64>,
     captured_bytes: u64,
     captured_bytes_max: u64,
 }
@@ -97,6 +108,9 @@ impl<S> Files<S> {
             writing: Vec::new(),
             loading: BTreeMap::new(),
             reading: Vec::new(),
+            makes: BTreeMap::new(),
+            making: BTreeMap::new(),
+            drawing: None,
             captured_bytes: 0,
             captured_bytes_max,
         }
@@ -119,6 +133,12 @@ impl<S> Files<S> {
     pub(crate) fn load(&mut self, client: &Client, load: Load, load_for: LoadFor) {
         self.loading.insert(load.ticket, (client.clone(), load_for));
         self.loads.entry(client.clone()).or_default().push_back(load);
+    }
+
+    /// Has a fresh adapter made for the tenant of this uid.
+    pub(crate) fn make(&mut self, client: &Client, ticket: u64, lora: LoraSpec, uid: u64) {
+        self.making.insert(ticket, uid);
+        self.makes.entry(client.clone()).or_default().push_back((ticket, lora));
     }
 
     /// Gives the storage what it has room for.
@@ -146,6 +166,31 @@ impl<S> Files<S> {
             self.reading.push((load.ticket, client));
             storage.load(load.ticket, load.source, load.with_optimizer);
         }
+        if self.drawing.is_none() {
+            let next = self.makes.keys().min_by_key(|c| self.turns.standing(c, Work::Sampling)).cloned();
+            let Some(client) = next else { return };
+            let Some((ticket, lora)) = pop(&mut self.makes, &client) else { return };
+            self.turns.serve(&client, Work::Sampling);
+            self.turns.charge(&client, Work::Sampling, Duration::from_millis(1));
+            self.drawing = Some(ticket);
+            storage.make(ticket, lora);
+        }
+    }
+
+    /// The tenant that an adapter was made for; `None` if nobody wants it any more.
+    pub(crate) fn made(&mut self, ticket: u64) -> Option<u64> {
+        self.drawing = self.drawing.filter(|other| *other != ticket);
+        self.making.remove(&ticket)
+    }
+
+    /// Forgets whom a fresh adapter is for. Whether it has not begun, and does not: what is being made takes its memory until it is.
+    pub(crate) fn abandon_make(&mut self, ticket: u64) -> bool {
+        self.making.remove(&ticket);
+        for queue in self.makes.values_mut() {
+            queue.retain(|(other, _)| *other != ticket);
+        }
+        self.makes.retain(|_, queue| !queue.is_empty());
+        self.drawing != Some(ticket)
     }
 
     /// Whom a save that has ended was for.
@@ -189,7 +234,7 @@ impl<S> Files<S> {
 impl<S> Files<S> {
     /// Whether nothing waits or runs.
     pub(crate) fn is_idle(&self) -> bool {
-        self.saving.is_empty() && self.loading.is_empty()
+        self.saving.is_empty() && self.loading.is_empty() && self.making.is_empty()
     }
 
     /// What is wrong with the books, if anything.

@@ -38,13 +38,15 @@ pub(crate) struct LearnerState {
     pub(crate) moments: Option<Moments>,
 }
 
-impl Learner {
+impl LearnerState {
     /// A fresh adapter.
     pub(crate) fn fresh(model: &Model, config: LoraConfig, seed: u64) -> Result<Self, Failure> {
         let weights = LoraParams::init(model.backend(), model.lora_modules(), &config, seed).map_err(device_failure)?;
-        Ok(Self::from_state(LearnerState { config, weights: Arc::new(weights), moments: None }))
+        Ok(LearnerState { config, weights: Arc::new(weights), moments: None })
     }
+}
 
+impl Learner {
     pub(crate) fn from_state(state: LearnerState) -> Self {
         let LearnerState { config, weights, moments } = state;
         Learner { config, weights, gradient: None, moments, bounds: None, packed: None, gradient_lost: None }
@@ -241,7 +243,7 @@ mod tests {
             let bytes = adapter_bytes(&model, &config);
             let as_recorded = config_of(&spec_of(&config, model.lora_modules()), &model).unwrap();
             assert_eq!(adapter_bytes(&model, &as_recorded), bytes, "rank {rank}");
-            let mut learner = Learner::fresh(&model, config, 1).unwrap();
+            let mut learner = Learner::from_state(LearnerState::fresh(&model, config, 1).unwrap());
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");
             let state = learner.full_state(&model).unwrap();
             let moments = state.moments.unwrap();

@@ -42,6 +42,7 @@ pub mod ledger;
 pub mod limits;
 mod losses;
 mod machine;
+mod maker;
 mod optimizer;
 mod pictures;
 mod reply;

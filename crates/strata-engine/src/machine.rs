@@ -5,6 +5,7 @@
 //! others is no time that its own clients are charged for.
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -14,13 +15,22 @@ use crate::ledger::Ledger;
 #[derive(Clone)]
 pub struct Machine {
     pub(crate) ledger: Ledger,
+    /// Memory that the backends of all engines have for buffers.
+    buffer_bytes: Arc<AtomicU64>,
     turns: Arc<Turns>,
 }
 
 impl Default for Machine {
     /// One that no engine is on.
     fn default() -> Self {
-        Machine { ledger: Ledger::new(0), turns: Arc::default() }
+        Machine { ledger: Ledger::new(0), buffer_bytes: Arc::default(), turns: Arc::default() }
+    }
+}
+
+impl Machine {
+    /// Adds the memory that an engine has for buffers; answers what all have.
+    pub(crate) fn grow_buffers(&self, bytes: u64) -> u64 {
+        self.buffer_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
     }
 }
 

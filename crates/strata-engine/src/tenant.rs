@@ -92,8 +92,8 @@ pub(crate) struct Tenant<C: Compute> {
     pub(crate) learner: Option<C::Learner>,
     /// The adapter that room was set aside for.
     pub(crate) lora: LoraSpec,
-    /// The adapter's first weights are drawn when it is its session's turn; then whom to tell. Nothing else begins before.
-    pub(crate) making: Option<PendingReply>,
+    /// The adapter's first weights, which are being drawn, and whom to tell. Nothing else begins before.
+    pub(crate) making: Option<(u64, PendingReply)>,
     /// Whether a pass has the learner.
     pub(crate) in_pass: bool,
     /// What a pass has of `running`.
@@ -207,7 +207,7 @@ impl<C: Compute> Tenant<C> {
 
     /// Fails everything that is owed.
     pub(crate) fn fail_all(mut self, failure: &Failure) {
-        if let Some(reply) = self.making.take() {
+        if let Some((_, reply)) = self.making.take() {
             reply.send(Err(failure.clone()));
         }
         if let Some((_, reply)) = self.loading.take() {

@@ -183,6 +183,11 @@ impl LoraConfig {
         self.shape_of(index, module).rank
     }
 
+    /// The largest rank of a pair.
+    pub fn rank_max(&self) -> usize {
+        self.own.values().map(|own| own.rank).fold(self.rank, usize::max)
+    }
+
     /// The factor of the low-rank product of modules that have none of their own, experts too: the Tinker tools know one rank and one alpha.
     pub fn scale(&self) -> f32 {
         self.alpha / self.rank as f32
@@ -289,9 +294,7 @@ impl LoraParams {
             let mut values = vec![0.0; config.rank_of(index, module) * module.in_features];
             for layer in 0..module.entries() {
                 let key = [seed, (index as u64) << 32 | layer as u64];
-                for (place, value) in values.iter_mut().enumerate() {
-                    *value = (random::uniform(key, place as u64) * 2.0 - 1.0) * bound;
-                }
+                random::fill_symmetric(key, bound, &mut values);
                 backend.upload(HostRef::from_f32(&values, &[values.len()])?, stack.a.row_mut(layer))?;
             }
         }

@@ -1,10 +1,12 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
 mod merge;
+mod packed_copy;
 mod weights;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 
 use strata_tensor::{
@@ -13,15 +15,17 @@ use strata_tensor::{
     target_logprobs,
 };
 
-use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Observed, Observer};
-use crate::checkpoint::{Checkpoint, first_not_finite};
+use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Leaves, Observed, Observer, Plan};
+use crate::checkpoint::{Checkpoint, alone, first_not_finite};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::vision::{ImageProcessor, Patches};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
+use packed_copy::{PackedCopy, Unusable};
 use weights::{CheckpointWeights, RandomWeights, account_for, check_tied, tensors_of};
 
 pub use merge::write_merged;
+pub use packed_copy::UnwrittenCopy;
 pub use weights::random_parameter;
 
 /// Lists that a pass keeps for each token: positions, steps of sums, terms of the loss.
@@ -81,18 +85,71 @@ impl Model {
         dtype: Option<DType>,
         storage: WeightStorage,
     ) -> Result<Self> {
+        Ok(Self::load_from(backend, source, dtype, storage, None)?.0)
+    }
+
+    /// As [`Model::load_stored`], from the packed copy in the directory `copies` if there is one of this checkpoint; the weights of the files are then not read. If there is none, or
+    /// it is damaged, also what makes one.
+    ///
+    /// # Errors
+    /// As there: what is wrong with a copy never is.
+    pub fn load_copied(
+        backend: Arc<dyn Backend>,
+        source: &ModelSource,
+        dtype: Option<DType>,
+        storage: WeightStorage,
+        copies: &Path,
+    ) -> Result<(Self, Option<UnwrittenCopy>)> {
+        Self::load_from(backend, source, dtype, storage, Some(copies))
+    }
+
+    fn load_from(
+        backend: Arc<dyn Backend>,
+        source: &ModelSource,
+        dtype: Option<DType>,
+        storage: WeightStorage,
+        copies: Option<&Path>,
+    ) -> Result<(Self, Option<UnwrittenCopy>)> {
         let config = source.config()?;
         let checkpoint = tensors_of(source, &config)?;
         let dtype = dtype.unwrap_or_else(|| Self::compute_dtype(&checkpoint, &config));
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
-        check_tied(&checkpoint, &config)?;
-        let format = WeightFormat { compute: dtype, storage };
-        let decoder = Decoder::load(&*backend, &config, format, &mut CheckpointWeights { checkpoint: &checkpoint })?;
+        let (format, plan) = (WeightFormat { compute: dtype, storage }, Plan::of(&config));
+        let copy = match copies.zip(source.directory()) {
+            Some((copies, dir)) => {
+                let files = (dir, &checkpoint, &*source.config_json()?);
+                Some(PackedCopy::of(copies, files, &plan.declaration, format, &*backend))
+            }
+            None => None,
+        };
+        let copied = copy.as_ref().map(|copy| (copy.read(&*backend, &plan.declaration), copy.path().display()));
+        let (weights, copy) = match copied {
+            Some((Ok(weights), _)) => (weights, None),
+            Some((Err(Unusable::Device(error)), _)) => return Err(error),
+            missing => {
+                match missing {
+                    Some((Err(Unusable::Damaged(why)), path)) => {
+                        tracing::warn!(%path, "the packed copy cannot be used, and is made again: {why}");
+                    }
+                    Some((Err(Unusable::Stale), path)) => {
+                        tracing::info!(%path, "the packed copy is of another state of the checkpoint or the program, and is made again");
+                    }
+                    _ => {}
+                }
+                check_tied(&checkpoint, &config)?;
+                let run = |num_tasks: usize, task: &(dyn Fn(usize) + Sync)| backend.on_threads(num_tasks, task);
+                let mut weights = CheckpointWeights { checkpoint: &checkpoint, run: &run };
+                (plan.declaration.load(&*backend, format, &mut weights)?, copy)
+            }
+        };
+        let decoder = Decoder::new(plan, weights, &config, dtype);
         let image_processor = source.image_processor(&config)?;
         let model = Model { backend, config, dtype, decoder, image_processor, logits_chunk_bytes: LOGITS_CHUNK_BYTES };
         model.probe().map_err(|message| checkpoint.error(message))?;
-        Ok(model)
+        let unwritten =
+            copy.map(|copy| UnwrittenCopy::new(copy, model.decoder.shared_weights(), model.backend.clone(), &checkpoint));
+        Ok((model, unwritten))
     }
 
     /// The dtype that a model computes in unless someone says otherwise: that of its embedding, f16 as f32, or what its configuration says.
@@ -138,7 +195,7 @@ impl Model {
         batch.push_sequence(&tokens[..self.config.max_position_embeddings.min(2)]);
         let mut first = None;
         let mut observe = |what, value: &Tensor| {
-            if first.is_none() && first_not_finite(self.backend.to_host(value.as_ref())?.as_ref()).is_some() {
+            if first.is_none() && first_not_finite(&alone, self.backend.to_host(value.as_ref())?.as_ref()).is_some() {
                 first = Some(what);
             }
             Ok(())
@@ -198,6 +255,24 @@ impl Model {
         // The products of a layer's pairs, saved for the way back; and for one pair at a time, those on the way, twice.
         let rank = rank.next_multiple_of(2);
         with_rounding(rank * (self.lora_modules().len() * narrow + 3 * wide + 3 * narrow) + TOKEN_LISTS_BYTES)
+    }
+
+    /// Bytes that a training pass takes beyond [`Model::train_bytes_per_token`] if it keeps the activations of its last `layers` layers, over `tokens` tokens with adapters
+    /// of ranks up to `rank`: those of one have their place there.
+    pub fn kept_bytes(&self, layers: usize, tokens: usize, rank: usize) -> u64 {
+        let further = layers.min(self.config.num_layers).saturating_sub(1) as u64;
+        (tokens as u64).saturating_mul(self.kept_bytes_per_token(rank)).saturating_mul(further)
+    }
+
+    /// The most layers whose [`Model::kept_bytes`] are within `bytes`.
+    pub fn layers_kept_within(&self, bytes: u64, tokens: usize, rank: usize) -> usize {
+        let of_layer = (tokens as u64).saturating_mul(self.kept_bytes_per_token(rank)).max(1);
+        usize::try_from(bytes / of_layer).unwrap_or(usize::MAX).saturating_add(1).min(self.config.num_layers)
+    }
+
+    fn kept_bytes_per_token(&self, rank: usize) -> u64 {
+        let products = rank.next_multiple_of(2) * self.lora_modules().len() * self.dtype.size_bytes();
+        with_rounding(self.decoder.layer_bytes_per_token(self.backend()).kept + products) as u64
     }
 
     /// Bytes that a pass takes whatever its tokens: logits of a chunk (see [`Model::set_logits_chunk_bytes`]) and their gradient, and the
@@ -284,7 +359,8 @@ impl Model {
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, None, None, between)?;
+        let hidden =
+            self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, Leaves::Activations(0), None, between)?;
         Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
     }
 
@@ -301,11 +377,12 @@ impl Model {
         loss: &dyn TokenLoss,
         gradients: &mut [Option<&mut LoraParams>],
     ) -> Result<Vec<f32>> {
-        self.forward_backward_with(batch, targets, loss, gradients, &mut || ControlFlow::Continue(()))
+        self.forward_backward_with(batch, targets, loss, gradients, 0, &mut || ControlFlow::Continue(()))
     }
 
-    /// As [`Model::forward_backward`]; calls `between` after each decoder layer in both directions and after each chunk of logits. Nothing is
-    /// locked meanwhile: it may run other passes on this model. No bit of a result depends on it.
+    /// As [`Model::forward_backward`], with the activations of the last `kept_layers` layers in memory until the way back (one for nothing): those of the others are
+    /// computed again. Calls `between` after each chunk of logits and after each decoder layer in both directions, if others come after it. Nothing is
+    /// locked meanwhile: it may run other passes on this model. No bit of a result depends on either.
     ///
     /// # Errors
     /// As [`Model::forward_backward`], and [`Error::Interrupted`] if `between` breaks. Some of the gradients have then been added and others not,
@@ -316,6 +393,7 @@ impl Model {
         targets: &Targets,
         loss: &dyn TokenLoss,
         gradients: &mut [Option<&mut LoraParams>],
+        kept_layers: usize,
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         if gradients.len() != batch.groups.len() {
@@ -324,7 +402,7 @@ impl Model {
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::recording(self.backend());
-        let hidden = self.decoder.hidden(&mut tape, &inputs, None, None, between)?;
+        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(kept_layers.max(1)), None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
         let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
         let dhidden = dhidden.expect("a loss was given");
@@ -366,7 +444,8 @@ impl Model {
     ) -> Result<Vec<Option<RowReply>>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let undisturbed = &mut || ControlFlow::Continue(());
-        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, Some(cache), None, undisturbed)?;
+        let hidden =
+            self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, Leaves::Cache(cache), None, undisturbed)?;
         let (w, module) = self.decoder.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
         Ok(read_logits(self.backend(), hidden.value(), w, &lora, rows, requests, self.logits_chunk_bytes)?)
@@ -384,7 +463,8 @@ impl Model {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
-        let hidden = self.decoder.hidden(&mut tape, &inputs, None, observer, &mut || ControlFlow::Continue(()))?;
+        let hidden =
+            self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(0), observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.decoder.unembedding();
         let logits = tape.linear(&hidden, Linear { weight: w, bias: None, lora: inputs.lora(0, &[(module, 0)]) })?;
         observe(Observed::Logits, logits.value())

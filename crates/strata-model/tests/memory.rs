@@ -177,7 +177,7 @@ fn picture(model: &Model, height: usize, width: usize) -> (Patches, Grid) {
 #[test]
 fn seeing_a_picture_takes_no_more_memory_than_the_model_says() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
+    CpuBackend::with_isa(Isa::detect(), 1).limit_memory(0);
     for (config, dtype) in seeing_models().iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
         let model = Model::random(Arc::new(CpuBackend::with_isa(Isa::detect(), 2)), config.clone(), 1, dtype).unwrap();
         // What is kept of the places that have embeddings is the model's.
@@ -260,7 +260,7 @@ fn decoding_a_picture_takes_no_more_memory_than_is_said_whatever_is_in_its_file(
 #[test]
 fn passes_over_pictures_take_no_more_memory_than_the_model_says() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
+    CpuBackend::with_isa(Isa::detect(), 1).limit_memory(0);
     for (config, dtype) in seeing_models().iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
         for lengths in [&[(2, 2)][..], &[(20, 15)], &[(1, 1); 40], &[(20, 1), (1, 30), (7, 7)]] {
             check_pictures(config, dtype, lengths);
@@ -318,7 +318,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 fn a_tensor_is_counted_once_whether_allocated_or_mapped() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let backend = CpuBackend::with_isa(Isa::detect(), 1);
-    backend.limit_kept(0);
+    backend.limit_memory(0);
     // The harness allocates too, on a thread of its own.
     const BESIDE: usize = 16 << 10;
     for bytes in [64 << 10, 1 << 20, 16 << 20] {
@@ -360,10 +360,55 @@ fn a_hostile_header_takes_little_memory() {
 }
 
 #[test]
+fn passes_of_many_adapters_take_no_more_memory_than_the_model_says() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    // Little attention, so that what it takes on every thread does not stand for what products take.
+    let config = config(512, 1024, 2, [2, 1, 4], 300);
+    for (threads, dtype) in [(1, DType::F32), (2, DType::BF16), (16, DType::F32)] {
+        let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), threads));
+        backend.limit_memory(0);
+        let mut model = Model::random(backend, config.clone(), 1, dtype).unwrap();
+        model.set_logits_chunk_bytes(0);
+        let adapters: Vec<_> = [32, 1, 8, 2, 16, 4, 32, 32, 16, 32, 32, 8, 32, 32, 32, 32]
+            .map(|rank| {
+                let lora = LoraConfig {
+                    rank,
+                    alpha: 8.0,
+                    attention: true,
+                    mlp: true,
+                    unembed: true,
+                    embedding: false,
+                    own: BTreeMap::new(),
+                    left_out: ModuleSet::NONE,
+                };
+                let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
+                let gradient = LoraParams::zeros(model.backend(), model.lora_modules(), &lora).unwrap();
+                (model.pack_adapter(lora, &params).unwrap(), gradient)
+            })
+            .into();
+        let (adapters, mut gradients): (Vec<_>, Vec<_>) = adapters.into_iter().unzip();
+        let mut batch = PackedBatch::new();
+        for adapter in &adapters {
+            batch.begin_group(Some(adapter));
+            // Each fills a granule of a sum over tokens.
+            (0..16).for_each(|token| batch.push_sequence(&[token]));
+        }
+        let n = batch.len();
+        let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=n).collect() };
+        let said = n * (model.train_bytes_per_token() + model.lora_bytes_per_token(32) + 64) + model.workspace_bytes();
+        let mut gradients: Vec<_> = gradients.iter_mut().map(Some).collect();
+        for _ in 0..4 {
+            let taken = peak_bytes(|| drop(model.forward_backward(&batch, &targets, &CrossEntropy, &mut gradients).unwrap()));
+            assert!(taken <= said, "{taken} bytes of {threads} threads, said {said}: {dtype}");
+        }
+    }
+}
+
+#[test]
 fn passes_take_no_more_memory_than_the_model_says() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Freed buffers go back at once, so that what is counted is what is in use.
-    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
+    CpuBackend::with_isa(Isa::detect(), 1).limit_memory(0);
     let shapes = [
         config(64, 160, 3, [4, 2, 16], 500),
         config(64, 16, 2, [4, 1, 32], 300),
@@ -402,7 +447,7 @@ fn passes_take_no_more_memory_than_the_model_says() {
 #[test]
 fn long_sequences_through_gated_delta_nets_take_little_less_than_the_model_says() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    CpuBackend::with_isa(Isa::detect(), 1).limit_kept(0);
+    CpuBackend::with_isa(Isa::detect(), 1).limit_memory(0);
     // So long that what does not grow with them is little beside what does. Heads that are narrow, and states that are large.
     for delta in [[4, 16, 16, 16, 4], [1, 4, 64, 64, 2]] {
         let config = qwen3_5(12, delta, ["linear_attention"; 2], None);
@@ -443,6 +488,19 @@ fn check_passes(config: &ModelConfig, dtype: DType, (rank, embedding): (usize, b
     let trained = peak_bytes(|| {
         model.forward_backward(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)]).unwrap();
     });
+    // All activations are kept, and as many as there is room for.
+    let some = [config.num_layers, model.layers_kept_within(said as u64, n, rank)];
+    for layers in some.into_iter().filter(|_| !embedding) {
+        let said = said as u64 + model.kept_bytes(layers, n, rank);
+        let between = &mut || std::ops::ControlFlow::Continue(());
+        let gradients = &mut [Some(&mut gradients)];
+        let kept =
+            peak_bytes(|| drop(model.forward_backward_with(&batch, &targets, &CrossEntropy, gradients, layers, between)));
+        assert!(
+            kept as u64 <= said,
+            "{kept} bytes with {layers} layers kept, said {said}: {config:?} {dtype} rank {rank} {lengths:?}"
+        );
+    }
     let scored = peak_bytes(|| drop(model.forward(&batch, &targets).unwrap()));
     let pages = lengths.iter().map(|len| len.div_ceil(64)).sum();
     let mut cache = model.new_kv_cache(pages, lengths.len()).unwrap();

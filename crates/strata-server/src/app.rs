@@ -18,6 +18,7 @@ use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Completer, Futures, Retention};
 use crate::image_dirs::ImageDirs;
+use crate::image_stores::ImageStores;
 use crate::limits;
 use crate::records::Records;
 use crate::registry::Registry;
@@ -35,8 +36,10 @@ pub struct ServerConfig {
     pub data_dir: DataDir,
     /// What clients reach the server by, for addresses in answers; `None`: the name that each has used itself.
     pub public_url: Option<String>,
-    /// Where prompts may name pictures.
+    /// Directories that prompts may name pictures in.
     pub image_dirs: ImageDirs,
+    /// Object stores that prompts may name pictures in.
+    pub image_stores: ImageStores,
     /// How long a session may be silent before it ends.
     pub session_timeout: Duration,
     /// How long a poll for a result is held.
@@ -66,6 +69,7 @@ impl ServerConfig {
             data_dir,
             public_url: None,
             image_dirs: ImageDirs::default(),
+            image_stores: ImageStores::default(),
             session_timeout: Duration::from_secs(300),
             poll_hold: limits::POLL_HOLD,
             transit_bytes: limits::TRANSIT_BYTES,
@@ -127,6 +131,8 @@ pub struct App {
     pub decodes: Arc<Semaphore>,
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
     pub asset_reads: Arc<Semaphore>,
+    /// Turns at fetching pictures from stores, which hold up no directories.
+    pub asset_fetches: Arc<Semaphore>,
     /// Turns at uploading adapters.
     pub uploads: Arc<Semaphore>,
     /// Turns at reading adapters and writing them in another form.
@@ -158,6 +164,7 @@ impl App {
             uploads: Arc::new(Semaphore::new(limits::UPLOADS_MAX)),
             conversions: Arc::new(Semaphore::new(limits::CONVERSIONS_MAX)),
             asset_reads: Arc::new(Semaphore::new(limits::ASSET_READS_MAX)),
+            asset_fetches: Arc::new(Semaphore::new(limits::ASSET_FETCHES_MAX)),
             closing: watch::Sender::new(false),
             config,
             bases: Bases::new(bases),

@@ -42,6 +42,9 @@ pub enum ApiError {
     /// A queue is full: the client should send the same request again later.
     #[error("{0}")]
     Busy(String),
+    /// What the request names is elsewhere, and that does not answer: the client may send the request again.
+    #[error("{0}")]
+    BadGateway(String),
     /// The engine is dead.
     #[error("{0}")]
     Unavailable(String),
@@ -69,6 +72,7 @@ impl ApiError {
             ApiError::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             ApiError::UnsupportedMediaType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             ApiError::Busy(_) => StatusCode::TOO_MANY_REQUESTS,
+            ApiError::BadGateway(_) => StatusCode::BAD_GATEWAY,
             ApiError::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             ApiError::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }

@@ -87,7 +87,9 @@ impl ImageDirs {
             Some(("file", path)) => path,
             Some((scheme, _)) if scheme.starts_with(|c: char| c.is_ascii_alphabetic()) && !scheme.contains('/') => {
                 let scheme = shown(scheme);
-                return Err(format!("this server fetches nothing, and the location is one of scheme {scheme:?}; {INSTEAD}"));
+                return Err(format!(
+                    "the location is one of scheme {scheme:?}, and this server fetches nothing, because it was started without --image-store; {INSTEAD}"
+                ));
             }
             _ => return Err(format!("location {quoted:?} has no scheme, such as that of file:///DIR/NAME.png; {INSTEAD}")),
         };
@@ -199,8 +201,8 @@ mod tests {
             (format!("{root}/images/deep/a b.png"), "no scheme"),
             (":x".into(), "no scheme"),
             (format!("FILE://{root}/images/deep/a b.png"), "\"FILE\""),
-            ("https://example.com/a.png".into(), "\"https\""),
-            ("s3://bucket/a.png".into(), "\"s3\""),
+            ("https://example.com/a.png".into(), "\"https\", and this server fetches nothing"),
+            ("s3://bucket/a.png".into(), "without --image-store"),
             (format!("file://{root}/images/out.png"), "through a link"),
             (format!("file://{root}/images/up/secret.png"), "through a link"),
             (format!("file://{root}/images/in.png"), "through a link"),

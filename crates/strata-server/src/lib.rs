@@ -10,7 +10,7 @@
 //! - `records`: what is remembered of samples that are to be trained on. `provenance`: how examples refer to it.
 //! - `untar`, `scratch`: archives as they arrive, and where they go until they are checkpoints.
 //! - [`DataDir`], `store`, `names`: the directory that one server has to itself, the checkpoints in it, and the names that lead to them; [`import`]: those that come from elsewhere.
-//! - [`ImageDirs`]: the directories that prompts may name pictures in.
+//! - [`ImageDirs`], [`ImageStores`]: the directories and the object stores that prompts may name pictures in.
 //! - [`limits`]: every bound on what comes from outside.
 //!
 //! Invariants:
@@ -33,6 +33,7 @@ mod error;
 mod futures;
 mod ids;
 mod image_dirs;
+mod image_stores;
 mod import;
 pub mod limits;
 mod names;
@@ -55,6 +56,7 @@ pub use app::{ModelInfo, ServerConfig};
 pub use auth::KEY_PREFIX;
 pub use data_dir::{DataDir, DataDirError};
 pub use image_dirs::{ImageDirError, ImageDirs};
+pub use image_stores::{Credentials, ImageStoreError, ImageStores, S3Settings};
 pub use import::{ImportError, Imported, import};
 pub use server::{RunningServer, Server, StartError};
 pub use wire::proto;

@@ -75,6 +75,12 @@ pub const IMAGE_BYTES_MAX: usize = strata_model::vision::IMAGE_BYTES_MAX;
 pub const LOCATION_BYTES_MAX: usize = 4096;
 /// Requests whose pictures are read from directories at the same time.
 pub const ASSET_READS_MAX: usize = 4;
+/// Requests whose pictures are fetched from stores at the same time, each one after another.
+pub const ASSET_FETCHES_MAX: usize = 16;
+/// Time in which a store is connected to.
+pub const ASSET_CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
+/// Time in which all pictures of a request are fetched from stores; the SDK gives up on an answer after 60 s.
+pub const ASSET_FETCH_TIME_MAX: Duration = Duration::from_secs(30);
 /// Tensors of one example.
 pub const LOSS_INPUTS_MAX: usize = 64;
 /// Settings of a loss.

@@ -8,8 +8,6 @@
 //! checkpoint that was deleted before its save was answered stays deleted. Names are held while the catalogue looks at one and acts on it.
 //!
 //! Checkpoints of runs named [`IMPORTED`] are written by other processes, and catalogued when someone asks for them.
-//!
-//! Nothing in the directory is believed to be what its name says: links and special files are passed over, and never opened or followed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,100 +17,28 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
 use rustix::fs::OFlags;
-use serde::{Deserialize, Serialize};
-use strata_engine::api::{CheckpointSource, LoraSpec, METADATA_BYTES_MAX, METADATA_FILE};
+use strata_engine::api::{CheckpointSource, METADATA_FILE};
 use strata_model::Error;
-use strata_model::checkpoint::{
-    Existing, hold_names, read_own_file, recover_directories, set_aside, write_atomically, write_file_atomically,
-};
+use strata_model::checkpoint::{Existing, hold_names, recover_directories, set_aside, write_atomically};
 use time::OffsetDateTime;
 
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
-use crate::names::{CheckpointId, CheckpointKind, check_name, shown};
+use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::scratch::{self, Scratch};
+pub use record::CheckpointRecord;
+use record::{is_directory, read_record, subdirectories, write_record};
 
-/// What this build writes; a record of a later format is left alone.
-const RECORD_FORMAT: u32 = 1;
+mod record;
+#[cfg(test)]
+mod tests;
+
 /// Deleted directories that could not be removed and are tried again; beyond it they wait for the next start.
 const TRASH_MAX: usize = 4096;
 
 /// What the names of runs begin with whose checkpoints come from elsewhere, and may do so while a server runs.
 pub const IMPORTED: &str = "import-";
-
-/// What is known of a checkpoint.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct CheckpointRecord {
-    format: u32,
-    /// Tells this save from any other, also of the same name. Records of earlier builds have none.
-    #[serde(default)]
-    pub save_id: String,
-    /// The model that was saved.
-    pub run: String,
-    /// What was saved of it.
-    pub kind: CheckpointKind,
-    /// The name the user gave.
-    pub name: String,
-    /// When it was saved.
-    #[serde(with = "time::serde::rfc3339")]
-    pub created_at: OffsetDateTime,
-    /// When it may be deleted.
-    #[serde(with = "time::serde::rfc3339::option", default)]
-    pub expires_at: Option<OffsetDateTime>,
-    /// Whether its owner published it.
-    #[serde(default)]
-    pub public: bool,
-    /// The base model it belongs to.
-    pub base_model: String,
-    /// Its adapter.
-    pub lora: LoraSpec,
-    /// What the user attached to it.
-    #[serde(default)]
-    pub user_metadata: Option<BTreeMap<String, String>>,
-    /// What the user attached to the model that was saved.
-    #[serde(default)]
-    pub run_metadata: Option<BTreeMap<String, String>>,
-    /// Bytes of its files.
-    #[serde(skip)]
-    pub size_bytes: u64,
-}
-
-impl CheckpointRecord {
-    /// A record of a checkpoint that is saved now.
-    pub fn new(id: CheckpointId, base_model: String, lora: LoraSpec) -> Self {
-        CheckpointRecord {
-            format: RECORD_FORMAT,
-            save_id: uuid::Uuid::new_v4().to_string(),
-            run: id.run,
-            kind: id.kind,
-            name: id.name,
-            created_at: OffsetDateTime::now_utc(),
-            expires_at: None,
-            public: false,
-            base_model,
-            lora,
-            user_metadata: None,
-            run_metadata: None,
-            size_bytes: 0,
-        }
-    }
-
-    /// What names it.
-    pub fn id(&self) -> CheckpointId {
-        CheckpointId { run: self.run.clone(), kind: self.kind, name: self.name.clone() }
-    }
-
-    /// Bytes that it takes in the catalogue, about.
-    fn catalogued_bytes(&self) -> usize {
-        // The record, its id, and their places in a map; each entry of the metadata likewise.
-        const RECORD: usize = 512;
-        const ENTRY: usize = 64;
-        let metadata = self.user_metadata.iter().chain(&self.run_metadata).flatten();
-        let metadata: usize = metadata.map(|(key, value)| ENTRY + key.len() + value.len()).sum();
-        RECORD + 2 * (self.run.len() + self.name.len()) + self.base_model.len() + metadata
-    }
-}
 
 /// The checkpoints of a data directory.
 pub struct Store {
@@ -234,7 +160,7 @@ impl Store {
     /// # Errors
     /// If there is none, or its time is over.
     pub fn get(&self, id: &CheckpointId) -> ApiResult<CheckpointRecord> {
-        let found = self.known(id).filter(|record| !is_expired(record, OffsetDateTime::now_utc()));
+        let found = self.known(id).filter(|record| !record.is_expired(OffsetDateTime::now_utc()));
         found.ok_or_else(|| not_found(id))
     }
 
@@ -280,7 +206,7 @@ impl Store {
         self.find_imported(run);
         let now = OffsetDateTime::now_utc();
         let catalogue = self.lock();
-        let is_wanted = |record: &&CheckpointRecord| run.is_none_or(|run| record.run == run) && !is_expired(record, now);
+        let is_wanted = |record: &&CheckpointRecord| run.is_none_or(|run| record.run == run) && !record.is_expired(now);
         let mut found: Vec<CheckpointRecord> = catalogue.records.values().filter(is_wanted).cloned().collect();
         drop(catalogue);
         found.sort_by_key(|record| std::cmp::Reverse(record.created_at));
@@ -461,7 +387,7 @@ impl Store {
         trash.into_iter().for_each(|aside| self.remove_trash(aside));
         let expired: Vec<(CheckpointId, String)> = {
             let catalogue = self.lock();
-            let expired = catalogue.records.values().filter(|record| is_expired(record, now));
+            let expired = catalogue.records.values().filter(|record| record.is_expired(now));
             expired.map(|record| (record.id(), record.save_id.clone())).collect()
         };
         for (id, save_id) in expired {
@@ -523,332 +449,5 @@ fn failed(what: String, error: &Error) -> ApiError {
     match error {
         Error::Io { source, .. } => ApiError::Internal(format!("{what}: {source}")),
         _ => ApiError::Internal(what),
-    }
-}
-
-fn is_expired(record: &CheckpointRecord, now: OffsetDateTime) -> bool {
-    record.expires_at.is_some_and(|at| at <= now)
-}
-
-/// Whether there is a directory at a path, rather than a link to one.
-fn is_directory(path: &Path) -> bool {
-    match path.symlink_metadata() {
-        Ok(metadata) if metadata.is_symlink() => {
-            tracing::warn!(path = %path.display(), "is a symbolic link, and is not followed");
-            false
-        }
-        Ok(metadata) => metadata.is_dir(),
-        Err(_) => false,
-    }
-}
-
-/// The directories in a directory, one after another; links are passed over.
-fn subdirectories(dir: &Path) -> std::io::Result<impl Iterator<Item = PathBuf>> {
-    Ok(fs::read_dir(dir)?.map_while(Result::ok).map(|entry| entry.path()).filter(|path| is_directory(path)))
-}
-
-/// Reads the record of a directory; `None` if it is not a finished checkpoint. The path decides over what the file says, so that a copied
-/// directory goes by its new name.
-fn read_record(dir: &Path, kind: CheckpointKind) -> Result<Option<CheckpointRecord>, String> {
-    let segment = |path: Option<&Path>| path.and_then(Path::file_name).and_then(|name| name.to_str()).map(str::to_owned);
-    let Some(name) = segment(Some(dir)).filter(|name| !name.starts_with('.')) else { return Ok(None) };
-    let run = segment(dir.parent().and_then(Path::parent)).ok_or("its run has no readable name")?;
-    check_name("checkpoint name", &name).and(check_name("run", &run)).map_err(|error| error.to_string())?;
-    let bytes = match read_own_file(&dir.join(METADATA_FILE), METADATA_BYTES_MAX) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(format!("{METADATA_FILE}: {error}")),
-    };
-    let mut record: CheckpointRecord = serde_json::from_slice(&bytes).map_err(|error| format!("{METADATA_FILE}: {error}"))?;
-    if record.format != RECORD_FORMAT {
-        return Err(format!("{METADATA_FILE} has format {}, this build knows {RECORD_FORMAT}", record.format));
-    }
-    (record.run, record.kind, record.name) = (run, kind, name);
-    record.size_bytes = files_size_bytes(dir).map_err(|error| error.to_string())?;
-    Ok(Some(record))
-}
-
-fn files_size_bytes(dir: &Path) -> std::io::Result<u64> {
-    let mut total = 0;
-    for entry in fs::read_dir(dir)? {
-        let metadata = entry?.metadata()?;
-        if metadata.is_file() {
-            total += metadata.len();
-        }
-    }
-    Ok(total)
-}
-
-fn write_record(dir: &Path, record: &CheckpointRecord) -> strata_model::Result<()> {
-    let path = dir.join(METADATA_FILE);
-    let bytes = serde_json::to_vec_pretty(record).map_err(|error| Error::Io { path: path.clone(), source: error.into() })?;
-    write_file_atomically(&path, &bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn record(name: &str) -> CheckpointRecord {
-        let id = CheckpointId::new("s:train:0", "weights", name).unwrap();
-        let lora =
-            LoraSpec { rank: 4, seed: 1, train_attn: true, train_mlp: true, train_unembed: false, ranks: Default::default() };
-        CheckpointRecord::new(id, "base".into(), lora)
-    }
-
-    fn open(data_dir: &Path) -> Store {
-        Store::open(DataDir::claim(data_dir).unwrap()).unwrap()
-    }
-
-    /// What the engine leaves behind for a save that is not answered yet.
-    fn write_files(store: &Store, record: &CheckpointRecord) {
-        write_atomically(&store.dir(&record.id()), Existing::Replace, |dir| {
-            fs::write(dir.join("adapter_model.safetensors"), [0u8; 10]).unwrap();
-            write_record(dir, record)
-        })
-        .unwrap();
-    }
-
-    fn write(store: &Store, record: &CheckpointRecord) {
-        write_files(store, record);
-        store.insert(record.clone());
-    }
-
-    fn read(store: &Store, id: &CheckpointId) -> CheckpointRecord {
-        read_record(&store.dir(id), id.kind).unwrap().unwrap()
-    }
-
-    #[test]
-    fn a_catalogue_is_rebuilt_from_its_files() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        write(&store, &record("a"));
-        store.set_public(&record("a").id(), true).unwrap();
-        fs::create_dir_all(store.dir(&record("half").id())).unwrap();
-        let broken = store.dir(&record("broken").id());
-        fs::create_dir_all(&broken).unwrap();
-        fs::write(broken.join(METADATA_FILE), "{").unwrap();
-
-        drop(store);
-        let found = open(data_dir.path()).list(None);
-        assert_eq!(found.len(), 1);
-        assert!(found[0].public && found[0].size_bytes > 10);
-        assert_eq!(found[0].lora, record("a").lora);
-    }
-
-    #[test]
-    fn what_is_imported_while_a_server_runs_is_found_listed_and_deleted() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let write = |dir: &Path| {
-            fs::write(dir.join("adapter_model.safetensors"), [0u8; 10]).unwrap();
-            Ok(())
-        };
-        let import = |name: &str| crate::import(data_dir.path(), name, "base", record("a").lora, write);
-        let (one, other) = (import("one").unwrap(), import("other").unwrap());
-        let id = |path: &str| CheckpointId::parse(path).unwrap();
-        let found = store.get(&id(&one.path)).unwrap();
-        assert_eq!((found.lora.clone(), found.size_bytes), (record("a").lora, one.size_bytes));
-        assert_eq!(store.list(None).len(), 2, "one that nobody has asked for is listed too");
-        assert_eq!(store.list(Some(&id(&other.path).run)).len(), 1);
-        let third = import("third").unwrap();
-        for path in [&one.path, &third.path] {
-            store.delete(&id(path)).unwrap();
-            assert!(store.get(&id(path)).is_err() && !store.dir(&id(path)).exists());
-        }
-        assert_eq!(store.list(None).len(), 1);
-        drop(store);
-        assert_eq!(open(data_dir.path()).get(&id(&other.path)).unwrap().base_model, "base");
-        assert!(import("..").is_err() && import("a/b").is_err());
-        // Only what has the name of an import is looked for.
-        let store = open(data_dir.path());
-        let mut stray = record("stray");
-        stray.run = "s:train:9".into();
-        write_files(&store, &stray);
-        assert!(store.get(&stray.id()).is_err());
-    }
-
-    #[test]
-    fn a_deleted_checkpoint_is_gone_from_disk_and_a_second_delete_is_not_found() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let id = record("a").id();
-        write(&store, &record("a"));
-        store.delete(&id).unwrap();
-        assert!(!store.dir(&id).exists());
-        assert!(matches!(store.delete(&id), Err(ApiError::NotFound(_))));
-        assert!(matches!(store.set_public(&id, true), Err(ApiError::NotFound(_))));
-    }
-
-    #[test]
-    fn a_checkpoint_whose_time_is_over_is_not_listed_and_is_deleted() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let id = record("a").id();
-        write(&store, &record("a"));
-        let now = OffsetDateTime::now_utc();
-        store.set_expiry(&id, Some(now - time::Duration::SECOND)).unwrap();
-        assert!(store.list(None).is_empty());
-        store.reap(now);
-        assert!(!store.dir(&id).exists());
-    }
-
-    #[test]
-    fn an_edit_goes_to_the_save_that_is_on_the_disk() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let (old, mut new) = (record("a"), record("a"));
-        let id = old.id();
-        write(&store, &old);
-        // The save is on the disk and its answer on the way when the edit comes.
-        new.user_metadata = Some(BTreeMap::from([("of".into(), "the new one".into())]));
-        write_files(&store, &new);
-        store.set_public(&id, true).unwrap();
-        store.insert(new.clone());
-        for found in [read(&store, &id), store.get(&id).unwrap()] {
-            assert!(found.public, "the edit was answered");
-            assert_eq!((found.save_id, found.user_metadata), (new.save_id.clone(), new.user_metadata.clone()));
-        }
-    }
-
-    #[test]
-    fn edits_and_saves_of_one_name_never_mix() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let id = record("a").id();
-        write(&store, &record("a"));
-        std::thread::scope(|scope| {
-            let saving = scope.spawn(|| {
-                for round in 0..200 {
-                    let mut saved = record("a");
-                    saved.base_model = format!("{round} {}", saved.save_id);
-                    write(&store, &saved);
-                }
-            });
-            let mut public = false;
-            while !saving.is_finished() {
-                public = !public;
-                store.set_public(&id, public).unwrap();
-            }
-        });
-        let (on_disk, listed) = (read(&store, &id), store.get(&id).unwrap());
-        assert_eq!((&on_disk.save_id, on_disk.public), (&listed.save_id, listed.public));
-        assert_eq!(listed.base_model, format!("199 {}", listed.save_id));
-    }
-
-    #[test]
-    fn what_is_deleted_before_its_save_is_answered_stays_deleted() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let (old, new, newest) = (record("a"), record("a"), record("a"));
-        write(&store, &old);
-        write_files(&store, &new);
-        store.delete(&old.id()).unwrap();
-        store.insert(new);
-        assert!(store.list(None).is_empty() && !store.dir(&old.id()).exists());
-        write(&store, &newest);
-        assert_eq!(store.list(None).len(), 1);
-    }
-
-    #[test]
-    fn the_end_of_one_save_does_not_delete_the_next() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let (mut old, new) = (record("a"), record("a"));
-        let now = OffsetDateTime::now_utc();
-        old.expires_at = Some(now - time::Duration::SECOND);
-        write(&store, &old);
-        write_files(&store, &new);
-        store.reap(now);
-        store.insert(new.clone());
-        assert_eq!(read(&store, &new.id()).save_id, new.save_id);
-        assert_eq!(store.list(None).len(), 1);
-    }
-
-    #[test]
-    fn a_delete_that_fails_leaves_the_listing_true() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let id = record("a").id();
-        write(&store, &record("a"));
-        // Permissions would not stop an administrator; a file in the place of a directory stops everyone.
-        let (kind_dir, elsewhere) = (store.dir(&id).parent().unwrap().to_owned(), data_dir.path().join("elsewhere"));
-        fs::rename(&kind_dir, &elsewhere).unwrap();
-        fs::write(&kind_dir, "").unwrap();
-        let Err(ApiError::Internal(message)) = store.delete(&id) else { panic!("it cannot be moved") };
-        assert!(message.contains("still there") && !message.contains(&*data_dir.path().to_string_lossy()), "{message}");
-        assert_eq!(store.list(None).len(), 1);
-        fs::remove_file(&kind_dir).unwrap();
-        fs::rename(&elsewhere, &kind_dir).unwrap();
-        store.delete(&id).unwrap();
-        assert!(store.list(None).is_empty());
-    }
-
-    #[test]
-    fn what_cannot_be_removed_is_tried_again() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let aside = data_dir.path().join(".a.deleted-1-1");
-        fs::write(&aside, "no directory, and so not removed as one").unwrap();
-        store.remove_trash(aside.clone());
-        fs::remove_file(&aside).unwrap();
-        fs::create_dir(&aside).unwrap();
-        store.reap(OffsetDateTime::now_utc());
-        assert!(!aside.exists());
-    }
-
-    #[test]
-    fn links_special_files_and_long_records_are_passed_over() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        write(&store, &record("a"));
-        let (run_dir, a) = (data_dir.path().join("checkpoints/s:train:0"), store.dir(&record("a").id()));
-        let beside = |name: &str| a.with_file_name(name);
-        std::os::unix::fs::symlink(&a, beside("link")).unwrap();
-        std::os::unix::fs::symlink(&run_dir, data_dir.path().join("checkpoints/linked-run")).unwrap();
-        std::os::unix::fs::symlink(run_dir.join("weights"), run_dir.join("sampler_weights")).unwrap();
-        for name in ["pipe", "linked-record", "long", "directory"] {
-            fs::create_dir(beside(name)).unwrap();
-        }
-        let pipe = beside("pipe").join(METADATA_FILE);
-        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
-        std::os::unix::fs::symlink(a.join(METADATA_FILE), beside("linked-record").join(METADATA_FILE)).unwrap();
-        let padded = format!("{}{}", fs::read_to_string(a.join(METADATA_FILE)).unwrap(), " ".repeat(1 << 20));
-        fs::write(beside("long").join(METADATA_FILE), padded).unwrap();
-        fs::create_dir(beside("directory").join(METADATA_FILE)).unwrap();
-        drop(store);
-        let listed = open(data_dir.path()).list(None);
-        assert_eq!(listed.iter().map(|record| record.name.as_str()).collect::<Vec<_>>(), ["a"]);
-    }
-
-    #[test]
-    fn a_record_of_an_earlier_build_has_no_identity_and_is_still_edited_and_loaded() {
-        let data_dir = tempfile::tempdir().unwrap();
-        let store = open(data_dir.path());
-        let id = record("a").id();
-        write(&store, &record("a"));
-        let path = store.dir(&id).join(METADATA_FILE);
-        let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        json.as_object_mut().unwrap().remove("save_id");
-        fs::write(&path, json.to_string()).unwrap();
-        drop(store);
-        let store = open(data_dir.path());
-        store.set_public(&id, true).unwrap();
-        let record = store.get(&id).unwrap();
-        assert!(record.public);
-        assert_eq!(store.source(&record).save_id, None);
-    }
-
-    #[test]
-    fn the_catalogue_is_bounded_in_memory() {
-        let mut catalogue = Catalogue::default();
-        let mut fat = record("a");
-        fat.user_metadata = Some(BTreeMap::from([("k".into(), "v".repeat(limits::CATALOGUE_BYTES_MAX))]));
-        catalogue.put(fat);
-        assert!(catalogue.is_full());
-        catalogue.put(record("a"));
-        assert!(!catalogue.is_full(), "what is replaced takes no room");
-        catalogue.remove(&record("a").id());
-        assert_eq!(catalogue.bytes, 0);
     }
 }

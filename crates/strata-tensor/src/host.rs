@@ -1,5 +1,8 @@
 //! Numbers in the memory of the host: what is read from files before a backend has it, and what a backend has given back.
 
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
 use half::bf16;
 
 use crate::{DType, Element, Error, Result, Shape};
@@ -118,6 +121,31 @@ impl HostTensor {
         let len = self.shape.len() * self.dtype.size_bytes();
         // SAFETY: as in `as_ref`, borrowed exclusively; any byte may be in a word.
         unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast::<u8>(), len) }
+    }
+}
+
+/// Bytes of the host that stay where they are, and what they are, as long as someone has them: a part of a mapped file.
+#[derive(Clone)]
+pub struct SharedBytes {
+    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    range: Range<usize>,
+}
+
+impl SharedBytes {
+    /// These of the bytes of `owner`.
+    ///
+    /// # Panics
+    /// If it has not so many.
+    pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= (*owner).as_ref().len(), "bytes {range:?} are not there");
+        SharedBytes { owner, range }
+    }
+}
+
+impl Deref for SharedBytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &(*self.owner).as_ref()[self.range.clone()]
     }
 }
 

@@ -43,9 +43,9 @@ pub use backend::{
 pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;
 pub use error::{Error, Result};
-pub use host::{HostRef, HostTensor};
+pub use host::{HostRef, HostTensor, SharedBytes};
 pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
-pub use memory::Memory;
+pub use memory::{Memory, PACKED_PIECE_BYTES};
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
     AttentionInput, AttentionSight, DeltaNetInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LatentAttention, LatentRotary,

@@ -2,9 +2,12 @@
 
 use crate::host::{HostRef, f32_bytes_mut};
 use crate::{
-    DType, DeltaGeometry, Error, HostTensor, KvLayout, KvPages, PackedStack, RecurrentStates, Result, Shape, Tensor, TensorMut,
-    TensorRef, WeightFormat,
+    DType, DeltaGeometry, Error, HostTensor, KvLayout, KvPages, PackedStack, RecurrentStates, Result, Shape, SharedBytes,
+    Tensor, TensorMut, TensorRef, WeightFormat,
 };
+
+/// Bytes of packed weights that are passed between host and device at a time: what a core has of cache of its own, so that whoever looks at them finds them there.
+pub const PACKED_PIECE_BYTES: usize = 512 << 10;
 
 /// What every device does with memory. Tensors, packed weights and pages are allocated here and belong to the backend that allocated them; only
 /// [`Memory::upload`] and [`Memory::download`] pass elements between it and the host.
@@ -41,8 +44,8 @@ pub trait Memory {
     /// If a row is not there, or `out` does not fit.
     fn gather(&self, source: TensorRef<'_>, rows: &[usize], out: &mut Tensor) -> Result<()>;
 
-    /// Keeps at most so many bytes of what is freed for what is allocated next.
-    fn limit_kept(&self, bytes: usize);
+    /// Keeps of what is freed, for what is allocated next, at most what is in use leaves of so many bytes.
+    fn limit_memory(&self, bytes: usize);
 
     /// Gives back all freed memory that is kept.
     fn trim(&self);
@@ -74,6 +77,39 @@ pub trait Memory {
     /// # Errors
     /// As [`Memory::pack_rows`], and if the weights are not stored in their own dtype: columns are for small matrices that change.
     fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()>;
+
+    /// The name of the layout of packed weights on this device. What [`Memory::read_packed`] has given is understood by whoever has the same.
+    fn packed_layout(&self) -> &'static str;
+
+    /// A stack of what [`Memory::read_packed`] has given of one of its shape and format, on a device of the same [`Memory::packed_layout`], in memory of the host: a device
+    /// that computes there reads it where it lies, and another takes it to itself. It does not change.
+    ///
+    /// # Errors
+    /// If the bytes are not as many as the stack has, or do not begin at a page; or the device has no memory.
+    fn packed_over(
+        &self,
+        num_layers: usize,
+        in_features: usize,
+        out_features: usize,
+        format: WeightFormat,
+        bytes: SharedBytes,
+    ) -> Result<PackedStack>;
+
+    /// Fills a stack with what [`Memory::read_packed`] has given of one of its shape and format, on a device of the same [`Memory::packed_layout`]: `fill` is called once for
+    /// each [`PACKED_PIECE_BYTES`] of it, and for the rest, with the place of the first byte, in any order and on all threads.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    fn fill_packed(&self, stack: &mut PackedStack, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) -> Result<()>;
+
+    /// Gives the bytes of a stack as they lie on the device, [`PACKED_PIECE_BYTES`] after another and then the rest, in order.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    fn read_packed(&self, stack: &PackedStack, read: &mut dyn FnMut(&[u8])) -> Result<()>;
+
+    /// Runs `task(i)` for every `i` below `num_tasks`, in any order, on the threads of the host that work for this device: for what is to be done with numbers before it has them.
+    fn on_threads(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync));
 
     /// Room for `num_pages` pages of keys and values of one layer. Memory is touched only as pages are used.
     fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages>;

@@ -2,7 +2,10 @@
 //!
 //! Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 
+use crate::cpu::isa::{Fma, Isa, multiversion};
+
 /// Four random words for this key and counter.
+#[inline(always)]
 pub fn philox(key: u64, counter: [u64; 2]) -> [u32; 4] {
     const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
     const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -44,6 +47,24 @@ pub fn fill_uniform(key: [u64; 2], first: u64, bound: f32, values: &mut [f32]) {
     });
 }
 
+/// `(2 · uniform(key, place) − 1) · bound` of every place, from 0 on, to the bit: as many draws at a time as a vector of this machine has room for.
+pub fn fill_symmetric(key: [u64; 2], bound: f32, values: &mut [f32]) {
+    symmetric(Isa::detect(), key, bound, values);
+}
+
+multiversion! {
+    /// See [`fill_symmetric`].
+    fn symmetric(key: [u64; 2], bound: f32, values: &mut [f32]) = symmetric_body;
+}
+
+#[inline(always)]
+fn symmetric_body(_fma: impl Fma, key: [u64; 2], bound: f32, values: &mut [f32]) {
+    for (place, value) in values.iter_mut().enumerate() {
+        let word = philox(key[0], [place as u64, key[1]])[0];
+        *value = ((word >> 8) as f32 / (1 << 24) as f32 * 2.0 - 1.0) * bound;
+    }
+}
+
 /// A standard normal draw keyed by `key` at place `counter` (Box and Muller, 1958).
 pub fn normal(key: [u64; 2], counter: u64) -> f32 {
     let [a, b, ..] = philox(key[0], [counter, key[1]]);
@@ -72,6 +93,20 @@ mod tests {
         assert!(whole.iter().all(|v| (-0.5..0.5).contains(v)));
         let mean = whole.iter().sum::<f32>() / whole.len() as f32;
         assert!(mean.abs() < 0.005);
+    }
+
+    #[test]
+    fn symmetric_draws_are_those_of_single_places_on_every_instruction_set() {
+        for isa in Isa::available() {
+            for len in [0, 1, 7, 16, 100, 4099] {
+                let mut values = vec![f32::NAN; len];
+                symmetric(isa, [u64::MAX - 3, 5 << 32 | 7], 0.3, &mut values);
+                for (place, value) in values.iter().enumerate() {
+                    let expected = (uniform([u64::MAX - 3, 5 << 32 | 7], place as u64) * 2.0 - 1.0) * 0.3;
+                    assert_eq!(value.to_bits(), expected.to_bits(), "{isa}: place {place} of {len}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -137,7 +137,7 @@ pub(crate) struct Backward<'b> {
     pub backend: &'b dyn Backend,
     pub lora: &'b mut dyn LoraGradients,
     gradients: Vec<Option<Rc<Tensor>>>,
-    /// Called after each checkpoint; `None` inside of one.
+    /// Called after each checkpoint and each part that was kept; `None` inside of a checkpoint.
     between: Option<&'b mut Between<'b>>,
 }
 
@@ -301,6 +301,20 @@ impl<'a> Tape<'a> {
         }))
     }
 
+    /// As [`Tape::checkpoint`], but keeps all that the way back through `layer` needs: nothing is computed twice, for the memory of the layer's activations. The bits
+    /// are the same.
+    ///
+    /// # Errors
+    /// Those of `layer`.
+    pub fn keep(&mut self, x: &Var, layer: impl FnOnce(&mut Tape<'a>, &Var) -> Result<Var>) -> Result<Var> {
+        let Some(node) = x.node else { return layer(self, x) };
+        let begin = self.push(x.shared(), move |pass, dx| {
+            pass.accumulate(Some(node), dx)?;
+            pass.between.as_mut().map_or(Ok(()), |between| go_on(between))
+        });
+        layer(self, &begin)
+    }
+
     /// Goes back from `y` with its gradient; gradients of low-rank weights are added to `lora`.
     ///
     /// # Errors
@@ -309,7 +323,7 @@ impl<'a> Tape<'a> {
         self.backward_with(y, dy, lora, &mut || ControlFlow::Continue(()))
     }
 
-    /// As [`Tape::backward`]; calls `between` after each checkpoint that it has gone back through.
+    /// As [`Tape::backward`]; calls `between` after each checkpoint, and each part that was kept, that it has gone back through.
     ///
     /// # Errors
     /// As [`Tape::backward`], and [`Error::Interrupted`].

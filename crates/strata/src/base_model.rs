@@ -8,9 +8,11 @@ use anyhow::Context;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, parameter_shapes};
+use strata_model::{
+    EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, UnwrittenCopy, parameter_shapes,
+};
 use strata_server::{DataDir, ModelInfo};
-use strata_tensor::{CpuBackend, WeightStorage};
+use strata_tensor::{CpuBackend, DType, WeightStorage};
 
 use crate::download::DownloadBars;
 use crate::machine;
@@ -123,12 +125,56 @@ struct Found {
     weight_bytes: u64,
 }
 
+/// Where packed copies of base models are kept.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct Copies {
+    /// Directory for packed copies of base models: a later start maps its copy instead of reading and packing the checkpoint. A copy takes the disk space of the weights; whatever is
+    /// in the directory may be deleted at any time.
+    #[arg(long, env = "STRATA_CACHE_DIR", value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+}
+
+impl Copies {
+    /// Loads a model, from its packed copy if there is one. Answers also what makes the copy where there is none.
+    ///
+    /// # Errors
+    /// As [`Model::load_stored`].
+    pub fn load(
+        &self,
+        backend: Arc<CpuBackend>,
+        source: &ModelSource,
+        dtype: Option<DType>,
+        storage: WeightStorage,
+    ) -> strata_model::Result<(Model, Option<UnwrittenCopy>)> {
+        match &self.cache_dir {
+            Some(dir) => Model::load_copied(backend, source, dtype, storage, dir),
+            None => Ok((Model::load_stored(backend, source, dtype, storage)?, None)),
+        }
+    }
+}
+
+/// Writes a packed copy, and says what became of it. That there is none is no failure.
+pub fn write_copy(copy: UnwrittenCopy) {
+    let path = copy.path().to_owned();
+    match copy.write() {
+        Ok(true) => tracing::info!(path = %path.display(), "a packed copy of the weights is written"),
+        Ok(false) => tracing::info!(path = %path.display(), "another process writes the packed copy of the weights"),
+        Err(error) => tracing::warn!(path = %path.display(), "no packed copy of the weights: {error}"),
+    }
+}
+
 /// Loads the models and starts an engine over each; they share the machine. A spec is a directory or a Hugging Face name; with none there is the model in this binary, whose
-/// tokenizer is written below `data_dir` for clients to load, unless `naming` sends them elsewhere.
+/// tokenizer is written below `data_dir` for clients to load, unless `naming` sends them elsewhere. Packed copies that are missing are written meanwhile.
 ///
 /// # Errors
 /// If a model cannot be found or read, two have one name, or memory does not suffice.
-pub fn start(specs: &[String], naming: &Naming, resources: &Resources, data_dir: &DataDir) -> anyhow::Result<Vec<BaseModel>> {
+pub fn start(
+    specs: &[String],
+    naming: &Naming,
+    resources: &Resources,
+    copies: &Copies,
+    data_dir: &DataDir,
+) -> anyhow::Result<Vec<BaseModel>> {
     if resources.threads == Some(0) {
         anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
     }
@@ -140,7 +186,7 @@ pub fn start(specs: &[String], naming: &Naming, resources: &Resources, data_dir:
     found
         .into_iter()
         .zip(memory)
-        .map(|(found, memory_bytes)| start_one(found, memory_bytes, resources, &machine, data_dir))
+        .map(|(found, memory_bytes)| start_one(found, memory_bytes, resources, copies, &machine, data_dir))
         .collect()
 }
 
@@ -180,6 +226,7 @@ fn start_one(
     found: Found,
     memory_bytes: u64,
     resources: &Resources,
+    copies: &Copies,
     machine: &Machine,
     data_dir: &DataDir,
 ) -> anyhow::Result<BaseModel> {
@@ -187,7 +234,13 @@ fn start_one(
     // Threads of its own: they sleep while other engines have the machine.
     let backend = machine::with_low_priority(|| CpuBackend::with_numerics(resources.threads, resources.numerics.into()))?;
     let storage = Quantize::storage(resources.quantize);
-    let model = Model::load_stored(Arc::new(backend), &source, None, storage).with_context(|| format!("loading {name}"))?;
+    let loaded = copies.load(Arc::new(backend), &source, None, storage);
+    let (model, unwritten) = loaded.with_context(|| format!("loading {name}"))?;
+    if let Some(copy) = unwritten {
+        // Nobody waits for it, the end of the process included: what is half written then is taken over by the next.
+        machine::with_low_priority(|| std::thread::Builder::new().name("strata-copy".into()).spawn(|| write_copy(copy)))
+            .context("a thread to write the packed copy")?;
+    }
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = config.model_type().to_string();
     let own_tokenizer = load_tokenizer(&source, &config).with_context(|| format!("loading {name}"))?.map(Arc::new);

@@ -54,7 +54,7 @@ fn assert_figures(report: &Value, figures: &[&str], keys: &[&str]) {
 
 #[test]
 fn training_is_reported_under_the_documented_keys() {
-    let report = bench_json(&["train", "--batch", "2", "--seq-len", "16", "--steps", "2", "--rank", "4"]);
+    let report = bench_json(&["train", "--batch", "2", "--seq-len", "16", "--prompt", "5", "--steps", "2", "--rank", "4"]);
     assert_eq!(
         (&report["benchmark"], &report["shape"], &report["dtype"]),
         (&"train".into(), &"strata/tiny-base".into(), &"bf16".into())
@@ -68,7 +68,7 @@ fn training_is_reported_under_the_documented_keys() {
             && limits["fastest"]["gflop_per_s"].is_f64()
             && limits["read_gb_per_s"].is_f64()
     );
-    let settings = serde_json::json!({ "batch": 2, "seq_len": 16, "ranks": [4], "steps": 2 });
+    let settings = serde_json::json!({ "batch": 2, "seq_len": 16, "prompt": 5, "ranks": [4], "steps": 2 });
     assert_eq!(report["cases"][0]["settings"], settings);
     let figures = [
         "forward_backward_tokens_per_s",
@@ -76,12 +76,14 @@ fn training_is_reported_under_the_documented_keys() {
         "forward_backward_first_tokens_per_s",
         "useful_gflop_per_s",
         "mfu",
+        "forward_backward_recomputed_tokens_per_s",
         "hfu",
         "optim_step_seconds",
     ];
     assert_figures(&report, &figures, &["strata"]);
-    assert_eq!(report["peak_memory_bytes"][0]["of"], "strata");
-    assert!(report["peak_memory_bytes"][0]["bytes"].as_u64().unwrap() > 0);
+    let peaks = report["peak_memory_bytes"].as_array().unwrap();
+    assert_eq!(peaks.iter().map(|peak| &peak["of"]).collect::<Vec<_>>(), ["strata, activations recomputed", "strata"]);
+    assert!(peaks.iter().all(|peak| peak["bytes"].as_u64().unwrap() > 0));
     assert!(report["peer"].is_null());
 }
 
@@ -147,12 +149,12 @@ done"#;
     let compare = ["--compare", python.to_str().unwrap()];
     let report = bench_json(&[&["train", "--batch", "2", "--seq-len", "16", "--steps", "1"], &compare[..]].concat());
     let figures =
-        ["forward_backward_tokens_per_s", "mfu", "optim_step_seconds", "forward_backward_peer_not_checkpointed_tokens_per_s"];
+        ["forward_backward_tokens_per_s", "mfu", "optim_step_seconds", "forward_backward_recomputed_tokens_per_s", "hfu"];
     assert_figures(&report, &figures, &["strata", "peer", "ratio"]);
     assert_eq!(report["cases"][0]["figures"]["forward_backward_tokens_per_s"]["peer"], 16.0);
     assert_eq!(report["peer"]["peft"], "0.20");
     let peaks: Vec<&Value> = report["peak_memory_bytes"].as_array().unwrap().iter().map(|peak| &peak["of"]).collect();
-    assert_eq!(peaks, ["strata", "peer, checkpointed", "peer, not checkpointed"]);
+    assert_eq!(peaks, ["strata, activations recomputed", "peer, checkpointed", "strata", "peer, not checkpointed"]);
     let report = bench_json(&[&["matmul", "--tokens", "4", "--rounds", "1"], &compare[..]].concat());
     assert_eq!(report["cases"].as_array().unwrap().len(), 5);
     assert_figures(&report, &["gflop_per_s"], &["strata", "peer", "ratio"]);

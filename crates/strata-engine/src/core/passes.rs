@@ -22,7 +22,7 @@ pub(super) struct PassInWork {
     pub(super) clients: Vec<(Client, usize)>,
     /// Tokens of the largest pass that may run within it, where there is room.
     pub(super) inner: usize,
-    /// What it takes of the memory for training, in tokens.
+    /// What it takes of the memory for training, in tokens: more than it has, where it keeps activations.
     pub(super) room: usize,
     /// What it is charged as.
     pub(super) work: Work,
@@ -94,16 +94,21 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 None => clients.push((part.client.clone(), tokens)),
             }
         }
-        let tokens = clients.iter().map(|(_, tokens)| tokens).sum();
+        let tokens: usize = clients.iter().map(|(_, tokens)| tokens).sum();
         let uids = parts.iter().map(|p| p.uid).collect();
-        let (room, inner, work, sees) = (tokens, tokens / INNER_PASS_FRACTION, Work::Training, None);
+        let mut parts_in_work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
+        // What is free beyond this pass and all that may run within it saves computing activations twice.
+        let spare = self.room().saturating_sub(tokens + tokens / (INNER_PASS_FRACTION - 1)) as u64;
+        let kept_bytes = c.kept_bytes(&parts_in_work, spare * self.budget.bytes_per_token);
+        let room = tokens + kept_bytes.div_ceil(self.budget.bytes_per_token) as usize;
+        let (inner, work, sees) = (tokens / INNER_PASS_FRACTION, Work::Training, None);
         self.passes.push(PassInWork { clients, inner, room, work, uids, sees, charged_until: c.now() });
         let depth = self.passes.len();
         let done = {
-            let mut work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
             let mut between = || self.guarded_between(c, depth);
-            catch_unwind(AssertUnwindSafe(|| c.pass(&mut work, &seen, &mut between)))
+            catch_unwind(AssertUnwindSafe(|| c.pass(&mut parts_in_work, &seen, kept_bytes, &mut between)))
         };
+        drop(parts_in_work);
         // An inner pass that panicked may have left itself behind.
         self.passes.truncate(depth);
         self.charge_pass(c);

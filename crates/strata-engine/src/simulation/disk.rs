@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use crate::api::{CheckpointSource, Failure, SaveTarget};
+use crate::api::{CheckpointSource, Failure, LoraSpec, SaveTarget};
 use crate::files::{Done, Storage};
 
-use super::toy::{Content, Shared, State};
+use super::oracle::Numbers;
+use super::toy::{ADAPTER_FAULT, Content, Shared, State};
 
 /// The identity of a save.
 type SaveId = String;
@@ -27,16 +28,19 @@ pub(super) struct Disk {
     contents: Rc<RefCell<Contents>>,
     saves: VecDeque<(Duration, u64, State, SaveTarget)>,
     loads: Vec<(Duration, u64, CheckpointSource, bool)>,
+    /// What is being made has its memory from the start.
+    makes: Vec<(Duration, u64, Result<State, Failure>)>,
 }
 
 impl Disk {
     pub(super) fn new(shared: Rc<Shared>, contents: Rc<RefCell<Contents>>) -> Self {
-        Disk { shared, contents, saves: VecDeque::new(), loads: Vec::new() }
+        Disk { shared, contents, saves: VecDeque::new(), loads: Vec::new(), makes: Vec::new() }
     }
 
     /// When something ends next, if anything runs.
     pub(super) fn next_end(&self) -> Option<Duration> {
-        self.saves.front().map(|s| s.0).into_iter().chain(self.loads.iter().map(|l| l.0)).min()
+        let loads = self.loads.iter().map(|l| l.0);
+        self.saves.front().map(|s| s.0).into_iter().chain(loads).chain(self.makes.iter().map(|m| m.0)).min()
     }
 
     fn delay(&self) -> Duration {
@@ -56,6 +60,14 @@ impl Disk {
         contents.dirs.insert(target.dir, id.clone());
         contents.written.insert(id, state.content());
         Ok(1)
+    }
+
+    fn fresh(&self, lora: &LoraSpec) -> Result<State, Failure> {
+        if self.shared.chance(self.shared.faults.get().adapter) {
+            return Err(Failure::Server(ADAPTER_FAULT.into()));
+        }
+        let content = Content { rank: lora.rank, weights: Numbers::fresh(lora).weights, moments: None };
+        Ok(State::new(&self.shared, &content, false))
     }
 
     fn read(&self, source: &CheckpointSource, with_optimizer: bool) -> Result<State, Failure> {
@@ -82,11 +94,20 @@ impl Storage<State> for Disk {
         self.loads.push((self.shared.now.get() + self.delay(), ticket, source, with_optimizer));
     }
 
+    fn make(&mut self, ticket: u64, lora: LoraSpec) {
+        let end = self.shared.now.get() + self.delay();
+        self.makes.push((end, ticket, self.fresh(&lora)));
+    }
+
     fn poll(&mut self) -> Option<Done<State>> {
         let now = self.shared.now.get();
         if self.saves.front().is_some_and(|s| s.0 <= now) {
             let (_, ticket, state, target) = self.saves.pop_front()?;
             return Some(Done::Saved { ticket, result: self.write(&state, target) });
+        }
+        if let Some(ended) = self.makes.iter().position(|m| m.0 <= now) {
+            let (_, ticket, result) = self.makes.remove(ended);
+            return Some(Done::Made { ticket, result });
         }
         let ended = self.loads.iter().position(|l| l.0 <= now)?;
         let (_, ticket, source, with_optimizer) = self.loads.remove(ended);

@@ -157,7 +157,8 @@ impl Limits {
             cache: self.cache(),
             pass_tokens: self.pass_tokens,
             activation_tokens: self.activation_tokens,
-            pool_bytes: 0,
+            bytes_per_token: toy::PASS_BYTES,
+            buffer_bytes: 0,
             adapter_bytes: self.adapter_bytes,
             captured_bytes: self.captured_bytes,
             ledger_bytes: self.ledger_bytes,
@@ -213,7 +214,7 @@ impl Engine {
             backend: "toy".into(),
             transit_bytes: limits.ledger_bytes,
         };
-        let toy = Toy::new(shared.clone(), limits.page_tokens, limits.gallery_tokens / 2);
+        let toy = Toy::new(shared.clone(), limits.page_tokens, limits.gallery_tokens / 2, limits.activation_tokens);
         let cache = toy.new_cache(limits.cache()).expect("a toy always has memory");
         let core =
             Core::new(toy, cache, intake, Disk::new(shared.clone(), contents.clone()), limits.budget(), limits.page_tokens);

@@ -30,6 +30,10 @@ pub(super) const TOKEN_COST: Duration = Duration::from_micros(10);
 pub(super) const SEEING_COST: usize = 3;
 /// Bytes of what is seen of a token of a picture.
 pub(super) const SEEN_BYTES: u64 = 10;
+/// Bytes that a pass takes for each of its tokens.
+pub(super) const PASS_BYTES: u64 = 10;
+/// Bytes that it may keep of each of its layers but one, for each of its tokens.
+const KEPT_BYTES: u64 = 7;
 /// What an optimizer step costs.
 pub(super) const OPTIM_COST: Duration = Duration::from_micros(300);
 /// What freezing an adapter costs.
@@ -64,6 +68,8 @@ pub(super) struct Shared {
     pub(super) seeing: Cell<usize>,
     /// Times that seeing a picture was made to fail.
     pub(super) failed_sights: Cell<u64>,
+    /// Bytes of the passes that run.
+    pass_bytes: Cell<u64>,
 }
 
 /// A piece of work, by the numbers of the requests in it: the seed of a sample, the first loss input of an example.
@@ -103,6 +109,7 @@ impl Shared {
             live_bytes: Cell::default(),
             seeing: Cell::default(),
             failed_sights: Cell::default(),
+            pass_bytes: Cell::default(),
         }
     }
 
@@ -241,13 +248,15 @@ pub(super) struct Toy {
     pub(super) page_tokens: usize,
     /// For how many tokens of pictures there is memory at a time.
     picture_tokens: usize,
+    /// And for how many of passes.
+    activation_tokens: usize,
     base: Frozen,
 }
 
 impl Toy {
-    pub(super) fn new(shared: Rc<Shared>, page_tokens: usize, picture_tokens: usize) -> Self {
+    pub(super) fn new(shared: Rc<Shared>, page_tokens: usize, picture_tokens: usize, activation_tokens: usize) -> Self {
         let base = Frozen(Rc::new(FrozenWeights { weights: oracle::BASE, _memory: Memory::new(&shared, 0) }));
-        Toy { shared, page_tokens, picture_tokens, base }
+        Toy { shared, page_tokens, picture_tokens, activation_tokens, base }
     }
 
     fn params(&self, rank: usize, numbers: Numbers) -> Rc<Params> {
@@ -340,6 +349,54 @@ impl Toy {
 }
 
 impl Toy {
+    fn pass_layers(
+        &self,
+        parts: &mut [PassPart<'_, Self>],
+        seen: &HashMap<PictureId, Rc<Sight>>,
+        between: Between<'_>,
+    ) -> Result<Vec<f32>, PassError> {
+        let pictures = parts.iter().flat_map(|part| &part.data).flat_map(|datum| &datum.pictures);
+        if pictures.into_iter().any(|picture| seen.get(&picture.id).is_none_or(|sight| sight.id != picture.id)) {
+            self.shared.violate("a pass has a picture that was not seen".into());
+        }
+        let data = || parts.iter().flat_map(|p| &p.data);
+        let requests: Vec<u64> = data().map(|d| number_of(d)).collect();
+        let tokens: usize = data().map(|d| d.tokens.len()).sum();
+        self.shared.note(Worked::Pass { requests: requests.clone(), tokens });
+        // A learner whose pass ends early has part of a gradient.
+        let gradients: Vec<u64> = parts.iter().map(|p| p.learner.gradient).collect();
+        parts.iter_mut().filter(|p| p.backward).for_each(|p| p.learner.gradient = STALE);
+        let fails_at = self.shared.chance(self.shared.faults.get().pass).then(|| self.shared.rng.borrow_mut().below(4) as u32);
+        for layer in 0..LAYERS {
+            if fails_at == Some(layer) {
+                self.shared.failed.borrow_mut().extend(&requests);
+                return Err(PassError::Failed(self.shared.fail()));
+            }
+            self.layer(tokens);
+            if layer + 1 < LAYERS {
+                self.shared.moment.set(self.shared.moment.get() + 1);
+                if between() == ControlFlow::Break(()) {
+                    return Err(PassError::Interrupted);
+                }
+                self.shared.note(Worked::GoesOn { requests: requests.clone() });
+            }
+        }
+        let mut logprobs = Vec::new();
+        for (part, gradient) in parts.iter_mut().zip(gradients) {
+            let weights = part.learner.params.weights;
+            let mut numbers = Numbers { weights, moments: 0, gradient };
+            for datum in &mut part.data {
+                let (own, gradient) = oracle::train(weights, datum);
+                logprobs.extend(own);
+                numbers.add(gradient);
+            }
+            if part.backward {
+                part.learner.gradient = numbers.gradient;
+            }
+        }
+        Ok(logprobs)
+    }
+
     fn see_blocks(&self, file: &[u8], between: Between<'_>) -> Result<Rc<Sight>, PassError> {
         let tokens = usize::from(file[0]);
         let fails_at = self.shared.chance(self.shared.faults.get().see).then(|| self.shared.rng.borrow_mut().below(4) as u32);
@@ -358,6 +415,15 @@ impl Toy {
             }
         }
         Ok(Rc::new(Sight { id: Sha256::digest(file).into(), seen: oracle::see(file) }))
+    }
+}
+
+/// What is taken while a pass runs, and how much was before.
+struct PassMemory<'s>(&'s Shared, u64);
+
+impl Drop for PassMemory<'_> {
+    fn drop(&mut self) {
+        self.0.pass_bytes.set(self.1);
     }
 }
 
@@ -383,13 +449,6 @@ impl Compute for Toy {
 
     fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
         adapter_bytes(lora)
-    }
-
-    fn fresh(&self, lora: &LoraSpec) -> Result<Learner, Failure> {
-        if self.shared.chance(self.shared.faults.get().adapter) {
-            return Err(Failure::Server(ADAPTER_FAULT.into()));
-        }
-        Ok(self.learner(lora.rank, self.params(lora.rank, Numbers::fresh(lora))))
     }
 
     fn restore(&self, state: State) -> Learner {
@@ -488,52 +547,28 @@ impl Compute for Toy {
         done.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
+    fn kept_bytes(&self, parts: &[PassPart<'_, Self>], spare_bytes: u64) -> u64 {
+        let tokens: usize = parts.iter().flat_map(|part| &part.data).map(|datum| datum.tokens.len()).sum();
+        let of_layer = tokens as u64 * KEPT_BYTES;
+        (spare_bytes / of_layer.max(1)).min(LAYERS as u64 - 1) * of_layer
+    }
+
     fn pass(
         &self,
         parts: &mut [PassPart<'_, Self>],
         seen: &HashMap<PictureId, Rc<Sight>>,
+        kept_bytes: u64,
         between: Between<'_>,
     ) -> Result<Vec<f32>, PassError> {
-        let pictures = parts.iter().flat_map(|part| &part.data).flat_map(|datum| &datum.pictures);
-        if pictures.into_iter().any(|picture| seen.get(&picture.id).is_none_or(|sight| sight.id != picture.id)) {
-            self.shared.violate("a pass has a picture that was not seen".into());
+        let tokens: usize = parts.iter().flat_map(|part| &part.data).map(|datum| datum.tokens.len()).sum();
+        let before = self.shared.pass_bytes.get();
+        let bytes = before + tokens as u64 * PASS_BYTES + kept_bytes;
+        if bytes > self.activation_tokens as u64 * PASS_BYTES {
+            self.shared.violate(format!("passes take {bytes} bytes, where there are {} tokens", self.activation_tokens));
         }
-        let data = || parts.iter().flat_map(|p| &p.data);
-        let requests: Vec<u64> = data().map(|d| number_of(d)).collect();
-        let tokens: usize = data().map(|d| d.tokens.len()).sum();
-        self.shared.note(Worked::Pass { requests: requests.clone(), tokens });
-        // A learner whose pass ends early has part of a gradient.
-        let gradients: Vec<u64> = parts.iter().map(|p| p.learner.gradient).collect();
-        parts.iter_mut().filter(|p| p.backward).for_each(|p| p.learner.gradient = STALE);
-        let fails_at = self.shared.chance(self.shared.faults.get().pass).then(|| self.shared.rng.borrow_mut().below(4) as u32);
-        for layer in 0..LAYERS {
-            if fails_at == Some(layer) {
-                self.shared.failed.borrow_mut().extend(&requests);
-                return Err(PassError::Failed(self.shared.fail()));
-            }
-            self.layer(tokens);
-            if layer + 1 < LAYERS {
-                self.shared.moment.set(self.shared.moment.get() + 1);
-                if between() == ControlFlow::Break(()) {
-                    return Err(PassError::Interrupted);
-                }
-                self.shared.note(Worked::GoesOn { requests: requests.clone() });
-            }
-        }
-        let mut logprobs = Vec::new();
-        for (part, gradient) in parts.iter_mut().zip(gradients) {
-            let weights = part.learner.params.weights;
-            let mut numbers = Numbers { weights, moments: 0, gradient };
-            for datum in &mut part.data {
-                let (own, gradient) = oracle::train(weights, datum);
-                logprobs.extend(own);
-                numbers.add(gradient);
-            }
-            if part.backward {
-                part.learner.gradient = numbers.gradient;
-            }
-        }
-        Ok(logprobs)
+        let _taken = PassMemory(&self.shared, before);
+        self.shared.pass_bytes.set(bytes);
+        self.pass_layers(parts, seen, between)
     }
 
     fn new_cache(&self, size: Room) -> Result<Cache, String> {

@@ -9,6 +9,7 @@ use strata_tensor::{
 
 use super::BatchInputs;
 use super::declaration::{Declaration, MatrixId, NormWeights, VectorId, Weights};
+use super::decoder::LayerBytes;
 use crate::config::Rope;
 use crate::lora::Part;
 
@@ -47,6 +48,14 @@ pub(crate) struct TokenBytes {
     pub saved: usize,
     /// What goes back through it, at its peak.
     pub gradients: usize,
+}
+
+impl TokenBytes {
+    /// Of a layer of this block and then another: the way back is through the other, and then this.
+    pub(crate) fn then(&self, next: &TokenBytes) -> LayerBytes {
+        let peak = self.saved + (next.saved + next.gradients).max(self.gradients);
+        LayerBytes { kept: self.saved + next.saved, peak }
+    }
 }
 
 /// Grouped-query attention with rotary positions.

@@ -7,6 +7,7 @@ use strata_tensor::{Backend, DType, HostRef, HostTensor, PackedRef, PackedStack,
 
 use super::{MatrixShape, WeightSource};
 use crate::Result;
+use crate::checkpoint::Converted;
 use crate::lora::{ExpertModule, FusedRows, LoraModule, ModulePart, Part};
 
 /// A stack of matrices, `[layers, out_features, in_features]`, in the layout of products.
@@ -118,7 +119,7 @@ pub(crate) struct ExpertRows {
 }
 
 /// In which order a checkpoint has the rows of an expert.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum RowOrder {
     /// In that of the stack.
     AsTheyAre,
@@ -128,17 +129,19 @@ pub(crate) enum RowOrder {
 
 impl RowOrder {
     /// Rows of one expert, as the stack has them.
-    fn for_stack(self, rows: HostRef<'_>) -> HostTensor {
+    fn for_stack(self, rows: HostRef<'_>) -> Converted<'_> {
         let (count, row_bytes) = (rows.shape().leading(), rows.shape().row_len() * rows.dtype().size_bytes());
-        let mut out = HostTensor::zeros(rows.shape().dims(), rows.dtype());
-        for (i, row) in rows.as_bytes().chunks_exact(row_bytes).enumerate() {
-            let place = match self {
-                RowOrder::AsTheyAre => i,
-                RowOrder::ByTurns => i % 2 * (count / 2) + i / 2,
-            };
-            out.bytes_mut()[place * row_bytes..][..row_bytes].copy_from_slice(row);
+        match self {
+            RowOrder::AsTheyAre => Converted::Borrowed(rows),
+            RowOrder::ByTurns => {
+                let mut out = HostTensor::zeros(rows.shape().dims(), rows.dtype());
+                for (i, row) in rows.as_bytes().chunks_exact(row_bytes).enumerate() {
+                    let place = i % 2 * (count / 2) + i / 2;
+                    out.bytes_mut()[place * row_bytes..][..row_bytes].copy_from_slice(row);
+                }
+                Converted::Owned(out)
+            }
         }
-        out
     }
 }
 
@@ -172,7 +175,7 @@ impl Parameter {
 }
 
 /// Where a parameter goes: the first row that it fills.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 enum Place {
     Matrix {
         id: MatrixId,
@@ -510,22 +513,103 @@ impl Declaration {
 
     /// Allocates the stacks and fills them.
     pub(crate) fn load(&self, backend: &dyn Backend, format: WeightFormat, source: &mut dyn WeightSource) -> Result<Weights> {
-        let matrix = |m: &MatrixSpec| {
-            let format = if m.is_exact { format.compute.into() } else { format };
-            backend.packed(m.layers, m.in_features, m.out_features, format)
-        };
-        let vector = |v: &VectorSpec| backend.zeros(&[v.layers, v.width], DType::F32);
-        let mut weights = Weights {
-            matrices: self.matrices.iter().map(matrix).collect::<strata_tensor::Result<_>>()?,
-            vectors: self.vectors.iter().map(vector).collect::<strata_tensor::Result<_>>()?,
-            table: self.table.map(|shape| backend.zeros(&shape, format.compute)).transpose()?,
-        };
+        let matrix = |stack: StackShape| stack.allocate_matrices(backend);
+        let tensor = |stack: &StackShape| stack.allocate_tensor(backend);
+        let (matrices, tensors): (Vec<StackShape>, Vec<StackShape>) =
+            self.stacks(format).into_iter().partition(|stack| matches!(stack, StackShape::Matrices { .. }));
+        let matrices = matrices.into_iter().map(matrix).collect::<Result<_>>()?;
+        let tensors = tensors.iter().map(tensor).collect::<Result<_>>()?;
+        let mut weights = self.of_stacks(matrices, tensors);
         for p in self.parameters() {
             let dtype =
                 if matches!(p.place, Place::Vector { .. } | Place::Vectors { .. }) { DType::F32 } else { format.compute };
             source.read(p, dtype, &mut |first, rows| weights.store(backend, p.place, first, rows))?;
         }
         Ok(weights)
+    }
+}
+
+/// What a stack of weights has of memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum StackShape {
+    /// Matrices as products read them.
+    Matrices { layers: usize, in_features: usize, out_features: usize, format: WeightFormat },
+    /// Vectors, or a table: `[rows, width]`.
+    Tensor { rows: usize, width: usize, dtype: DType },
+}
+
+impl StackShape {
+    /// Bytes that it takes.
+    pub(crate) fn bytes(&self, backend: &dyn Backend) -> usize {
+        match *self {
+            StackShape::Matrices { layers, in_features, out_features, format } => {
+                backend.packed_bytes(layers, in_features, out_features, format)
+            }
+            StackShape::Tensor { rows, width, dtype } => rows.saturating_mul(width).saturating_mul(dtype.size_bytes()),
+        }
+    }
+
+    /// Memory for it.
+    ///
+    /// # Panics
+    /// If it is a tensor.
+    pub(crate) fn allocate_matrices(&self, backend: &dyn Backend) -> Result<PackedStack> {
+        let &StackShape::Matrices { layers, in_features, out_features, format } = self else { panic!("{self:?} is no stack") };
+        Ok(backend.packed(layers, in_features, out_features, format)?)
+    }
+
+    /// Memory for it.
+    ///
+    /// # Panics
+    /// If it is a stack of matrices.
+    pub(crate) fn allocate_tensor(&self, backend: &dyn Backend) -> Result<Tensor> {
+        let &StackShape::Tensor { rows, width, dtype } = self else { panic!("{self:?} is no tensor") };
+        Ok(backend.zeros(&[rows, width], dtype)?)
+    }
+}
+
+/// A stack of weights in memory.
+pub(crate) enum Stack<'w> {
+    Matrices(&'w PackedStack),
+    Tensor(&'w Tensor),
+}
+
+impl Declaration {
+    /// All stacks: matrices, vectors, and the table if there is one.
+    pub(crate) fn stacks(&self, format: WeightFormat) -> Vec<StackShape> {
+        let matrix = |&MatrixSpec { layers, in_features, out_features, is_exact, .. }: &MatrixSpec| {
+            let format = if is_exact { format.compute.into() } else { format };
+            StackShape::Matrices { layers, in_features, out_features, format }
+        };
+        let vector = |v: &VectorSpec| StackShape::Tensor { rows: v.layers, width: v.width, dtype: DType::F32 };
+        let table = self.table.map(|[rows, width]| StackShape::Tensor { rows, width, dtype: format.compute });
+        self.matrices.iter().map(matrix).chain(self.vectors.iter().map(vector)).chain(table).collect()
+    }
+
+    /// Weights that lie in these stacks, which are those of [`Declaration::stacks`] in their order.
+    ///
+    /// # Panics
+    /// If there are more or fewer.
+    pub(crate) fn of_stacks(&self, matrices: Vec<PackedStack>, mut tensors: Vec<Tensor>) -> Weights {
+        let of_table = usize::from(self.table.is_some());
+        assert_eq!((matrices.len(), tensors.len()), (self.matrices.len(), self.vectors.len() + of_table));
+        let table = self.table.and_then(|_| tensors.pop());
+        Weights { matrices, vectors: tensors, table }
+    }
+
+    /// In words, all that decides where a number of a checkpoint lies in the stacks.
+    pub(crate) fn describe(&self, format: WeightFormat) -> String {
+        let mut words = format!("{:?}", self.stacks(format));
+        for Parameter { name, shape, form, place, .. } in &self.parameters {
+            let form = match form {
+                Form::Own => "own",
+                Form::Expert(_) => "expert",
+                Form::ZeroCentred => "zero-centred",
+                Form::Flipped => "flipped",
+            };
+            words.push_str(&format!("; {name} {shape:?} {form} {place:?}"));
+        }
+        words
     }
 }
 
@@ -555,6 +639,11 @@ impl Weights {
     /// The table of embeddings, if it is one of its own.
     pub(crate) fn table(&self) -> Option<TensorRef<'_>> {
         self.table.as_ref().map(Tensor::as_ref)
+    }
+
+    /// All stacks, in the order of [`Declaration::stacks`].
+    pub(crate) fn stacks(&self) -> impl Iterator<Item = Stack<'_>> {
+        self.matrices.iter().map(Stack::Matrices).chain(self.vectors.iter().chain(&self.table).map(Stack::Tensor))
     }
 
     pub(crate) fn size_bytes(&self) -> usize {

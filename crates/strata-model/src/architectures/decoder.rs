@@ -1,6 +1,7 @@
 //! What all families are: an embedding, a scan over decoder layers, a norm, an unembedding.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use strata_tensor::{
     AttentionGeometry, Backend, Between, DELTA_CHUNK, DType, DeltaGeometry, EmbeddingTable, PackedRef, Tape, Var, WeightFormat,
@@ -51,8 +52,32 @@ pub(crate) trait DecoderLayers: Send + Sync {
     /// What layer `l` mixes tokens with.
     fn mixer(&self, l: usize) -> Mixer;
 
-    /// Bytes that a layer of a training pass takes for each token at its peak, the residual stream aside.
-    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize;
+    /// Bytes that a layer of a training pass takes for each token, the residual stream aside: of the layer that takes most.
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes;
+}
+
+/// Bytes that a layer of a training pass takes for each token.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LayerBytes {
+    /// What is kept for the way back.
+    pub kept: usize,
+    /// That and what goes back, at its peak.
+    pub peak: usize,
+}
+
+impl LayerBytes {
+    /// Of whichever of two layers takes more.
+    pub(crate) fn max(self, other: Self) -> Self {
+        LayerBytes { kept: self.kept.max(other.kept), peak: self.peak.max(other.peak) }
+    }
+}
+
+/// What a pass through the decoder leaves behind.
+pub(crate) enum Leaves<'c> {
+    /// Keys and values, in a cache.
+    Cache(&'c mut KvCache),
+    /// The way back, if the tape records: all that it needs of so many layers, the last ones, and of the others what goes into them.
+    Activations(usize),
 }
 
 /// The unembedding's place in adapters.
@@ -104,7 +129,7 @@ impl Plan {
 /// A model in memory.
 pub(crate) struct Decoder {
     plan: Plan,
-    weights: Weights,
+    weights: Arc<Weights>,
     hidden_size: usize,
     num_layers: usize,
     eps: f32,
@@ -121,17 +146,27 @@ impl Decoder {
     ) -> Result<Self> {
         let plan = Plan::of(c);
         let weights = plan.declaration.load(backend, format, source)?;
-        let (hidden_size, num_layers) = (c.hidden_size, c.num_layers);
-        Ok(Decoder { plan, weights, hidden_size, num_layers, eps: c.rms_norm_eps, dtype: format.compute })
+        Ok(Self::new(plan, weights, c, format.compute))
     }
 
-    /// Hidden states after the final norm, `[tokens, hidden_size]` in the compute dtype. With a cache, keys and values of the batch
-    /// are added to it; without, every decoder layer is a checkpoint of the tape, and `between` is called after each.
+    /// A model whose weights are there.
+    pub(crate) fn new(plan: Plan, weights: Weights, c: &ModelConfig, dtype: DType) -> Self {
+        let (hidden_size, num_layers) = (c.hidden_size, c.num_layers);
+        Decoder { plan, weights: Arc::new(weights), hidden_size, num_layers, eps: c.rms_norm_eps, dtype }
+    }
+
+    /// The weights, for whoever reads them on another thread.
+    pub(crate) fn shared_weights(&self) -> Arc<Weights> {
+        self.weights.clone()
+    }
+
+    /// Hidden states after the final norm, `[tokens, hidden_size]` in the compute dtype. Without a cache `between` is called after each layer, in both
+    /// directions.
     pub(crate) fn hidden<'a>(
         &'a self,
         tape: &mut Tape<'a>,
         inputs: &Rc<BatchInputs<'a>>,
-        mut cache: Option<&mut KvCache>,
+        mut leaves: Leaves<'_>,
         mut observe: Observer<'_>,
         between: &mut Between<'_>,
     ) -> Result<Var> {
@@ -148,16 +183,18 @@ impl Decoder {
         x = tape.replace_rows(x, &inputs.image_rows(|features| Some(&features.embeddings)))?;
         see(Observed::Embeddings, &x)?;
         for l in 0..self.num_layers {
-            x = match &mut cache {
-                Some(cache) => self.plan.layers.layer(&pass, tape, l, &x, cache.layer_mut(l))?,
-                None => {
-                    let pass = pass.clone();
-                    tape.checkpoint(&x, move |tape, x| self.plan.layers.layer(&pass, tape, l, x, LayerAccess::None))?
+            x = match &mut leaves {
+                Leaves::Cache(cache) => self.plan.layers.layer(&pass, tape, l, &x, cache.layer_mut(l))?,
+                Leaves::Activations(layers) => {
+                    let (pass, kept) = (pass.clone(), l + *layers >= self.num_layers);
+                    let layer =
+                        move |tape: &mut Tape<'a>, x: &Var| self.plan.layers.layer(&pass, tape, l, x, LayerAccess::None);
+                    if kept { tape.keep(&x, layer)? } else { tape.checkpoint(&x, layer)? }
                 }
             };
             see(Observed::LayerOutput(l), &x)?;
             x = tape.add_rows(x, &inputs.image_rows(|features| features.deepstack.get(l)))?;
-            if cache.is_none() {
+            if matches!(leaves, Leaves::Activations(_)) {
                 go_on(between)?;
             }
         }
@@ -223,10 +260,15 @@ impl Decoder {
         let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
         // A checkpoint for each layer, angles, and the gradient and value of the residual stream on their way.
         let stream = wide * (self.hidden_size * (self.num_layers + 4) + self.plan.rope.rotary_dim);
-        let layer = self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype);
+        let layer = self.layer_bytes_per_token(backend).peak;
         // Rows of odd width are copied for products of pairs.
         let copied = self.plan.declaration.widths().filter(|width| width % 2 == 1).max().unwrap_or(0);
         stream + layer + narrow * copied + self.image_bytes(backend).features
+    }
+
+    /// Bytes that a layer of a training pass takes for each token, the residual stream aside.
+    pub(crate) fn layer_bytes_per_token(&self, backend: &dyn Backend) -> LayerBytes {
+        self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype)
     }
 
     /// What a pass takes whatever its tokens, logits aside.

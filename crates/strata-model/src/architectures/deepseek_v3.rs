@@ -6,7 +6,7 @@ use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::blocks::{MlpConfig, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
-use super::decoder::{DecoderLayers, Mixer};
+use super::decoder::{DecoderLayers, LayerBytes, Mixer};
 use super::latent::{LatentConfig, LatentDefaults, MultiHeadLatentAttention};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router, SigmoidRouter};
 use super::{Family, FamilyConfig};
@@ -200,8 +200,8 @@ impl DecoderLayers for DeepseekV3Layers {
         Mixer::Attention(self.attention.geometry())
     }
 
-    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let attention = self.attention.token_bytes(backend, hidden, dtype);
-        attention.saved + self.mlp.token_bytes_max(hidden, dtype).max(attention.gradients)
+        self.mlp.token_bytes(hidden, dtype).map(|mlp| attention.then(&mlp)).fold(LayerBytes::default(), LayerBytes::max)
     }
 }

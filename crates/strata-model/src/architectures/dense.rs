@@ -6,7 +6,7 @@ use strata_tensor::{Backend, DType, Tape, Var};
 use super::FamilyConfig;
 use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
-use super::decoder::{DecoderLayers, Mixer};
+use super::decoder::{DecoderLayers, LayerBytes, Mixer};
 use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
 use crate::config::{
     CONTEXT_TOKENS_MAX, HEAD_DIM_MAX, HIDDEN_SIZE_MAX, INTERMEDIATE_SIZE_MAX, NUM_HEADS_MAX, NUM_LAYERS_MAX, Rope,
@@ -204,9 +204,8 @@ impl DecoderLayers for DenseLayers {
         Mixer::Attention(self.attention.geometry(l))
     }
 
-    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let (attention, mlp) = (self.attention.token_bytes(backend, hidden, dtype), self.mlp.token_bytes(hidden, dtype));
-        // What goes back through the one, and then the other.
-        attention.saved + (mlp.saved + mlp.gradients).max(attention.gradients)
+        attention.then(&mlp)
     }
 }

@@ -6,7 +6,7 @@ use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::blocks::{Attention, AttentionConfig, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
-use super::decoder::{DecoderLayers, Mixer};
+use super::decoder::{DecoderLayers, LayerBytes, Mixer};
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
 use super::{Family, FamilyConfig};
@@ -177,9 +177,8 @@ impl DecoderLayers for GptOssLayers {
         Mixer::Attention(self.attention.geometry(l))
     }
 
-    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let (attention, moe) = (self.attention.token_bytes(backend, hidden, dtype), self.moe.token_bytes(hidden, dtype));
-        // What goes back through the one, and then the other.
-        attention.saved + (moe.saved + moe.gradients).max(attention.gradients)
+        attention.then(&moe)
     }
 }

@@ -38,13 +38,13 @@ use crate::config::quantization;
 use crate::config::{Rope, RopeTable};
 use crate::lora::{LoraModule, Part};
 use crate::{Error, ModelConfig, PackedBatch, Result};
-use declaration::Declaration;
+pub(crate) use declaration::{Declaration, Stack, StackShape, Weights};
 pub(crate) use declaration::{Form, FusedExpert, Parameter};
 pub use declaration::{Initial, NormWeights, ParameterShape};
-use decoder::{DecoderLayers, Mixer, Plan};
+use decoder::{DecoderLayers, Mixer};
 
 pub use blocks::{AttentionConfig, MlpConfig};
-pub(crate) use decoder::Decoder;
+pub(crate) use decoder::{Decoder, Leaves, Plan};
 pub use deepseek_v3::DeepseekV3Config;
 pub use dense::DenseConfig;
 pub use files::{FileTensor, file_tensors};

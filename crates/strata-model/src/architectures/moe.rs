@@ -302,10 +302,10 @@ impl MlpOrMoe {
         }
     }
 
-    /// Bytes for each token of a training pass in the layer that takes most, the norm before it included.
-    pub(super) fn token_bytes_max(&self, hidden: usize, dtype: DType) -> usize {
+    /// Bytes for each token of a training pass in layers of either kind, the norm before it included.
+    pub(super) fn token_bytes(&self, hidden: usize, dtype: DType) -> impl Iterator<Item = TokenBytes> {
         let mlp = self.mlp.as_ref().map(|mlp| mlp.token_bytes(hidden, dtype));
         let moe = self.moe.as_ref().map(|moe| moe.token_bytes(hidden, dtype));
-        mlp.into_iter().chain(moe).map(|bytes| bytes.saved + bytes.gradients).max().unwrap_or(0)
+        mlp.into_iter().chain(moe)
     }
 }

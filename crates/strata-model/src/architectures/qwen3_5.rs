@@ -7,10 +7,10 @@
 use serde_json::{Map, Value, json};
 use strata_tensor::{Backend, DType, DeltaGeometry, ExpertActivation, Tape, Var};
 
-use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass, TokenBytes};
+use super::blocks::{Attention, AttentionConfig, GatedMlp, MlpConfig, MlpPaths, Pass};
 use super::composite;
 use super::declaration::{Declaration, NormWeights, VectorId};
-use super::decoder::{DecoderLayers, Mixer};
+use super::decoder::{DecoderLayers, LayerBytes, Mixer};
 use super::delta_net::DeltaNet;
 use super::dense;
 use super::moe::{Moe, MoeConfig, MoeLayout, Router};
@@ -321,15 +321,13 @@ impl DecoderLayers for Qwen3_5Layers {
         }
     }
 
-    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let mlp = match &self.mlp {
             Mlp::Dense(mlp) => mlp.token_bytes(hidden, dtype),
             Mlp::Experts(moe) => moe.token_bytes(hidden, dtype),
         };
         let attention = self.attention.as_ref().map(|attention| attention.token_bytes(backend, hidden, dtype));
         let delta_net = self.delta_net.as_ref().map(|net| net.token_bytes(backend, hidden, dtype));
-        // What goes back through the one, and then the other, in the layer that takes most.
-        let of_layer = |of: TokenBytes| of.saved + (mlp.saved + mlp.gradients).max(of.gradients);
-        attention.into_iter().chain(delta_net).map(of_layer).max().unwrap_or(0)
+        attention.into_iter().chain(delta_net).map(|mixer| mixer.then(&mlp)).fold(LayerBytes::default(), LayerBytes::max)
     }
 }

@@ -5,7 +5,7 @@ use strata_tensor::{Backend, DType, ExpertActivation, Tape, Var};
 
 use super::blocks::{Attention, AttentionConfig, MlpConfig, Pass};
 use super::declaration::{Declaration, NormWeights, VectorId};
-use super::decoder::{DecoderLayers, Mixer};
+use super::decoder::{DecoderLayers, LayerBytes, Mixer};
 use super::dense::{self, DenseConfig};
 use super::moe::{MlpOrMoe, MoeConfig, MoeLayout, Router};
 use super::{Family, FamilyConfig};
@@ -166,8 +166,8 @@ impl DecoderLayers for Qwen3MoeLayers {
         Mixer::Attention(self.attention.geometry(l))
     }
 
-    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> usize {
+    fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let attention = self.attention.token_bytes(backend, hidden, dtype);
-        attention.saved + self.mlp.token_bytes_max(hidden, dtype).max(attention.gradients)
+        self.mlp.token_bytes(hidden, dtype).map(|mlp| attention.then(&mlp)).fold(LayerBytes::default(), LayerBytes::max)
     }
 }

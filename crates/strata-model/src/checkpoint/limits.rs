@@ -32,6 +32,14 @@ pub(crate) fn open_regular(path: &Path) -> Result<File> {
     })
 }
 
+/// Opens a file of Strata's own for reading. Links, pipes, devices and directories are refused, and never block.
+///
+/// # Errors
+/// If there is no such file, or it is something else.
+pub(crate) fn open_own(path: &Path) -> std::io::Result<File> {
+    open(path, Links::Refuse)
+}
+
 /// The bytes of a regular file of at most `bytes_max` bytes. Links, pipes, devices and directories are refused, and never block.
 ///
 /// # Errors
@@ -39,7 +47,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<File> {
 pub fn read_own_file(path: &Path, bytes_max: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     // One byte more than allowed tells a file that is too long from one that just fits.
-    open(path, Links::Refuse)?.take(bytes_max.saturating_add(1)).read_to_end(&mut bytes)?;
+    open_own(path)?.take(bytes_max.saturating_add(1)).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > bytes_max {
         return Err(std::io::Error::new(ErrorKind::InvalidData, format!("is longer than {bytes_max} bytes")));
     }

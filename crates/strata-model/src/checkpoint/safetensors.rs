@@ -4,11 +4,15 @@
 //! `safetensors` crate checks headers against the length of the file, and the index is checked here against the shards.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::Metadata;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
+use sha2::Digest;
 
 use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
@@ -25,6 +29,8 @@ const HEADER_BYTES_MAX: usize = 8 << 20;
 const INDEX_BYTES_MAX: usize = 32 << 20;
 /// The most shards of a checkpoint.
 const SHARDS_MAX: usize = 4096;
+/// What is asked of the disk beyond the tensor that is read.
+const AHEAD_BYTES: usize = 64 << 20;
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
@@ -37,6 +43,8 @@ pub struct Checkpoint {
     shards: Vec<ShardBytes>,
     /// Where each shard was opened from.
     files: Vec<PathBuf>,
+    /// What each was when it was opened; none of a part of the program.
+    identities: Vec<FileIdentity>,
     tensors: BTreeMap<String, Entry>,
 }
 
@@ -48,8 +56,31 @@ pub(crate) struct StoredTensor<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
+/// What tells a file from another, and from itself after it was written to: its device and number there, its size, and when its contents and its entry were changed, in
+/// nanoseconds. The last cannot be set by whoever puts another's times on a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FileIdentity([u64; 7]);
+
+impl FileIdentity {
+    fn of(m: &Metadata) -> Self {
+        let [modified, changed] = [(m.mtime(), m.mtime_nsec()), (m.ctime(), m.ctime_nsec())];
+        let times = [modified.0, modified.1, changed.0, changed.1].map(|time| time as u64);
+        FileIdentity([m.dev(), m.ino(), m.size(), times[0], times[1], times[2], times[3]])
+    }
+
+    /// Whether the file that has this name now is this one, unchanged.
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
+        std::fs::metadata(path).is_ok_and(|m| FileIdentity::of(&m) == *self)
+    }
+
+    fn bytes(&self) -> impl Iterator<Item = [u8; 8]> {
+        self.0.into_iter().map(u64::to_le_bytes)
+    }
+}
+
 enum ShardBytes {
-    Mapped(Mmap),
+    /// And up to where it was asked to be read ahead.
+    Mapped(Mmap, AtomicUsize),
     Static(&'static [u8]),
 }
 
@@ -94,7 +125,7 @@ impl Checkpoint {
     /// If the bytes are not a whole safetensors file.
     pub fn from_static(bytes: &'static [u8], name: &str) -> Result<Self> {
         let mut checkpoint = Self::empty(Path::new(name));
-        checkpoint.add_shard(ShardBytes::Static(bytes), Path::new(name))?;
+        checkpoint.add_shard((ShardBytes::Static(bytes), None), Path::new(name))?;
         Ok(checkpoint)
     }
 
@@ -122,6 +153,33 @@ impl Checkpoint {
             files[entry.shard].1.push(StoredTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes });
         }
         files
+    }
+
+    /// The files, each as it was when it was opened.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (&Path, &FileIdentity)> {
+        self.files.iter().map(|path| &**path).zip(&self.identities)
+    }
+
+    /// Tells `hash` of everything by which these files can be told from others without reading them: names, what the system says of them, their headers, and some of what they
+    /// hold, for systems that say little.
+    pub(crate) fn identify(&self, hash: &mut impl Digest) {
+        /// Places in a file that are looked at, and bytes there.
+        const SAMPLES: usize = 16;
+        const SAMPLE_BYTES: usize = 4096;
+        hash.update((self.identities.len() as u64).to_le_bytes());
+        for ((path, identity), shard) in self.files().zip(&self.shards) {
+            let (name, bytes) = (path.file_name().unwrap_or_default().as_encoded_bytes(), shard.bytes());
+            hash.update((name.len() as u64).to_le_bytes());
+            hash.update(name);
+            identity.bytes().for_each(|word| hash.update(word));
+            // What says how long the header is was checked when the file was opened.
+            let header = bytes.first_chunk().map_or(0, |len| u64::from_le_bytes(*len) as usize);
+            hash.update(&bytes[..bytes.len().min(8 + header)]);
+            for sample in 0..SAMPLES {
+                let start = bytes.len().saturating_sub(SAMPLE_BYTES) / (SAMPLES - 1) * sample;
+                hash.update(&bytes[start..bytes.len().min(start + SAMPLE_BYTES)]);
+            }
+        }
     }
 
     /// Whether there is a tensor of this name.
@@ -165,12 +223,32 @@ impl Checkpoint {
         Ok(any)
     }
 
+    /// Has the system read a tensor, which is read next, and what follows it in its file, which is likely to come after it: the disk works while what it has given is
+    /// converted.
+    pub(crate) fn expect(&self, name: &str) {
+        #[cfg(unix)]
+        if let Some(entry) = self.tensors.get(name)
+            && let ShardBytes::Mapped(map, asked) = &self.shards[entry.shard]
+        {
+            let (from, end) = (
+                asked.load(Ordering::Relaxed).max(entry.bytes.start),
+                entry.bytes.end.saturating_add(AHEAD_BYTES).min(map.len()),
+            );
+            // In large steps: to ask is to look up every page.
+            if end > from && (end - from >= AHEAD_BYTES / 2 || from < entry.bytes.end) {
+                // A refusal costs time and nothing else.
+                let _ = map.advise_range(memmap2::Advice::WillNeed, from, end - from);
+                asked.store(end, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Lets the system have the memory of bytes `part` of a tensor, which have been read and will not be read soon. They are read from the file
     /// again if they are.
     pub(crate) fn forget(&self, name: &str, part: Range<usize>) {
         #[cfg(unix)]
         if let Some(entry) = self.tensors.get(name)
-            && let ShardBytes::Mapped(map) = &self.shards[entry.shard]
+            && let ShardBytes::Mapped(map, _) = &self.shards[entry.shard]
         {
             let part = entry.bytes.start + part.start..entry.bytes.end.min(entry.bytes.start + part.end);
             // SAFETY: nobody writes to the mapping, so that what is dropped of it comes back the same. A refusal costs memory and nothing else.
@@ -204,7 +282,13 @@ impl Checkpoint {
     }
 
     fn empty(path: &Path) -> Self {
-        Checkpoint { path: path.into(), shards: Vec::new(), files: Vec::new(), tensors: BTreeMap::new() }
+        Checkpoint {
+            path: path.into(),
+            shards: Vec::new(),
+            files: Vec::new(),
+            identities: Vec::new(),
+            tensors: BTreeMap::new(),
+        }
     }
 
     fn open_sharded(dir: &Path) -> Result<Self> {
@@ -230,7 +314,7 @@ impl Checkpoint {
     }
 
     /// Adds the tensors of a file and returns their names.
-    fn add_shard(&mut self, bytes: ShardBytes, path: &Path) -> Result<BTreeSet<String>> {
+    fn add_shard(&mut self, (bytes, identity): (ShardBytes, Option<FileIdentity>), path: &Path) -> Result<BTreeSet<String>> {
         let error = |message: String| Error::Checkpoint { path: path.into(), message };
         let data = bytes.bytes();
         check_header(data).map_err(error)?;
@@ -258,6 +342,7 @@ impl Checkpoint {
         }
         self.shards.push(bytes);
         self.files.push(path.into());
+        self.identities.extend(identity);
         Ok(names)
     }
 }
@@ -265,19 +350,20 @@ impl Checkpoint {
 impl ShardBytes {
     fn bytes(&self) -> &[u8] {
         match self {
-            ShardBytes::Mapped(map) => map,
+            ShardBytes::Mapped(map, _) => map,
             ShardBytes::Static(bytes) => bytes,
         }
     }
 }
 
-fn map(path: &Path) -> Result<ShardBytes> {
+fn map(path: &Path) -> Result<(ShardBytes, Option<FileIdentity>)> {
     let io_error = |source| Error::Io { path: path.into(), source };
     let file = open_regular(path)?;
     // SAFETY: the mapping is read-only and private to this object. Should another process truncate or rewrite the file meanwhile,
     // reads could fault or give other numbers; that files of a model in use are left alone is a condition of `open`.
     let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
-    Ok(ShardBytes::Mapped(map))
+    let identity = FileIdentity::of(&file.metadata().map_err(io_error)?);
+    Ok((ShardBytes::Mapped(map, AtomicUsize::new(0)), Some(identity)))
 }
 
 /// Refuses a header that would take much memory to parse, before it is.

@@ -1,10 +1,19 @@
 //! A tensor as it lies in a file, and its conversion to the dtype that a model computes in.
 
 use std::ops::Range;
+use std::sync::LazyLock;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use safetensors::Dtype;
 use strata_tensor::{DType, Element, Error, HostRef, HostTensor, Result, Shape};
+
+use super::pieces::{Run, alone, fill_pieces, first_found};
+
+/// Elements that a thread looks at, or converts, before it takes the next.
+const PIECE: usize = 64 << 10;
+/// Halves that are widened at a time.
+const VECTOR: usize = 256;
 
 /// Element types that weights may have in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,15 +94,19 @@ impl<'a> SourceTensor<'a> {
     /// # Errors
     /// If it has more axes than a tensor can have.
     pub fn read(&self, dtype: DType) -> Result<Converted<'a>> {
-        read(self.bytes, self.shape, self.dtype, dtype)
+        read(&alone, self.bytes, self.shape, self.dtype, dtype)
     }
 
-    /// Entries `rows` of the leading axis in `dtype`, borrowed if the file allows it, so that several threads can convert and pack
-    /// one matrix in slices.
+    /// Entries `rows` of the leading axis in `dtype`, borrowed if the file allows it.
     ///
     /// # Errors
     /// If the range is not within the leading axis, or the tensor has more axes than a tensor can have.
     pub fn read_rows(&self, rows: Range<usize>, dtype: DType) -> Result<Converted<'a>> {
+        self.read_rows_on(&alone, rows, dtype)
+    }
+
+    /// As [`SourceTensor::read_rows`], what is to be converted on several threads.
+    pub(crate) fn read_rows_on(&self, run: Run<'_>, rows: Range<usize>, dtype: DType) -> Result<Converted<'a>> {
         let leading = self.shape.first().copied().unwrap_or(0);
         if rows.start > rows.end || rows.end > leading {
             return Err(Error::Index { op: "read_rows", what: "rows", index: rows.end, size: leading });
@@ -104,62 +117,104 @@ impl<'a> SourceTensor<'a> {
         let row_len = self.shape[1..].iter().product();
         let mut shape = if self.shape.len() > Shape::MAX_RANK { vec![leading, row_len] } else { self.shape.to_vec() };
         shape[0] = rows.len();
-        read(&self.bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, self.dtype, dtype)
+        read(run, &self.bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, self.dtype, dtype)
     }
 }
 
 /// The place and value of the first element that is infinite or not a number, if there is one.
-pub(crate) fn first_not_finite(tensor: HostRef<'_>) -> Option<(usize, f32)> {
-    /// Elements that are looked at together; within them a loop without a branch, at the speed of memory.
-    const RUN: usize = 4096;
-    let bytes = tensor.as_bytes();
-    let size = tensor.dtype().size_bytes();
-    let is_not_finite = |run: &[u8]| match tensor.dtype() {
+pub(crate) fn first_not_finite(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
+    let (bytes, size) = (tensor.as_bytes(), tensor.dtype().size_bytes());
+    // Without a branch within a piece, and so at the speed of memory.
+    let is_not_finite = |piece: &[u8]| match tensor.dtype() {
         // The exponent of infinities and of NaNs is all ones.
         DType::F32 => {
-            run.as_chunks().0.iter().fold(false, |any, &b| any | (u32::from_ne_bytes(b) & 0x7f80_0000 == 0x7f80_0000))
+            piece.as_chunks().0.iter().fold(false, |any, &b| any | (u32::from_ne_bytes(b) & 0x7f80_0000 == 0x7f80_0000))
         }
-        DType::BF16 => run.as_chunks().0.iter().fold(false, |any, &b| any | (u16::from_ne_bytes(b) & 0x7f80 == 0x7f80)),
+        DType::BF16 => piece.as_chunks().0.iter().fold(false, |any, &b| any | (u16::from_ne_bytes(b) & 0x7f80 == 0x7f80)),
     };
-    let (index, run) = bytes.chunks(RUN * size).enumerate().find(|(_, run)| is_not_finite(run))?;
-    let place = run.chunks(size).position(is_not_finite).expect("the run has such an element");
-    let element = &run[place * size..(place + 1) * size];
+    let piece = |i: usize| &bytes[i * PIECE * size..bytes.len().min((i + 1) * PIECE * size)];
+    let (index, ()) = first_found(run, bytes.len().div_ceil(PIECE * size), &|i| is_not_finite(piece(i)).then_some(()))?;
+    let (place, element) = piece(index).chunks(size).enumerate().find(|(_, element)| is_not_finite(element))?;
     let value = match tensor.dtype() {
         DType::F32 => f32::from_ne_bytes(element.try_into().expect("four bytes")),
         DType::BF16 => bf16::from_ne_bytes(element.try_into().expect("two bytes")).to_f32(),
     };
-    Some((index * RUN + place, value))
+    Some((index * PIECE + place, value))
 }
 
-fn read<'a>(bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> Result<Converted<'a>> {
+fn read<'a>(run: Run<'_>, bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> Result<Converted<'a>> {
     if shape.len() > strata_tensor::Shape::MAX_RANK {
         let expected = format!("at most {} axes", strata_tensor::Shape::MAX_RANK);
         return Err(Error::Shape { op: "read", expected, actual: format!("{shape:?}") });
     }
     let same = matches!((from, to), (SourceDType::F32, DType::F32) | (SourceDType::BF16, DType::BF16));
-    if same {
-        if let Ok(view) = HostRef::from_bytes(bytes, shape, to) {
-            return Ok(Converted::Borrowed(view));
-        }
-        let mut tensor = HostTensor::zeros(shape, to);
-        if bytes.len() != tensor.bytes_mut().len() {
-            let expected = format!("{shape:?} of {to}");
-            return Err(Error::Shape { op: "read", expected, actual: format!("{} bytes", bytes.len()) });
-        }
-        tensor.bytes_mut().copy_from_slice(bytes);
-        return Ok(Converted::Owned(tensor));
+    if same && let Ok(view) = HostRef::from_bytes(bytes, shape, to) {
+        return Ok(Converted::Borrowed(view));
     }
-    let values: Vec<f32> = match from {
-        SourceDType::F32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
-        SourceDType::BF16 => bytes.as_chunks().0.iter().map(|&b| Element::to_f32(bf16::from_le_bytes(b))).collect(),
-        SourceDType::F16 => bytes.as_chunks().0.iter().map(|&b| f16::from_le_bytes(b).to_f32()).collect(),
-        SourceDType::F8E4M3 => bytes.iter().map(|&b| e4m3_to_f32(b)).collect(),
-    };
-    Ok(Converted::Owned(HostTensor::from_f32(&values, shape, to)?))
+    // Before memory is taken, and without overflow: that many bytes there are.
+    let elements = shape.iter().try_fold(1usize, |elements, &n| elements.checked_mul(n));
+    if elements.and_then(|elements| elements.checked_mul(from.size_bytes())) != Some(bytes.len()) {
+        let expected = format!("{shape:?} of {to}");
+        return Err(Error::Shape { op: "read", expected, actual: format!("{} bytes", bytes.len()) });
+    }
+    let mut tensor = HostTensor::zeros(shape, to);
+    fill_pieces(run, tensor.bytes_mut(), PIECE * to.size_bytes(), &|i, piece| {
+        let first = i * PIECE * from.size_bytes();
+        let len = piece.len() / to.size_bytes() * from.size_bytes();
+        convert(&bytes[first..first + len], from, to, piece);
+    });
+    Ok(Converted::Owned(tensor))
+}
+
+/// Elements in another dtype; `out` has room for as many.
+fn convert(bytes: &[u8], from: SourceDType, to: DType, out: &mut [u8]) {
+    match (from, to) {
+        (SourceDType::F32, DType::F32) | (SourceDType::BF16, DType::BF16) => out.copy_from_slice(bytes),
+        (SourceDType::F32, DType::BF16) => {
+            put(bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)), to, out);
+        }
+        (SourceDType::BF16, DType::F32) => {
+            put(bytes.as_chunks().0.iter().map(|&b| Element::to_f32(bf16::from_le_bytes(b))), to, out);
+        }
+        (SourceDType::F16, _) => {
+            let (mut halves, mut values) = ([f16::ZERO; VECTOR], [0.0; VECTOR]);
+            for (bytes, out) in bytes.chunks(2 * VECTOR).zip(out.chunks_mut(VECTOR * to.size_bytes())) {
+                let count = bytes.len() / 2;
+                halves.iter_mut().zip(bytes.as_chunks().0).for_each(|(half, &b)| *half = f16::from_le_bytes(b));
+                // By the instructions of the machine, which it asks for once.
+                halves[..count].convert_to_f32_slice(&mut values[..count]);
+                write_values(&values[..count], to, out);
+            }
+        }
+        (SourceDType::F8E4M3, _) => put(bytes.iter().map(|&b| e4m3_to_f32(b)), to, out),
+    }
+}
+
+/// Values in a dtype, as bytes of this machine; `out` has room for as many.
+pub(crate) fn write_values(values: &[f32], to: DType, out: &mut [u8]) {
+    put(values.iter().copied(), to, out);
+}
+
+fn put(values: impl Iterator<Item = f32>, to: DType, out: &mut [u8]) {
+    match to {
+        DType::F32 => out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(out, v)| *out = v.to_ne_bytes()),
+        DType::BF16 => {
+            out.as_chunks_mut()
+                .0
+                .iter_mut()
+                .zip(values)
+                .for_each(|(out, v)| *out = <bf16 as Element>::from_f32(v).to_ne_bytes());
+        }
+    }
 }
 
 /// What a byte of [`SourceDType::F8E4M3`] stands for.
-fn e4m3_to_f32(byte: u8) -> f32 {
+pub(crate) fn e4m3_to_f32(byte: u8) -> f32 {
+    static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|byte| e4m3_value(byte as u8)));
+    VALUES[usize::from(byte)]
+}
+
+fn e4m3_value(byte: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
     let size = match (exponent, byte & 7) {
         (15, 7) => f32::NAN,
@@ -226,18 +281,52 @@ mod tests {
         }
     }
 
+    /// The last task first.
+    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        (0..num_tasks).rev().for_each(task);
+    }
+
+    #[test]
+    fn pieces_of_all_dtypes_are_what_single_elements_are() {
+        // Every half, and bytes of every kind, in more than one piece.
+        let elements = 2 * PIECE + 77;
+        let bytes: Vec<u8> = (0..4 * elements).map(|i| (i as u32).wrapping_mul(0x9e37_79b1).to_le_bytes()[i % 4]).collect();
+        for from in [SourceDType::F32, SourceDType::BF16, SourceDType::F16, SourceDType::F8E4M3] {
+            // One byte further, no element is aligned.
+            let bytes = &bytes[1..][..(elements - 1) * from.size_bytes()];
+            let value = |b: &[u8]| match from {
+                SourceDType::F32 => f32::from_le_bytes(b.try_into().unwrap()),
+                SourceDType::BF16 => bf16::from_le_bytes(b.try_into().unwrap()).to_f32(),
+                SourceDType::F16 => f16::from_le_bytes(b.try_into().unwrap()).to_f32(),
+                SourceDType::F8E4M3 => e4m3_value(b[0]),
+            };
+            let expected: Vec<f32> = bytes.chunks(from.size_bytes()).map(value).collect();
+            for to in [DType::F32, DType::BF16] {
+                let shape = [elements - 1];
+                let tensor = source(bytes, &shape, from).read_rows_on(&backwards, 0..elements - 1, to).unwrap();
+                let expected = HostTensor::from_f32(&expected, &[elements - 1], to).unwrap();
+                let (actual, expected) = (tensor.as_ref().to_f32_vec(), expected.as_ref().to_f32_vec());
+                let same = |(a, e): (&f32, &f32)| a.to_bits() == e.to_bits() || a.is_nan() && e.is_nan();
+                assert!(actual.iter().zip(&expected).all(same), "{from:?} to {to}");
+            }
+        }
+    }
+
     #[test]
     fn whatever_is_not_finite_is_found() {
         for dtype in [DType::F32, DType::BF16] {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0xffff_0000)] {
-                for place in [0, 1, 4095, 4096, 9998] {
-                    let mut values = vec![-1.0e38f32; 9999];
+                for place in [0, 1, PIECE - 1, PIECE, 2 * PIECE + 998] {
+                    let len = 2 * PIECE + 999;
+                    let mut values = vec![-1.0e38f32; len];
                     values[3] = 0.0;
-                    let clean = HostTensor::from_f32(&values, &[9999], dtype).unwrap();
-                    assert!(first_not_finite(clean.as_ref()).is_none());
+                    let clean = HostTensor::from_f32(&values, &[len], dtype).unwrap();
+                    assert!(first_not_finite(&backwards, clean.as_ref()).is_none());
                     values[place] = bad;
-                    let tensor = HostTensor::from_f32(&values, &[9999], dtype).unwrap();
-                    let (found, value) = first_not_finite(tensor.as_ref()).unwrap();
+                    // Not the first, but what is seen first.
+                    values[len - 1] = f32::NAN;
+                    let tensor = HostTensor::from_f32(&values, &[len], dtype).unwrap();
+                    let (found, value) = first_not_finite(&backwards, tensor.as_ref()).unwrap();
                     assert!(found == place && !value.is_finite(), "{dtype} {bad} at {place}: {value} at {found}");
                 }
             }

@@ -24,7 +24,7 @@ use crate::architectures::{Form, for_each_parameter, lora_modules};
 use crate::checkpoint::{
     BLOCK, BLOCK_BYTES, Checkpoint, SINGLE_FILE, Sink, SourceDType, SourceTensor, StoredTensor, WrittenTensor,
 };
-use crate::checkpoint::{dequantize, write_safetensors};
+use crate::checkpoint::{alone, dequantize, write_safetensors};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, Part};
 use crate::{ModelConfig, ModelSource, Result};
 use delta::{Addend, Lies};
@@ -315,14 +315,14 @@ impl Values<'_> {
                 let tensor = SourceTensor { shape: &shape, ..*tensor };
                 Ok(tensor.read_rows(all, DType::F32)?.as_ref().to_f32_vec())
             }
-            Values::Scaled(tensor, scales) => Ok(scaled_rows(tensor, all, scales, DType::F32)?.as_ref().to_f32_vec()),
+            Values::Scaled(tensor, scales) => Ok(scaled_rows(&alone, tensor, all, scales, DType::F32)?.as_ref().to_f32_vec()),
             Values::Blocks { blocks, scales } => {
                 let (elements, matrix) = (rows * columns, first / rows.max(1));
                 let own = matrix * elements / BLOCK..(matrix + 1) * elements / BLOCK;
                 let mut values = vec![0.0; elements];
                 dequantize(&blocks[own.start * BLOCK_BYTES..own.end * BLOCK_BYTES], &scales[own], &mut values);
                 let lying = strata_tensor::HostTensor::from_f32(&values, &[1, columns, rows], DType::F32)?;
-                Ok(turned(lying.as_ref()).as_ref().to_f32_vec())
+                Ok(turned(&alone, lying.as_ref()).as_ref().to_f32_vec())
             }
         }
     }

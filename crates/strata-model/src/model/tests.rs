@@ -94,9 +94,22 @@ fn gradient_bits(model: &Model, params: &LoraParams) -> Vec<u32> {
 
 /// Log-probabilities and gradients of a training pass.
 fn train(model: &Model, adapter: &Adapter, rank: usize, lengths: &[usize], between: &mut Between<'_>) -> Result<[Vec<u32>; 2]> {
+    train_keeping(0, model, adapter, rank, lengths, between)
+}
+
+/// As [`train`], with the activations of so many layers in memory.
+fn train_keeping(
+    layers: usize,
+    model: &Model,
+    adapter: &Adapter,
+    rank: usize,
+    lengths: &[usize],
+    between: &mut Between<'_>,
+) -> Result<[Vec<u32>; 2]> {
     let (batch, targets) = batch(adapter, lengths);
     let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora(rank))?;
-    let logprobs = model.forward_backward_with(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)], between)?;
+    let logprobs =
+        model.forward_backward_with(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)], layers, between)?;
     Ok([bits(&logprobs), gradient_bits(model, &gradients)])
 }
 
@@ -128,16 +141,18 @@ fn other_passes_may_run_between_the_layers_of_a_pass_and_no_bit_changes() {
     let alone = train(&model, &outer, 4, &[33, 70], undisturbed).unwrap();
     let small = train(&model, &inner, 6, &[5, 2], undisturbed).unwrap();
     let sampled = decode(&model, &inner);
-    let mut calls = 0;
-    let disturbed = train(&model, &outer, 4, &[33, 70], &mut || {
-        calls += 1;
-        assert_eq!(train(&model, &inner, 6, &[5, 2], &mut || ControlFlow::Continue(())).unwrap(), small);
-        assert_eq!(decode(&model, &inner), sampled);
-        ControlFlow::Continue(())
-    });
-    assert_eq!(disturbed.unwrap(), alone);
-    // Each layer forward, the one chunk of logits, each layer backward.
-    assert_eq!(calls, 3 + 1 + 3);
+    // Each layer forward, the one chunk of logits, each layer backward; with the activations of the first nothing comes after it.
+    for (layers, back) in [(0, 3), (2, 3), (3, 2)] {
+        let mut calls = 0;
+        let disturbed = train_keeping(layers, &model, &outer, 4, &[33, 70], &mut || {
+            calls += 1;
+            assert_eq!(train_keeping(calls % 4, &model, &inner, 6, &[5, 2], &mut || ControlFlow::Continue(())).unwrap(), small);
+            assert_eq!(decode(&model, &inner), sampled);
+            ControlFlow::Continue(())
+        });
+        assert_eq!(disturbed.unwrap(), alone);
+        assert_eq!(calls, 3 + 1 + back, "activations of {layers} layers are kept");
+    }
     let (batch, targets) = batch(&outer, &[33, 70]);
     let mut calls = 0;
     let scored = model.forward_with(&batch, &targets, &mut || {
@@ -153,13 +168,13 @@ fn other_passes_may_run_between_the_layers_of_a_pass_and_no_bit_changes() {
 fn a_pass_ends_where_it_is_interrupted() {
     let model = model();
     let (_, adapter) = adapter(&model, 4);
-    for stop in 1..=7 {
+    for (layers, stop) in (1..=7).map(|stop| (0, stop)).chain((1..=6).map(|stop| (3, stop))) {
         let mut calls = 0;
         let mut between = || {
             calls += 1;
             if calls == stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        let result = train(&model, &adapter, 4, &[33, 70], &mut between);
+        let result = train_keeping(layers, &model, &adapter, 4, &[33, 70], &mut between);
         assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
         assert_eq!(calls, stop, "nothing runs on after the interruption");
     }
@@ -253,6 +268,10 @@ fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of
             assert!(gradients.iter().any(|&g| g != 0), "{context}");
             let first = of_one_thread.get_or_insert_with(|| (trained.clone(), gradients.clone()));
             assert!(*first == (trained, gradients), "{threads} threads instead of 1, {context}");
+            for layers in (2..=config.num_layers).filter(|_| threads == 3) {
+                let [trained, gradients] = train_keeping(layers, &model, &adapter, 4, &lengths, undisturbed).unwrap();
+                assert!(*first == (trained, gradients), "activations of {layers} layers are kept, {context}");
+            }
         }
         let dense = on_threads(1, WeightStorage::Dense);
         let [of_dense, _] = train(&dense, &adapter(&dense, 4).1, 4, &lengths, undisturbed).unwrap();
@@ -605,7 +624,7 @@ fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let before = resident_bytes();
     let mut most = 0;
-    let mut weights = CheckpointWeights { checkpoint: &checkpoint };
+    let mut weights = CheckpointWeights { checkpoint: &checkpoint, run: &crate::checkpoint::alone };
     let mut store = |_: usize, values: HostRef<'_>| {
         assert_eq!(values.as_bytes().iter().step_by(4096).map(|&b| u32::from(b)).sum::<u32>(), 0);
         most = most.max(resident_bytes().saturating_sub(before));
@@ -661,7 +680,7 @@ fn families() -> Vec<ModelConfig> {
 }
 
 #[test]
-fn of_every_family_sampling_and_training_agree_to_the_bit_in_any_company_on_any_number_of_threads() {
+fn of_every_family_sampling_and_training_agree_to_the_bit_in_any_company_on_any_number_of_threads_whatever_is_kept() {
     let lengths = [70, 33];
     let undisturbed = &mut || ControlFlow::Continue(());
     let all = families().into_iter().flat_map(|c| Arithmetic::available().into_iter().map(move |a| (c.clone(), a)));
@@ -697,6 +716,10 @@ fn of_every_family_sampling_and_training_agree_to_the_bit_in_any_company_on_any_
             assert!(gradients.iter().filter(|&&g| g != 0).count() * 2 > gradients.len(), "{context}");
             let first = of_one_thread.get_or_insert_with(|| (trained.clone(), gradients.clone()));
             assert!(*first == (trained, gradients), "{threads} threads instead of 1, {context}");
+            for layers in (2..=config.num_layers).filter(|_| threads == 3) {
+                let [trained, gradients] = train_keeping(layers, &model, &adapter, 4, &lengths, undisturbed).unwrap();
+                assert!(*first == (trained, gradients), "activations of {layers} layers are kept, {context}");
+            }
         }
     }
 }

@@ -6,7 +6,8 @@ use strata_tensor::{DType, HostRef, HostTensor, Shape, random};
 
 use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, WeightSource};
 use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, SourceDType, SourceTensor, dequantize, first_not_finite,
+    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, Run, SourceDType, SourceTensor, alone, dequantize,
+    e4m3_to_f32, fill_pieces, first_not_finite, write_values,
 };
 use crate::config::FP8_BLOCK;
 use crate::{ModelConfig, ModelSource, Result};
@@ -95,6 +96,8 @@ fn scales_shape(shape: &[usize]) -> Vec<usize> {
 /// Weights from a checkpoint that was accounted for.
 pub(super) struct CheckpointWeights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
+    /// What numbers are looked at and converted on.
+    pub(super) run: Run<'c>,
 }
 
 /// Where a parameter of an expert lies, if the checkpoint has all experts of its layer in one tensor.
@@ -142,31 +145,36 @@ impl Mxfp4 {
 }
 
 /// Matrices `[count, m, n]` as `[count, n, m]`.
-pub(super) fn turned(matrices: HostRef<'_>) -> HostTensor {
-    let shape = matrices.shape();
+pub(super) fn turned(run: Run<'_>, matrices: HostRef<'_>) -> HostTensor {
+    let (shape, size) = (matrices.shape(), matrices.dtype().size_bytes());
     let &[count, m, n] = shape.dims() else { panic!("matrices of shape {shape}") };
     let mut out = HostTensor::zeros(&[count, n, m], matrices.dtype());
-    match matrices.dtype() {
-        DType::F32 => turn::<4>(matrices.as_bytes(), out.bytes_mut(), [m, n]),
-        DType::BF16 => turn::<2>(matrices.as_bytes(), out.bytes_mut(), [m, n]),
+    let matrix_bytes = (m * n * size).max(1);
+    for (from, to) in matrices.as_bytes().chunks_exact(matrix_bytes).zip(out.bytes_mut().chunks_exact_mut(matrix_bytes)) {
+        turn(run, from, [m, n], 0, matrices.dtype(), to);
     }
     out
 }
 
-/// As [`turned`], of elements of `SIZE` bytes.
-fn turn<const SIZE: usize>(from: &[u8], to: &mut [u8], [m, n]: [usize; 2]) {
-    /// Rows and columns of what is read and written together: a few cache lines of each.
-    const TILE: usize = 32;
+/// Columns `first..` of a matrix `[m, n]` as rows of `m`, as many as `to` has.
+fn turn(run: Run<'_>, from: &[u8], [m, n]: [usize; 2], first: usize, dtype: DType, to: &mut [u8]) {
+    fill_pieces(run, to, TILE * m * dtype.size_bytes(), &|piece, to| match dtype {
+        DType::F32 => turn_tiles::<4>(from, [m, n], first + piece * TILE, to),
+        DType::BF16 => turn_tiles::<2>(from, [m, n], first + piece * TILE, to),
+    });
+}
+
+/// Rows and columns of what is read and written together: a few cache lines of each.
+const TILE: usize = 32;
+
+/// As [`turn`] for at most [`TILE`] columns, of elements of `SIZE` bytes.
+fn turn_tiles<const SIZE: usize>(from: &[u8], [m, n]: [usize; 2], first: usize, to: &mut [u8]) {
     let (from, to) = (from.as_chunks::<SIZE>().0, to.as_chunks_mut::<SIZE>().0);
-    for (from, to) in from.chunks_exact(m * n).zip(to.chunks_exact_mut(m * n)) {
-        for (rows, columns) in (0..m)
-            .step_by(TILE)
-            .flat_map(|row| (0..n).step_by(TILE).map(move |column| (row..m.min(row + TILE), column..n.min(column + TILE))))
-        {
-            for row in rows {
-                for column in columns.clone() {
-                    to[column * m + row] = from[row * n + column];
-                }
+    let columns = to.len() / m;
+    for rows in (0..m).step_by(TILE).map(|row| row..m.min(row + TILE)) {
+        for row in rows {
+            for (column, element) in from[row * n + first..][..columns].iter().enumerate() {
+                to[column * m + row] = *element;
             }
         }
     }
@@ -182,7 +190,7 @@ impl CheckpointWeights<'_> {
         rows: HostRef<'_>,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
-        if let Some((place, value)) = first_not_finite(rows) {
+        if let Some((place, value)) = first_not_finite(self.run, rows) {
             let (at, dtype) = (first_element + place, rows.dtype());
             return Err(self
                 .checkpoint
@@ -212,20 +220,21 @@ impl CheckpointWeights<'_> {
             return Err(self.checkpoint.error(format!("missing tensors: {}", fused.name)));
         };
         let (elements, size) = (fused.rows * fused.columns, dtype.size_bytes());
-        let expert = tensor.read_rows(fused.expert..fused.expert + 1, dtype)?;
+        self.checkpoint.expect(&fused.name);
+        let expert = tensor.read_rows_on(self.run, fused.expert..fused.expert + 1, dtype)?;
         let bytes = expert.as_ref().as_bytes();
-        let mut own = HostTensor::zeros(&[rows, fused.columns], dtype);
-        if !is_flipped(self.checkpoint, fused) {
-            let first = fused.first * fused.columns * size;
-            own.bytes_mut().copy_from_slice(&bytes[first..][..rows * fused.columns * size]);
-        } else {
+        let turned;
+        let own = if is_flipped(self.checkpoint, fused) {
             // `[columns, rows]`.
-            for (i, element) in own.bytes_mut().chunks_exact_mut(size).enumerate() {
-                let (row, column) = (fused.first + i / fused.columns, i % fused.columns);
-                element.copy_from_slice(&bytes[(column * fused.rows + row) * size..][..size]);
-            }
-        }
-        self.pass_on(&fused.name, fused.expert * elements, 0, own.as_ref(), store)?;
+            let mut out = HostTensor::zeros(&[rows, fused.columns], dtype);
+            turn(self.run, bytes, [fused.columns, fused.rows], fused.first, dtype, out.bytes_mut());
+            turned = out;
+            turned.as_ref()
+        } else {
+            let row_bytes = fused.columns * size;
+            HostRef::from_bytes(&bytes[fused.first * row_bytes..][..rows * row_bytes], &[rows, fused.columns], dtype)?
+        };
+        self.pass_on(&fused.name, fused.expert * elements, 0, own, store)?;
         let of_expert = tensor.bytes.len() / fused.num_experts;
         self.checkpoint.forget(&fused.name, fused.expert * of_expert..(fused.expert + 1) * of_expert);
         Ok(())
@@ -233,18 +242,34 @@ impl CheckpointWeights<'_> {
 }
 
 /// Rows of a matrix in bytes, each multiplied by the scale of its block.
-pub(super) fn scaled_rows(tensor: &SourceTensor<'_>, rows: Range<usize>, scales: &[f32], dtype: DType) -> Result<HostTensor> {
+pub(super) fn scaled_rows(
+    run: Run<'_>,
+    tensor: &SourceTensor<'_>,
+    rows: Range<usize>,
+    scales: &[f32],
+    dtype: DType,
+) -> Result<HostTensor> {
+    /// Rows to a piece.
+    const ROWS: usize = 16;
     let (first, columns) = (rows.start, tensor.shape[1..].iter().product::<usize>());
-    let read = tensor.read_rows(rows, DType::F32)?;
-    let shape = read.as_ref().shape();
-    let mut values = read.as_ref().to_f32_vec();
-    for (row, values) in values.chunks_exact_mut(columns).enumerate() {
-        let of_row = &scales[(first + row) / FP8_BLOCK * columns.div_ceil(FP8_BLOCK)..];
-        for (block, scale) in values.chunks_mut(FP8_BLOCK).zip(of_row) {
-            block.iter_mut().for_each(|value| *value *= scale);
+    // As `SourceTensor::read_rows` has it.
+    let mut shape = if tensor.shape.len() > Shape::MAX_RANK { vec![0, columns] } else { tensor.shape.to_vec() };
+    shape[0] = rows.len();
+    let mut out = HostTensor::zeros(&shape, dtype);
+    let (row_bytes, bytes) = ((columns * dtype.size_bytes()).max(1), &tensor.bytes[rows.start * columns..rows.end * columns]);
+    fill_pieces(run, out.bytes_mut(), ROWS * row_bytes, &|piece, out| {
+        for (row, out) in (piece * ROWS..).zip(out.chunks_exact_mut(row_bytes)) {
+            let of_row = &scales[(first + row) / FP8_BLOCK * columns.div_ceil(FP8_BLOCK)..];
+            let blocks =
+                bytes[row * columns..][..columns].chunks(FP8_BLOCK).zip(out.chunks_mut(FP8_BLOCK * dtype.size_bytes()));
+            for ((block, out), scale) in blocks.zip(of_row) {
+                let mut values = [0.0; FP8_BLOCK];
+                values.iter_mut().zip(block).for_each(|(value, &byte)| *value = e4m3_to_f32(byte) * scale);
+                write_values(&values[..block.len()], dtype, out);
+            }
         }
-    }
-    Ok(HostTensor::from_f32(&values, shape.dims(), dtype)?)
+    });
+    Ok(out)
 }
 
 impl CheckpointWeights<'_> {
@@ -255,19 +280,28 @@ impl CheckpointWeights<'_> {
         dtype: DType,
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
+        /// Blocks to a piece.
+        const BLOCKS: usize = 256;
         let bytes = |name: &str, shape: &[usize]| match self.checkpoint.plain_bytes(name, shape) {
             Some(bytes) => bytes.map_err(|message| self.checkpoint.error(message)),
             None => Err(self.checkpoint.error(format!("missing tensors: {name}"))),
         };
         let [experts, rows, of_row] = scales.1;
+        [&blocks.0, &scales.0].into_iter().for_each(|name| self.checkpoint.expect(name));
         let (block_bytes, scale_bytes) = (bytes(&blocks.0, &blocks.1)?, bytes(&scales.0, &scales.1)?);
-        let mut values = vec![0.0; rows * of_row * BLOCK];
         let of_expert = rows * of_row;
         for expert in 0..experts {
             let own = expert * of_expert..(expert + 1) * of_expert;
             let own_blocks = own.start * BLOCK_BYTES..own.end * BLOCK_BYTES;
-            dequantize(&block_bytes[own_blocks.clone()], &scale_bytes[own.clone()], &mut values);
-            let matrix = HostTensor::from_f32(&values, &[1, rows, of_row * BLOCK], dtype)?;
+            let (blocks_here, scales_here) = (&block_bytes[own_blocks.clone()], &scale_bytes[own.clone()]);
+            let mut matrix = HostTensor::zeros(&[1, rows, of_row * BLOCK], dtype);
+            fill_pieces(self.run, matrix.bytes_mut(), BLOCKS * BLOCK * dtype.size_bytes(), &|piece, out| {
+                let mut values = [0.0; BLOCKS * BLOCK];
+                let count = out.len() / (BLOCK * dtype.size_bytes());
+                let (blocks, scales) = (&blocks_here[piece * BLOCKS * BLOCK_BYTES..], &scales_here[piece * BLOCKS..]);
+                dequantize(&blocks[..count * BLOCK_BYTES], &scales[..count], &mut values[..count * BLOCK]);
+                write_values(&values[..count * BLOCK], dtype, out);
+            });
             self.pass_on(&blocks.0, own.start * BLOCK, expert, matrix.as_ref(), store)?;
             self.checkpoint.forget(&blocks.0, own_blocks);
             self.checkpoint.forget(&scales.0, own);
@@ -290,7 +324,8 @@ impl WeightSource for CheckpointWeights<'_> {
         if let Some(quantized) = Mxfp4::of(self.checkpoint, parameter) {
             return self.read_mxfp4(&quantized, dtype, store);
         }
-        let mut store = in_form(&parameter.form, store);
+        let mut store = in_form(self.run, &parameter.form, store);
+        self.checkpoint.expect(name);
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
         };
@@ -303,8 +338,8 @@ impl WeightSource for CheckpointWeights<'_> {
             let first = rows.start;
             let bytes = rows.start * row_bytes..rows.end * row_bytes;
             let values = match &scales {
-                Some(scales) => Converted::Owned(scaled_rows(&tensor, rows, scales, dtype)?),
-                None => tensor.read_rows(rows, dtype)?,
+                Some(scales) => Converted::Owned(scaled_rows(self.run, &tensor, rows, scales, dtype)?),
+                None => tensor.read_rows_on(self.run, rows, dtype)?,
             };
             self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), &mut store)?;
             // Else the files of a model would take as much memory as the model while it loads.
@@ -316,11 +351,12 @@ impl WeightSource for CheckpointWeights<'_> {
 
 /// Turns the matrices of a parameter that a checkpoint has the other way round before they are stored, and adds the one that it has less.
 fn in_form<'s>(
+    run: Run<'s>,
     form: &'s Form,
     store: &'s mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
 ) -> impl FnMut(usize, HostRef<'_>) -> Result<()> + 's {
     move |first, rows| match form {
-        Form::Flipped => store(first, turned(rows).as_ref()),
+        Form::Flipped => store(first, turned(run, rows).as_ref()),
         Form::ZeroCentred => {
             let values: Vec<f32> = rows.to_f32_vec().into_iter().map(|value| 1.0 + value).collect();
             store(first, HostTensor::from_f32(&values, rows.shape().dims(), rows.dtype())?.as_ref())
@@ -352,7 +388,7 @@ impl WeightSource for RandomWeights {
         store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
     ) -> Result<()> {
         let Parameter { shape, form, .. } = parameter;
-        let (initial, mut store) = (parameter.initial(), in_form(form, store));
+        let (initial, mut store) = (parameter.initial(), in_form(&alone, form, store));
         let row_len = shape[1..].iter().product::<usize>();
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];
@@ -381,6 +417,46 @@ pub fn random_parameter(initial: Initial, range: f32, key: [u64; 2], first: usiz
             let (slowest, fastest) = (-4.6, 2.8);
             random::fill_uniform(key, first as u64, (fastest - slowest) / 2.0, values);
             values.iter_mut().for_each(|value| *value += (fastest + slowest) / 2.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last task first.
+    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        (0..num_tasks).rev().for_each(task);
+    }
+
+    #[test]
+    fn matrices_are_turned_whole_whoever_turns_which_piece() {
+        for (dtype, [count, m, n]) in [(DType::F32, [2, 70, 33]), (DType::BF16, [1, 3, 97]), (DType::BF16, [3, 64, 64])] {
+            let values: Vec<f32> = (0..count * m * n).map(|i| (i % 251) as f32).collect();
+            let turned = turned(&backwards, HostTensor::from_f32(&values, &[count, m, n], dtype).unwrap().as_ref());
+            assert_eq!(turned.as_ref().shape().dims(), [count, n, m]);
+            for (i, value) in turned.as_ref().to_f32_vec().into_iter().enumerate() {
+                let (matrix, row, column) = (i / (m * n), i % (m * n) / m, i % m);
+                assert_eq!(value, values[matrix * m * n + column * n + row], "{dtype}: row {row}, column {column}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_in_bytes_are_scaled_by_their_blocks_whoever_scales_which_piece() {
+        let (rows, columns) = (FP8_BLOCK + 40, FP8_BLOCK + 3);
+        let bytes: Vec<u8> = (0..rows * columns).map(|i| (i * 7 % 126) as u8).collect();
+        let shape = [rows, columns];
+        let tensor = SourceTensor { name: "w", shape: &shape, dtype: SourceDType::F8E4M3, bytes: &bytes };
+        let scales = [0.5, 2.0, 3.0, 0.25];
+        for (first, dtype) in [(0, DType::F32), (37, DType::BF16)] {
+            let scaled = scaled_rows(&backwards, &tensor, first..rows, &scales, dtype).unwrap();
+            let expected: Vec<f32> = (first * columns..rows * columns)
+                .map(|i| e4m3_to_f32(bytes[i]) * scales[i / columns / FP8_BLOCK * 2 + i % columns / FP8_BLOCK])
+                .collect();
+            let expected = HostTensor::from_f32(&expected, &[rows - first, columns], dtype).unwrap();
+            assert_eq!(scaled.as_ref().to_f32_vec(), expected.as_ref().to_f32_vec(), "{dtype}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Sampling sessions, and sampling.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::Json;
 use axum::body::Bytes;
@@ -13,6 +14,7 @@ use crate::auth::Owner;
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, Begun, Target};
 use crate::ids;
+use crate::image_stores::Unfetched;
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::payload::{Payload, blocking};
@@ -218,23 +220,42 @@ enum Addressed {
     Without(Source),
 }
 
-/// Reads the pictures that a prompt points to. They count as what the request becomes decoded.
+/// Reads the pictures that a prompt points to, in directories and stores. They count as what the request becomes decoded.
 async fn with_assets(
     app: &Arc<App>,
     mut sample: SampleRequest,
     assets: Vec<Asset>,
     held: Charge,
 ) -> ApiResult<(SampleRequest, Charge)> {
-    let (dirs, bytes_max) = (app.config.image_dirs.clone(), app.config.request_bytes_max());
+    let (dirs, stores) = (app.config.image_dirs.clone(), app.config.image_stores.clone());
+    let bytes_max = app.config.request_bytes_max();
+    let deadline = Instant::now() + limits::ASSET_FETCH_TIME_MAX;
+    let are_fetched = assets.iter().any(|asset| stores.has(&asset.location));
     let read = move || {
         let budget = Budget::resumed(bytes_max, held);
         for Asset { chunk, image, location } in assets {
-            sample.images[image].file = dirs.read(&location, &budget).map_err(|reason| {
-                let wrong = || ApiError::bad(format!("prompt: model_input chunk {chunk} (image_asset_pointer): {reason}"));
-                budget.refusal().unwrap_or_else(wrong)
+            let read = match stores.has(&location) {
+                true => stores.read(&location, deadline, &budget),
+                false => dirs.read(&location, &budget).map_err(Unfetched::Refused),
+            };
+            sample.images[image].file = read.map_err(|unfetched| {
+                let at = |reason| format!("prompt: model_input chunk {chunk} (image_asset_pointer): {reason}");
+                budget.refusal().unwrap_or_else(|| match unfetched {
+                    Unfetched::Refused(reason) => ApiError::BadRequest(at(reason)),
+                    Unfetched::Failed(reason) => ApiError::BadGateway(at(reason)),
+                })
             })?;
         }
         Ok((sample, budget.into_charge()))
     };
-    blocking(&app.asset_reads, read).await
+    if !are_fetched {
+        return blocking(&app.asset_reads, read).await;
+    }
+    // Whatever waits does so no longer than its client: a turn, the name of a host.
+    tokio::time::timeout_at(deadline.into(), blocking(&app.asset_fetches, read)).await.unwrap_or_else(|_| {
+        let seconds = limits::ASSET_FETCH_TIME_MAX.as_secs();
+        Err(ApiError::Busy(format!(
+            "prompt: the pictures that it points to were not there after {seconds} s; send this request again later"
+        )))
+    })
 }

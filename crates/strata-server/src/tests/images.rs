@@ -1,4 +1,4 @@
-//! Pictures on their way to the engine: in bodies, and in directories that prompts point to.
+//! Pictures on their way to the engine: in bodies, and in directories and stores that prompts point to.
 
 use std::fs;
 use std::time::Duration;
@@ -8,8 +8,10 @@ use serde_json::{Value, json};
 use strata_engine::api::{Image, Request, TrainOp};
 use tempfile::TempDir;
 
+use super::fake_store::{FakeStore, answer};
 use super::{TestServer, sample_body};
 use crate::image_dirs::ImageDirs;
+use crate::image_stores::{ImageStores, S3Settings};
 use crate::limits;
 
 impl TestServer {
@@ -119,6 +121,85 @@ async fn what_a_prompt_points_to_without_leave_is_refused_and_nothing_is_begun()
     }
     assert_eq!(server.engine.count(|request| matches!(request, Request::Sample { .. })), 0);
     server.ok("asample", sample_body(&sampler_id, 0)).await;
+}
+
+/// A server that fetches pictures from a store.
+fn with_store(store: &FakeStore, request_bytes_max: Option<usize>) -> TestServer {
+    TestServer::with(|config| {
+        let url = format!("{}/pictures/", store.url());
+        config.image_stores = ImageStores::open(&[url], &S3Settings::default()).unwrap();
+        config.request_bytes_max = request_bytes_max;
+    })
+}
+
+#[tokio::test]
+async fn a_picture_in_a_store_that_a_prompt_points_to_is_fetched_once() {
+    let store = FakeStore::start(|_| answer("200 OK", &[7; 100_000]));
+    let server = with_store(&store, None);
+    let sampler_id = server.new_sampler().await;
+    let free = server.app.transit.bytes_free();
+    let body = prompt_body(&sampler_id, 0, pointer(&format!("{}/pictures/a.png", store.url())));
+    let acknowledged = server.ok("asample", body.clone()).await;
+    assert_eq!(server.last_images(), [Image { at: 3, file: vec![7; 100_000].into(), expected_tokens: Some(4) }]);
+    assert_eq!(server.app.transit.bytes_free(), free, "it waits in the engine's account");
+    assert_eq!(server.ok("asample", body).await, acknowledged);
+    assert_eq!(store.heads().len(), 1);
+}
+
+#[tokio::test]
+async fn pictures_of_a_store_count_as_what_a_prompt_becomes() {
+    let store = FakeStore::start(|_| answer("200 OK", &[7; 600_000]));
+    let server = with_store(&store, Some(1 << 20));
+    let sampler_id = server.new_sampler().await;
+    let chunk = pointer(&format!("{}/pictures/a.png", store.url()));
+    let mut body = prompt_body(&sampler_id, 0, chunk.clone());
+    server.ok("asample", body.clone()).await;
+    body["prompt"]["chunks"].as_array_mut().unwrap().push(chunk);
+    body["seq_id"] = json!(1);
+    let reply = server.post("asample", body).await;
+    assert_eq!(reply.status, StatusCode::PAYLOAD_TOO_LARGE);
+    assert!(reply.detail().contains("1 MiB"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn a_store_that_fails_is_no_mistake_of_the_user_and_one_without_the_picture_is() {
+    let store = FakeStore::start(|first| match first.contains("gone") {
+        true => answer("404 Not Found", b"no"),
+        false => answer("503 Slow Down", b"later"),
+    });
+    let server = with_store(&store, None);
+    let sampler_id = server.new_sampler().await;
+    for (path, status, words) in [
+        ("/pictures/gone.png", StatusCode::BAD_REQUEST, "404 Not Found"),
+        ("/pictures/busy.png", StatusCode::BAD_GATEWAY, "503"),
+        ("/other/a.png", StatusCode::BAD_REQUEST, "--image-store"),
+    ] {
+        let reply = server.post("asample", prompt_body(&sampler_id, 0, pointer(&format!("{}{path}", store.url())))).await;
+        assert_eq!(reply.status, status);
+        let detail = reply.detail();
+        assert!(detail.contains("model_input chunk 1 (image_asset_pointer)") && detail.contains(words), "{detail}");
+        assert!(detail.contains(path), "{detail}");
+    }
+    assert_eq!(server.engine.count(|request| matches!(request, Request::Sample { .. })), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_a_store_waits_no_longer_than_a_client_and_holds_up_no_directories() {
+    let store = FakeStore::of(b"picture");
+    let (_, dir, file) = with_picture(10, None);
+    let server = TestServer::with(|config| {
+        config.image_dirs = ImageDirs::open(&[dir.path().into()]).unwrap();
+        config.image_stores = ImageStores::open(&[store.url()], &S3Settings::default()).unwrap();
+    });
+    let sampler_id = server.new_sampler().await;
+    let free = server.app.transit.bytes_free();
+    let _turns = server.app.asset_fetches.clone().acquire_many_owned(limits::ASSET_FETCHES_MAX as u32).await.unwrap();
+    let reply = server.post("asample", prompt_body(&sampler_id, 0, pointer(&format!("{}/a.png", store.url())))).await;
+    assert_eq!(reply.status, StatusCode::TOO_MANY_REQUESTS);
+    assert!(reply.detail().contains("30 s"), "{}", reply.detail());
+    assert_eq!(server.app.transit.bytes_free(), free);
+    assert!(store.heads().is_empty());
+    server.ok("asample", prompt_body(&sampler_id, 1, pointer(&file))).await;
 }
 
 #[tokio::test]

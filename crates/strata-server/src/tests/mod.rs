@@ -5,6 +5,7 @@ mod allocations;
 mod checkpoints;
 mod edge;
 mod engine;
+pub mod fake_store;
 mod images;
 mod places;
 mod provenance;

@@ -2,7 +2,7 @@
 //!
 //! A step allocates and frees the same few large buffers for every layer. Handing them back to the system each time would cost a
 //! page fault for every 4 KiB written (about a tenth of a layer's time), so freed buffers wait in a pool for the next
-//! tensor of about their size. The pool holds at most [`set_pool_limit`] bytes: beyond it, what has waited longest goes back first.
+//! tensor of about their size: as long as they and those in use are within [`set_memory_limit`] bytes. Beyond that, what has waited longest goes back first.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::{BTreeMap, VecDeque};
@@ -14,25 +14,26 @@ use std::sync::{Mutex, MutexGuard};
 use crate::{Element, Error, Result};
 
 /// Alignment of every buffer: a page, so that rows of packed matrices start on cache lines and huge pages can back them.
-const ALIGN_BYTES: usize = 4096;
+pub(crate) const ALIGN_BYTES: usize = 4096;
 /// Buffers below this are left to the allocator, which is good at them.
 const POOLED_MIN_BYTES: usize = 64 << 10;
 /// From here on, map pages and ask for huge ones: a matrix of this size is streamed, and page walks would cost bandwidth.
 #[cfg(target_os = "linux")]
 const MAPPED_MIN_BYTES: usize = 4 << 20;
-/// What the pool keeps unless someone says otherwise.
-const POOL_LIMIT_BYTES: usize = 256 << 20;
+/// What the pool holds at most unless someone says how much memory there is.
+const HELD_MAX_BYTES: usize = 256 << 20;
 
-static POOL: Mutex<Pool> = Mutex::new(Pool::new(POOL_LIMIT_BYTES));
+static POOL: Mutex<Pool> = Mutex::new(Pool::new(Limit::Held(HELD_MAX_BYTES)));
 /// Bytes of all buffers that are in use, and the most there have been.
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 static PEAK_LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets how many bytes of freed buffers the process keeps for the next tensors at most. What is held beyond it goes back to the system.
-pub(crate) fn set_pool_limit(bytes: usize) {
+/// Sets for how many bytes of buffers there is memory, those in use and freed ones that the process keeps for the next tensors together: what is held beyond it goes
+/// back to the system.
+pub(crate) fn set_memory_limit(bytes: usize) {
     let mut pool = pool();
-    pool.limit_bytes = bytes;
-    let evicted = pool.evict();
+    pool.limit = Limit::All(bytes);
+    let evicted = pool.evict(live_bytes());
     drop(pool);
     evicted.into_iter().for_each(Allocation::release);
 }
@@ -67,11 +68,20 @@ fn pool() -> MutexGuard<'static, Pool> {
     POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
+/// What a pool may hold.
+#[derive(Clone, Copy)]
+enum Limit {
+    /// So many bytes.
+    Held(usize),
+    /// What those that are in use leave of so many bytes.
+    All(usize),
+}
+
 struct Pool {
     /// Free buffers by capacity; of each, the latest freed last.
     free: BTreeMap<usize, VecDeque<Waiting>>,
     held_bytes: usize,
-    limit_bytes: usize,
+    limit: Limit,
     /// Buffers that were ever freed into the pool.
     num_freed: u64,
 }
@@ -84,8 +94,8 @@ struct Waiting {
 }
 
 impl Pool {
-    const fn new(limit_bytes: usize) -> Self {
-        Pool { free: BTreeMap::new(), held_bytes: 0, limit_bytes, num_freed: 0 }
+    const fn new(limit: Limit) -> Self {
+        Pool { free: BTreeMap::new(), held_bytes: 0, limit, num_freed: 0 }
     }
 
     fn take(&mut self, capacity: usize) -> Option<Allocation> {
@@ -94,22 +104,30 @@ impl Pool {
         Some(found.allocation)
     }
 
-    /// Keeps a buffer; answers those that have to go for it, itself perhaps.
-    fn put(&mut self, allocation: Allocation) -> Vec<Allocation> {
-        if allocation.capacity > self.limit_bytes {
+    /// What it may hold beside `live` bytes in use.
+    fn held_max(&self, live: usize) -> usize {
+        match self.limit {
+            Limit::Held(bytes) => bytes,
+            Limit::All(bytes) => bytes.saturating_sub(live),
+        }
+    }
+
+    /// Keeps a buffer; answers those that have to go for it, itself perhaps. `live`: bytes in use without it.
+    fn put(&mut self, allocation: Allocation, live: usize) -> Vec<Allocation> {
+        if allocation.capacity > self.held_max(live) {
             return vec![allocation];
         }
         self.held_bytes += allocation.capacity;
         self.num_freed += 1;
         let waiting = Waiting { freed: self.num_freed, allocation };
         self.free.entry(waiting.allocation.capacity).or_default().push_back(waiting);
-        self.evict()
+        self.evict(live)
     }
 
-    /// Takes out what has waited longest, down to the limit.
-    fn evict(&mut self) -> Vec<Allocation> {
+    /// Takes out what has waited longest, down to what it may hold beside `live` bytes in use.
+    fn evict(&mut self, live: usize) -> Vec<Allocation> {
         let mut evicted = Vec::new();
-        while self.held_bytes > self.limit_bytes {
+        while self.held_bytes > self.held_max(live) {
             // A model has a few dozen sizes of buffers.
             let oldest = self.free.iter().filter_map(|(capacity, queue)| Some((queue.front()?.freed, *capacity))).min();
             let (_, capacity) = oldest.expect("bytes are held, so a buffer is");
@@ -121,6 +139,23 @@ impl Pool {
             self.held_bytes -= capacity;
         }
         evicted
+    }
+}
+
+/// Memory that is no buffer's, counted as if it were.
+pub(crate) struct InUse(usize);
+
+impl InUse {
+    pub(crate) fn new(bytes: usize) -> Self {
+        let live = LIVE_BYTES.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
+        InUse(bytes)
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        LIVE_BYTES.fetch_sub(self.0, Ordering::Relaxed);
     }
 }
 
@@ -209,8 +244,6 @@ impl Buffer {
     }
 
     fn of(allocation: Allocation) -> Self {
-        let live = LIVE_BYTES.fetch_add(allocation.capacity, Ordering::Relaxed) + allocation.capacity;
-        PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
         Buffer { allocation: Some(allocation) }
     }
 
@@ -249,31 +282,50 @@ impl Buffer {
     }
 }
 
-/// An allocation of at least `len` bytes, and whether another buffer had it before; else it is zero.
+/// An allocation of at least `len` bytes, and whether another buffer had it before; else it is zero. It counts as in use from here on.
 fn allocate(len: usize) -> Result<(Allocation, bool)> {
     let out_of_memory = || Error::OutOfMemory { bytes: len };
     let capacity = capacity_for(len).ok_or_else(out_of_memory)?;
-    if capacity >= POOLED_MIN_BYTES
-        && let Some(allocation) = pool().take(capacity)
-    {
-        return Ok((allocation, true));
+    let live = LIVE_BYTES.fetch_add(capacity, Ordering::Relaxed).saturating_add(capacity);
+    if capacity >= POOLED_MIN_BYTES {
+        let mut pool = pool();
+        let (taken, evicted) = match pool.take(capacity) {
+            Some(allocation) => (Some(allocation), Vec::new()),
+            // It goes first, so that there is never more than there may be.
+            None => (None, pool.evict(live)),
+        };
+        drop(pool);
+        evicted.into_iter().for_each(Allocation::release);
+        if let Some(allocation) = taken {
+            PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
+            return Ok((allocation, true));
+        }
     }
     let fresh = Allocation::new_zeroed(capacity).or_else(|| {
         // What is only kept for speed may be what is missing.
         trim_pool();
         Allocation::new_zeroed(capacity)
     });
-    Ok((fresh.ok_or_else(out_of_memory)?, false))
+    match fresh {
+        Some(allocation) => {
+            PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
+            Ok((allocation, false))
+        }
+        None => {
+            LIVE_BYTES.fetch_sub(capacity, Ordering::Relaxed);
+            Err(out_of_memory())
+        }
+    }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(allocation) = self.allocation.take() else { return };
-        LIVE_BYTES.fetch_sub(allocation.capacity, Ordering::Relaxed);
+        let live = LIVE_BYTES.fetch_sub(allocation.capacity, Ordering::Relaxed).saturating_sub(allocation.capacity);
         if allocation.capacity < POOLED_MIN_BYTES {
             return allocation.release();
         }
-        let evicted = pool().put(allocation);
+        let evicted = pool().put(allocation, live);
         // The system takes its time to take memory back: not while others wait for the pool.
         evicted.into_iter().for_each(Allocation::release);
     }
@@ -319,22 +371,31 @@ mod tests {
 
     #[test]
     fn the_pool_stays_below_its_limit_and_lets_go_what_waited_longest() {
-        let mut pool = Pool::new(1000 << 10);
+        let mut pool = Pool::new(Limit::All(1500 << 10));
+        let live = 500 << 10;
         for kib in [400, 100, 400] {
-            assert!(pool.put(allocation(kib << 10)).is_empty());
+            assert!(pool.put(allocation(kib << 10), live).is_empty());
         }
-        assert_eq!(release(pool.put(allocation(200 << 10))), [400 << 10]);
+        assert_eq!(release(pool.put(allocation(200 << 10), live)), [400 << 10]);
         assert_eq!(pool.held_bytes, 700 << 10);
         // What is in use again is not old any more.
         let again = pool.take(100 << 10).unwrap();
         assert!(pool.take(300 << 10).is_none());
-        assert!(pool.put(again).is_empty());
-        assert_eq!(release(pool.put(allocation(900 << 10))), [400 << 10, 200 << 10]);
-        assert_eq!(release(pool.put(allocation(2000 << 10))), [2000 << 10], "larger than the pool");
+        assert!(pool.put(again, live).is_empty());
+        assert_eq!(release(pool.put(allocation(900 << 10), live)), [400 << 10, 200 << 10]);
+        assert_eq!(release(pool.put(allocation(2000 << 10), live)), [2000 << 10], "larger than the pool");
         assert_eq!(pool.held_bytes, 1000 << 10);
-        pool.limit_bytes = 0;
-        assert_eq!(release(pool.evict()), [100 << 10, 900 << 10]);
+        // What is in use takes the place of what is held.
+        assert_eq!(release(pool.evict(600 << 10)), [100 << 10]);
+        assert!(pool.evict(600 << 10).is_empty());
+        assert_eq!(release(pool.put(allocation(64 << 10), 1500 << 10)), [64 << 10], "there is no room beside what is in use");
+        assert_eq!(release(pool.evict(usize::MAX)), [900 << 10]);
         assert_eq!((pool.held_bytes, pool.free.len()), (0, 0));
+        pool.limit = Limit::Held(100 << 10);
+        assert!(pool.put(allocation(100 << 10), usize::MAX).is_empty());
+        assert_eq!(release(pool.put(allocation(90 << 10), 0)), [100 << 10]);
+        pool.limit = Limit::All(0);
+        assert_eq!(release(pool.evict(0)), [90 << 10]);
     }
 
     #[test]

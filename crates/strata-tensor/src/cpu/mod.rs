@@ -7,7 +7,7 @@
 mod attention;
 mod backend;
 mod delta;
-mod isa;
+pub(crate) mod isa;
 mod kv;
 mod matmul;
 mod memory;

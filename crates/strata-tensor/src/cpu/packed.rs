@@ -7,8 +7,8 @@
 //! Weights that are stored in bytes have panels of their own kind, see `matmul::int8`.
 
 use super::matmul::int8;
-use super::memory::Buffer;
-use crate::{DType, Result, WeightFormat, WeightStorage};
+use super::memory::{ALIGN_BYTES, Buffer, InUse};
+use crate::{DType, Error, Result, SharedBytes, WeightFormat, WeightStorage};
 
 /// Outputs in a full panel.
 pub(crate) const PANEL: usize = 64;
@@ -20,14 +20,53 @@ pub(crate) struct PackedStack {
     in_features: usize,
     out_features: usize,
     format: WeightFormat,
-    buffer: Buffer,
+    memory: Memory,
+}
+
+/// Where the layers lie, one after another.
+enum Memory {
+    Own(Buffer),
+    /// The host's, to be read alone.
+    Shared(SharedBytes, #[expect(dead_code, reason = "it counts while it lives")] InUse),
+}
+
+impl Memory {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Memory::Own(buffer) => buffer,
+            Memory::Shared(bytes, _) => bytes,
+        }
+    }
 }
 
 impl PackedStack {
     /// A stack of zero weights. The memory is not touched until it is packed into.
     pub(crate) fn zeros(num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<Self> {
         let buffer = Buffer::zeroed(Self::bytes(num_layers, in_features, out_features, format))?;
-        Ok(PackedStack { in_features, out_features, format, buffer })
+        Ok(PackedStack { in_features, out_features, format, memory: Memory::Own(buffer) })
+    }
+
+    /// A stack that lies in memory of the host.
+    ///
+    /// # Errors
+    /// If that is not as long as the stack, or does not begin at the alignment of a buffer.
+    pub(crate) fn over(
+        num_layers: usize,
+        in_features: usize,
+        out_features: usize,
+        format: WeightFormat,
+        bytes: SharedBytes,
+    ) -> Result<Self> {
+        let expected = Self::bytes(num_layers, in_features, out_features, format);
+        let misplaced = bytes.as_ptr() as usize % ALIGN_BYTES;
+        if bytes.len() != expected || misplaced != 0 {
+            let actual = format!("{} bytes, {misplaced} after such a multiple", bytes.len());
+            let expected = format!("{expected} bytes from a multiple of {ALIGN_BYTES} on");
+            return Err(Error::Shape { op: "packed_over", expected, actual });
+        }
+        // It is memory that freed buffers cannot have.
+        let in_use = InUse::new(bytes.len());
+        Ok(PackedStack { in_features, out_features, format, memory: Memory::Shared(bytes, in_use) })
     }
 
     /// Bytes that a stack takes, padding included.
@@ -43,20 +82,35 @@ impl PackedStack {
             out_features: self.out_features,
             dtype: self.format.compute,
             storage: self.format.storage,
-            bytes: &self.buffer[layer * size..(layer + 1) * size],
+            bytes: &self.memory.bytes()[layer * size..(layer + 1) * size],
+        }
+    }
+
+    /// All layers, as they lie, and what a buffer has beyond them.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        self.memory.bytes()
+    }
+
+    /// As [`PackedStack::as_bytes`], to be written.
+    ///
+    /// # Errors
+    /// If they lie in memory of the host.
+    pub(crate) fn as_bytes_mut(&mut self) -> Result<&mut [u8]> {
+        match &mut self.memory {
+            Memory::Own(buffer) => Ok(buffer),
+            Memory::Shared(..) => Err(Error::Unsupported("weights that lie in memory of the host do not change".into())),
         }
     }
 
     /// The weights of one layer, to be written.
-    pub(crate) fn layer_mut(&mut self, layer: usize) -> PackedMut<'_> {
-        let size = layer_bytes(self.in_features, self.out_features, self.format);
-        PackedMut {
-            in_features: self.in_features,
-            out_features: self.out_features,
-            dtype: self.format.compute,
-            storage: self.format.storage,
-            bytes: &mut self.buffer[layer * size..(layer + 1) * size],
-        }
+    ///
+    /// # Errors
+    /// As [`PackedStack::as_bytes_mut`].
+    pub(crate) fn layer_mut(&mut self, layer: usize) -> Result<PackedMut<'_>> {
+        let &mut PackedStack { in_features, out_features, format, .. } = self;
+        let size = layer_bytes(in_features, out_features, format);
+        let bytes = &mut self.as_bytes_mut()?[layer * size..(layer + 1) * size];
+        Ok(PackedMut { in_features, out_features, dtype: format.compute, storage: format.storage, bytes })
     }
 }
 

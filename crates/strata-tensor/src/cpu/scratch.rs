@@ -15,6 +15,8 @@ unsafe impl Plain for u32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 // SAFETY: as above.
+unsafe impl Plain for f64 {}
+// SAFETY: as above.
 unsafe impl Plain for bf16 {}
 
 /// Bytes that the parts of an arena begin at multiples of.

@@ -13,7 +13,7 @@ use crate::storage::Storage;
 use crate::tape::{EmbeddingLora, Linear, LoraGroup, LoraProjection};
 use crate::{
     CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, RecurrentStates, Result,
-    Tensor, TensorMut, TensorRef, WeightFormat,
+    SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat,
 };
 
 /// The backend.
@@ -347,8 +347,8 @@ impl Memory for RemoteBackend {
         self.change(out, |out| self.cpu.gather(source.as_ref(), rows, out))
     }
 
-    fn limit_kept(&self, bytes: usize) {
-        self.cpu.limit_kept(bytes);
+    fn limit_memory(&self, bytes: usize) {
+        self.cpu.limit_memory(bytes);
     }
 
     fn trim(&self) {
@@ -383,6 +383,37 @@ impl Memory for RemoteBackend {
     fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()> {
         let columns = self.fetch(columns)?;
         self.cpu.pack_columns(self.far.table().packed_mut(stack)?, layer, columns.as_ref())
+    }
+
+    fn packed_layout(&self) -> &'static str {
+        self.cpu.packed_layout()
+    }
+
+    fn packed_over(
+        &self,
+        num_layers: usize,
+        in_features: usize,
+        out_features: usize,
+        format: WeightFormat,
+        bytes: SharedBytes,
+    ) -> Result<PackedStack> {
+        let stack = self.packed(num_layers, in_features, out_features, format)?;
+        self.cpu.fill_packed(self.far.table().packed_mut(&stack)?, &|first, piece| {
+            piece.copy_from_slice(&bytes[first..first + piece.len()]);
+        })?;
+        Ok(stack)
+    }
+
+    fn fill_packed(&self, stack: &mut PackedStack, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) -> Result<()> {
+        self.cpu.fill_packed(self.far.table().packed_mut(stack)?, fill)
+    }
+
+    fn read_packed(&self, stack: &PackedStack, read: &mut dyn FnMut(&[u8])) -> Result<()> {
+        self.cpu.read_packed(self.far.table().packed_mut(stack)?, read)
+    }
+
+    fn on_threads(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.cpu.on_threads(num_tasks, task);
     }
 
     fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {

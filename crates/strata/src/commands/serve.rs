@@ -8,9 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use indicatif::HumanBytes;
 use strata_engine::EngineHandle;
-use strata_server::{DataDir, ImageDirs, KEY_PREFIX, Server, ServerConfig};
+use strata_server::{DataDir, ImageDirs, ImageStores, KEY_PREFIX, S3Settings, Server, ServerConfig};
 
-use crate::base_model::{self, BaseModel, Naming, Resources};
+use crate::base_model::{self, BaseModel, Copies, Naming, Resources};
 use crate::commands::shutdown::{self, Signals};
 use crate::logging::{self, LogFormat};
 use crate::machine;
@@ -45,9 +45,14 @@ pub struct Args {
     /// Directory of pictures that prompts may name, as file:///DIR/NAME.png; several are given one by one, or separated by colons.
     #[arg(long, env = "STRATA_IMAGE_DIR", value_name = "DIR", value_delimiter = ':')]
     pub image_dir: Vec<PathBuf>,
+    /// Store of pictures that prompts may name: https://HOST/PREFIX/ (or http), s3://BUCKET/PREFIX/ with AWS_* of the environment, gs://BUCKET/PREFIX/; several are given one by one, or separated by commas.
+    #[arg(long, env = "STRATA_IMAGE_STORE", value_name = "URL", value_delimiter = ',')]
+    pub image_store: Vec<String>,
     /// What the model may use.
     #[command(flatten)]
     pub resources: Resources,
+    #[command(flatten)]
+    pub copies: Copies,
     /// How long a session may be silent before its models are freed; clients send a sign of life every 10 s.
     #[arg(long, env = "STRATA_SESSION_TIMEOUT", value_name = "TIME", default_value = "5m", value_parser = parse_duration)]
     pub session_timeout: Duration,
@@ -95,6 +100,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let data_dir = DataDir::claim(&data_dir)?;
     let mut config = ServerConfig::new(address, data_dir.clone());
     config.image_dirs = ImageDirs::open(&args.image_dir).context("--image-dir")?;
+    config.image_stores = ImageStores::open(&args.image_store, &S3Settings::from_env()?).context("--image-store")?;
     config.api_key = args.api_key.clone();
     config.public_url = args.public_url.clone();
     config.session_timeout = args.session_timeout;
@@ -105,7 +111,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let connections_max = config.connections_max.min(machine::open_files_max().saturating_sub(FILES_KEPT).max(1));
     config.connections_max = args.max_connections.map_or(connections_max, NonZeroUsize::get);
 
-    let bases = base_model::start(&args.models, &args.naming, &args.resources, &data_dir)?;
+    let bases = base_model::start(&args.models, &args.naming, &args.resources, &args.copies, &data_dir)?;
     config.transit_bytes = bases.iter().map(|base| base.engine.info().transit_bytes as usize).sum();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {

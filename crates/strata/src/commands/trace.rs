@@ -18,7 +18,7 @@ use strata_model::{
 };
 use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
-use crate::base_model::{Numerics, Quantize};
+use crate::base_model::{Copies, Numerics, Quantize, write_copy};
 
 /// Settings of `strata trace`.
 #[derive(Debug, clap::Args)]
@@ -46,6 +46,8 @@ pub struct Args {
     /// Store the base weights in fewer bits than they are computed with.
     #[arg(long, value_enum)]
     pub quantize: Option<Quantize>,
+    #[command(flatten)]
+    pub copies: Copies,
     /// Safetensors file to write.
     #[arg(long)]
     pub out: PathBuf,
@@ -59,7 +61,8 @@ pub fn run(args: Args) -> Result<()> {
     let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
     let backend = Arc::new(CpuBackend::with_numerics(None, args.numerics.into())?);
     let source = ModelSource::Directory(args.model);
-    let model = Model::load_stored(backend.clone(), &source, dtype, Quantize::storage(args.quantize))?;
+    let (model, unwritten) = args.copies.load(backend.clone(), &source, dtype, Quantize::storage(args.quantize))?;
+    unwritten.into_iter().for_each(write_copy);
     let sequences = read_tokens(&args.tokens, &model)?;
     let adapter = match &args.adapter {
         Some(dir) => {

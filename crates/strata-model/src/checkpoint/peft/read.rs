@@ -184,7 +184,7 @@ pub(super) fn leave_base(reader: &mut CheckpointReader<'_>, module: &LoraModule)
 pub(super) fn refuse_not_finite(checkpoint: &Checkpoint) -> Result<()> {
     for name in checkpoint.names().filter(|name| !name.ends_with(BASE_WEIGHT)) {
         let Some(tensor) = checkpoint.tensor(name)? else { continue };
-        if let Some((place, value)) = first_not_finite(tensor.read(DType::F32)?.as_ref()) {
+        if let Some((place, value)) = first_not_finite(&crate::checkpoint::alone, tensor.read(DType::F32)?.as_ref()) {
             return Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, not a finite number")));
         }
     }

@@ -58,7 +58,7 @@ fn outputs<'a>(
         for (i, output) in range.enumerate() {
             unpack_row::<T>(w, output, &mut wide);
             row.iter_mut().zip(&wide).for_each(|(row, &value)| *row = T::from_f32(value));
-            pack_rows(&alone.pool, alone.isa, &row, i, &mut stack.layer_mut(0))?;
+            pack_rows(&alone.pool, alone.isa, &row, i, &mut stack.layer_mut(0)?)?;
         }
     });
     Ok(stack.layer(0))

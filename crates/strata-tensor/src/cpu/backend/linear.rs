@@ -1,6 +1,7 @@
 //! Linear layers with their low-rank additions, which join the base product while its rows are in cache.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 use super::memory::weights;
 use super::{CpuBackend, with_element};
@@ -43,6 +44,34 @@ impl Pending<'_> {
     }
 }
 
+/// `scale · left · right`, from or to a rank.
+struct LowProduct<'a> {
+    left: Rows<'a>,
+    right: RightSide<'a>,
+    scale: f32,
+}
+
+impl LowProduct<'_> {
+    /// In multiply-adds.
+    fn cost(&self) -> usize {
+        self.left.rows() * self.left.width() * self.right.columns()
+    }
+}
+
+/// Gradients of one side of some pairs: see [`CpuBackend::backward_weights`].
+struct WeightSums<'a, 'g> {
+    x: Rows<'a>,
+    sequences: Arc<[Range<usize>]>,
+    pairs: Vec<(&'a Tensor, TensorMut<'g>)>,
+}
+
+impl WeightSums<'_, '_> {
+    /// In multiply-adds.
+    fn cost(&self) -> usize {
+        self.x.rows() * self.x.width() * self.pairs.iter().map(|(low, _)| low.shape().row_len()).sum::<usize>()
+    }
+}
+
 impl CpuBackend {
     /// `out = left · right + bias`, and all of `pending` in turn.
     pub(super) fn product(
@@ -66,7 +95,7 @@ impl CpuBackend {
             products.push(Addend { first_row: p.first_row, first_column: p.first_column, left, right: p.right });
         }
         let (rows, columns) = (left.rows(), right.columns());
-        multiply(left, right, all_of(out, &Target::overwrite(), rows, columns)?, &Addends { bias, products })?;
+        multiply(left, right, all_of(out, &Target::overwrite(), rows, columns)?, &Addends::new(bias, products))?;
         for p in alone {
             let out = all_of(out, &p.target(), p.low.rows(), p.right.columns())?;
             multiply(whole(p.low)?, p.right, out, &Addends::default())?;
@@ -85,11 +114,12 @@ impl CpuBackend {
     }
 
     pub(super) fn forward_linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts> {
-        let mut low_products = Vec::new();
+        let mut lows = Vec::new();
         for (group, p) in pairs(&layer.lora) {
-            let x_rows = block(x, group.tokens.clone(), 0..x.shape().row_len())?;
-            low_products.push(self.low_product(x_rows, RightSide::Weights(weights(p.a)?), p.scale, x.dtype())?);
+            let left = block(x, group.tokens.clone(), 0..x.shape().row_len())?;
+            lows.push(LowProduct { left, right: RightSide::Weights(weights(p.a)?), scale: p.scale });
         }
+        let low_products = self.low_products(&lows, x.dtype())?;
         if let Some(y) = y {
             let mut pending = Vec::with_capacity(low_products.len());
             for ((group, p), low) in pairs(&layer.lora).zip(&low_products) {
@@ -111,13 +141,16 @@ impl CpuBackend {
         gradients: &mut [Option<LoraGradient<'_>>],
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
-        let mut by_low = Vec::new();
+        let mut wanted = Vec::new();
         for ((group, p), gradient) in pairs(&layer.lora).zip(&*gradients) {
-            let is_wanted = gradient.is_some() || dx.is_some();
-            let dy = block(dy, group.tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
-            let dlow = || self.low_product(dy, RightSide::Transposed(weights(p.b)?), p.scale, x.dtype());
-            by_low.push(is_wanted.then(dlow).transpose()?);
+            if gradient.is_some() || dx.is_some() {
+                let left = block(dy, group.tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
+                wanted.push(LowProduct { left, right: RightSide::Transposed(weights(p.b)?), scale: p.scale });
+            }
         }
+        let mut made = self.low_products(&wanted, x.dtype())?.into_iter();
+        let is_wanted = gradients.iter().map(|gradient| gradient.is_some() || dx.is_some());
+        let by_low: Vec<Option<Tensor>> = is_wanted.map(|wanted| if wanted { made.next() } else { None }).collect();
         if let Some(dx) = dx {
             let mut pending = Vec::with_capacity(by_low.len());
             for ((group, p), low) in pairs(&layer.lora).zip(&by_low) {
@@ -128,22 +161,64 @@ impl CpuBackend {
             self.product(whole(dy)?, RightSide::Transposed(weights(layer.weight)?), None, &pending, dx)?;
         }
         let mut pairs = low.0.iter().zip(&by_low).zip(gradients);
+        let mut sums = Vec::new();
         for group in &*layer.lora {
             let tokens = group.tokens.clone();
-            let sequences: Vec<_> = group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
+            let sequences: Arc<[Range<usize>]> =
+                group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
             let mut of_a: Vec<(&Tensor, TensorMut<'_>)> = Vec::new();
             for (p, ((low, dlow), gradient)) in group.projections.iter().zip(&mut pairs) {
                 let (Some(dlow), Some(LoraGradient { a, b })) = (dlow, gradient) else { continue };
                 let dy = block(dy, tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
-                self.backward_weights(dy, &sequences, vec![(low, b.reborrow())])?;
+                sums.push(WeightSums { x: dy, sequences: sequences.clone(), pairs: vec![(low, b.reborrow())] });
                 of_a.push((dlow, a.reborrow()));
             }
             // All projections read the same rows.
             if !of_a.is_empty() {
-                self.backward_weights(block(x, tokens, 0..x.shape().row_len())?, &sequences, of_a)?;
+                let x = block(x, tokens, 0..x.shape().row_len())?;
+                sums.push(WeightSums { x, sequences, pairs: of_a });
             }
         }
-        Ok(())
+        self.shared_out(sums, WeightSums::cost, |sums| self.backward_weights(sums.x, &sums.sequences, sums.pairs)).map(drop)
+    }
+
+    /// The low-rank products of all groups and projections, in order.
+    fn low_products(&self, lows: &[LowProduct<'_>], dtype: DType) -> Result<Vec<Tensor>> {
+        self.shared_out(lows.iter().collect(), |low| low.cost(), |low| self.low_product(low.left, low.right, low.scale, dtype))
+    }
+
+    /// Runs all jobs; answers what they do, in order. Those that are large are divided among all threads, one after another; of the others, of which there are as many as there
+    /// are adapters in a batch, each thread has whole ones.
+    fn shared_out<J: Send, R: Send>(
+        &self,
+        jobs: Vec<J>,
+        cost: impl Fn(&J) -> usize,
+        run: impl Fn(J) -> Result<R> + Sync,
+    ) -> Result<Vec<R>> {
+        let total: usize = jobs.iter().map(&cost).sum();
+        let is_large = |job: &J| cost(job) * 2 * self.pool.num_threads() > total;
+        if self.pool.num_threads() == 1 || jobs.iter().all(is_large) {
+            return jobs.into_iter().map(run).collect();
+        }
+        let mut small = Vec::new();
+        let mut done: Vec<Option<Result<R>>> = Vec::with_capacity(jobs.len());
+        for (place, job) in jobs.into_iter().enumerate() {
+            if is_large(&job) {
+                done.push(Some(run(job)));
+            } else {
+                done.push(None);
+                small.push((place, Mutex::new((Some(job), None))));
+            }
+        }
+        self.pool.run(small.len(), &|i| {
+            // One thread has a job, and no one looks before all are done.
+            let mut job = small[i].1.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            job.1 = job.0.take().map(&run);
+        });
+        for (place, job) in small {
+            done[place] = job.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()).1;
+        }
+        done.into_iter().map(|result| result.expect("every job was run")).collect()
     }
 
     /// `dw: [rank, width]` += `low: [tokens, rank]`ᵀ · `x: [tokens, width]` for each `low` and its `dw`, adding sequence after sequence; `sequences` are rows

@@ -4,13 +4,14 @@ use half::bf16;
 
 use super::delta::states_mut;
 use super::{CpuBackend, with_element};
-use crate::cpu::memory::{Buffer, set_pool_limit, trim_pool};
+use crate::cpu::memory::{Buffer, set_memory_limit, trim_pool};
+use crate::cpu::threads::SharedMut;
 use crate::cpu::{kv, matmul, packed, recurrent};
-use crate::memory::{Memory, sized};
+use crate::memory::{Memory, PACKED_PIECE_BYTES, sized};
 use crate::storage::Storage;
 use crate::{
-    DType, DeltaGeometry, Element, Error, HostRef, KvLayout, KvPages, PackedRef, PackedStack, RecurrentStates, Result, Tensor,
-    TensorMut, TensorRef, WeightFormat, WeightStorage,
+    DType, DeltaGeometry, Element, Error, HostRef, KvLayout, KvPages, PackedRef, PackedStack, RecurrentStates, Result,
+    SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat, WeightStorage,
 };
 
 /// The packed weights of a layer, as they lie.
@@ -47,7 +48,7 @@ fn layer_mut<'s>(
         return Err(Error::Shape { op, expected: format!("{expected:?}"), actual: format!("{shape:?}") });
     }
     let stack: &mut packed::PackedStack = stack.storage.get_mut().ok_or(Error::ForeignMemory)?;
-    Ok(stack.layer_mut(layer))
+    stack.layer_mut(layer)
 }
 
 /// Refuses a source of other size than its target.
@@ -65,7 +66,22 @@ fn rounded<T: Element>(values: &[f32]) -> Result<Buffer> {
     Ok(buffer)
 }
 
+/// Bytes that a thread copies, or fills, before it takes the next: a part of its cache.
+const PIECE_BYTES: usize = 256 << 10;
+/// The layout of packed weights, by a name that is another wherever a change of `packed` or of a `matmul::pack` moves a byte.
+const PACKED_LAYOUT: &str = "cpu-panels-1";
+
 impl CpuBackend {
+    /// Copies bytes on all threads, a piece each: tables of embeddings are as large as memory lets them be.
+    fn copy_bytes(&self, from: &[u8], to: &mut [u8]) {
+        let shared = SharedMut::new(to);
+        self.pool.run(from.len().div_ceil(PIECE_BYTES), &|task| {
+            let piece = task * PIECE_BYTES..from.len().min((task + 1) * PIECE_BYTES);
+            // SAFETY: each task has a piece to itself.
+            unsafe { shared.part(piece.clone()) }.copy_from_slice(&from[piece]);
+        });
+    }
+
     fn new_pages(num_pages: usize, layout: KvLayout, dtype: DType, memory: kv::KvPages) -> KvPages {
         KvPages { num_pages, layout, dtype, storage: Storage::new(memory) }
     }
@@ -85,7 +101,7 @@ impl Memory for CpuBackend {
     fn upload(&self, source: HostRef<'_>, to: TensorMut<'_>) -> Result<()> {
         check_len("upload", source.shape().len(), to.as_ref())?;
         match (source.dtype(), to.dtype()) {
-            (from, dtype) if from == dtype => to.into_bytes()?.copy_from_slice(source.as_bytes()),
+            (from, dtype) if from == dtype => self.copy_bytes(source.as_bytes(), to.into_bytes()?),
             (DType::F32, _) => {
                 let out = to.into_slice::<bf16>()?;
                 out.iter_mut().zip(source.slice::<f32>()).for_each(|(out, &v)| *out = Element::from_f32(v));
@@ -124,8 +140,8 @@ impl Memory for CpuBackend {
         Ok(())
     }
 
-    fn limit_kept(&self, bytes: usize) {
-        set_pool_limit(bytes);
+    fn limit_memory(&self, bytes: usize) {
+        set_memory_limit(bytes);
     }
 
     fn trim(&self) {
@@ -183,6 +199,45 @@ impl Memory for CpuBackend {
             false => matmul::pack_columns(&self.pool, self.isa, rounded::<T>(columns.slice()?)?.numbers_mut::<T>(columns.shape().len()), &mut w),
         });
         Ok(())
+    }
+
+    fn packed_layout(&self) -> &'static str {
+        PACKED_LAYOUT
+    }
+
+    fn packed_over(
+        &self,
+        num_layers: usize,
+        in_features: usize,
+        out_features: usize,
+        format: WeightFormat,
+        bytes: SharedBytes,
+    ) -> Result<PackedStack> {
+        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, format);
+        let storage = Storage::new(packed::PackedStack::over(num_layers, in_features, out_features, format, bytes)?);
+        Ok(PackedStack { num_layers, in_features, out_features, dtype: format.compute, size_bytes, storage })
+    }
+
+    fn fill_packed(&self, stack: &mut PackedStack, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) -> Result<()> {
+        let size_bytes = stack.size_bytes;
+        let stack: &mut packed::PackedStack = stack.storage.get_mut().ok_or(Error::ForeignMemory)?;
+        let bytes = SharedMut::new(&mut stack.as_bytes_mut()?[..size_bytes]);
+        self.pool.run(size_bytes.div_ceil(PACKED_PIECE_BYTES), &|task| {
+            let first = task * PACKED_PIECE_BYTES;
+            // SAFETY: each task has a piece to itself.
+            fill(first, unsafe { bytes.part(first..size_bytes.min(first + PACKED_PIECE_BYTES)) });
+        });
+        Ok(())
+    }
+
+    fn read_packed(&self, stack: &PackedStack, read: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let own: &packed::PackedStack = stack.storage.get().ok_or(Error::ForeignMemory)?;
+        own.as_bytes()[..stack.size_bytes].chunks(PACKED_PIECE_BYTES).for_each(read);
+        Ok(())
+    }
+
+    fn on_threads(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.pool.run(num_tasks, task);
     }
 
     fn kv_pages(&self, num_pages: usize, layout: KvLayout, dtype: DType) -> Result<KvPages> {
@@ -260,6 +315,57 @@ mod tests {
         assert!(matches!(b.kv_pages(1 << 60, layout, DType::F32), Err(Error::OutOfMemory { .. })));
         let mut pages = b.kv_pages(2, layout, DType::F32).unwrap();
         assert!(b.copy_page(&mut pages, 0, 2).is_err() && b.release_pages(&mut pages, &[2]).is_err());
+    }
+
+    #[test]
+    fn what_a_stack_gives_fills_another_and_serves_where_it_lies_but_does_not_change_there() {
+        /// Bytes from the start of a page on, behind one more.
+        struct Pages(Buffer);
+        impl AsRef<[u8]> for Pages {
+            fn as_ref(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        for (storage, outputs, inputs) in
+            [(WeightStorage::Dense, 263, 2050), (WeightStorage::Dense, 1, 1), (WeightStorage::Int8, 70, 1041)]
+        {
+            let b = CpuBackend::with_isa(Isa::detect(), 3);
+            let format = WeightFormat { compute: DType::BF16, storage };
+            let values: Vec<f32> = (0..3 * outputs * inputs).map(|i| crate::random::normal([1, 2], i as u64)).collect();
+            let mut stack = b.packed(3, inputs, outputs, format).unwrap();
+            for (layer, values) in values.chunks(outputs * inputs).enumerate() {
+                b.upload_rows(&mut stack, layer, 0, HostRef::from_f32(values, &[outputs, inputs]).unwrap()).unwrap();
+            }
+            let mut all = Vec::new();
+            b.read_packed(&stack, &mut |piece| all.extend_from_slice(piece)).unwrap();
+            assert_eq!(all.len(), stack.size_bytes());
+            let again = |stack: &PackedStack| {
+                let mut bytes = Vec::new();
+                b.read_packed(stack, &mut |piece| bytes.extend_from_slice(piece)).unwrap();
+                bytes
+            };
+            let mut filled = b.packed(3, inputs, outputs, format).unwrap();
+            b.fill_packed(&mut filled, &|first, piece| piece.copy_from_slice(&all[first..first + piece.len()])).unwrap();
+            assert!(again(&filled) == all);
+            let mut pages = Buffer::zeroed(4096 + all.len()).unwrap();
+            pages[4096..4096 + all.len()].copy_from_slice(&all);
+            let pages: std::sync::Arc<dyn AsRef<[u8]> + Send + Sync> = std::sync::Arc::new(Pages(pages));
+            let over = |range| b.packed_over(3, inputs, outputs, format, SharedBytes::new(pages.clone(), range));
+            let mut lying = over(4096..4096 + all.len()).unwrap();
+            assert!(again(&lying) == all);
+            assert!(over(4095..4095 + all.len()).is_err() && over(4096..4095 + all.len()).is_err());
+            let row = vec![1.0; inputs];
+            let refused = b.upload_rows(&mut lying, 0, 0, HostRef::from_f32(&row, &[1, inputs]).unwrap());
+            assert!(matches!(refused, Err(Error::Unsupported(_))));
+            assert!(b.fill_packed(&mut lying, &|_, _| {}).is_err() && again(&lying) == all);
+        }
+    }
+
+    #[test]
+    fn a_tensor_of_many_pieces_is_uploaded_whole() {
+        let b = CpuBackend::with_isa(Isa::Portable, 3);
+        let values: Vec<f32> = (0..200_001).map(|i| i as f32).collect();
+        assert!(b.to_f32_vec(b.tensor(&values, &[200_001], DType::F32).unwrap().as_ref()).unwrap() == values);
     }
 
     #[test]

@@ -48,28 +48,50 @@ impl Addend<'_> {
 #[derive(Default)]
 pub(crate) struct Addends<'a> {
     /// To every row; as long as there are columns.
-    pub(crate) bias: Option<&'a [f32]>,
-    pub(crate) products: Vec<Addend<'a>>,
+    pub(super) bias: Option<&'a [f32]>,
+    pub(super) products: Vec<Addend<'a>>,
+    /// Whether rows of later products never lie before those of earlier ones, so that those of a run of rows lie together.
+    in_order: bool,
+    /// Words of the largest block.
+    block_words: usize,
 }
 
-impl Addends<'_> {
+impl<'a> Addends<'a> {
+    /// A bias, and then products.
+    pub(crate) fn new(bias: Option<&'a [f32]>, products: Vec<Addend<'a>>) -> Self {
+        let ends = |p: &Addend<'_>| (p.first_row, p.first_row + p.left.rows);
+        let in_order = products.windows(2).all(|pair| {
+            let (before, after) = (ends(&pair[0]), ends(&pair[1]));
+            before.0 <= after.0 && before.1 <= after.1
+        });
+        let block_words = products.iter().map(Addend::block_words).max().unwrap_or(0);
+        Addends { bias, products, in_order, block_words }
+    }
+
+    /// Products that may be of some of `rows`, with their places.
+    fn of_rows(&self, rows: &Range<usize>) -> impl Iterator<Item = (usize, &Addend<'a>)> {
+        let all = 0..self.products.len();
+        let near = if self.in_order {
+            let first = self.products.partition_point(|p| p.first_row + p.left.rows <= rows.start);
+            first..first + self.products[first..].partition_point(|p| p.first_row < rows.end)
+        } else {
+            all
+        };
+        near.clone().zip(&self.products[near])
+    }
+
     /// Bytes of the arena of a task.
     pub(super) fn scratch_bytes(&self) -> usize {
         taken_bytes::<u32>(self.words())
     }
 
     fn words(&self) -> usize {
-        self.block_words() * self.blocks()
-    }
-
-    /// Words of the largest block.
-    fn block_words(&self) -> usize {
-        self.products.iter().map(Addend::block_words).max().unwrap_or(0)
+        self.block_words * self.blocks()
     }
 
     /// Blocks that there is room for.
     fn blocks(&self) -> usize {
-        (BLOCKS_WORDS / self.block_words().max(1)).clamp(1, BLOCKS_MAX.min(self.products.len()).max(1))
+        (BLOCKS_WORDS / self.block_words.max(1)).clamp(1, BLOCKS_MAX.min(self.products.len()).max(1))
     }
 
     /// Runs `product` on all of `rows`, in runs if there is something to add to each.
@@ -114,7 +136,7 @@ impl<'a, 's> PanelAddends<'a, 's> {
                 convert::add_bias(self.isa, &bias[first_column..][..columns], values);
             }
         }
-        for (i, addend) in self.addends.products.iter().enumerate() {
+        for (i, addend) in self.addends.of_rows(&rows) {
             let own = rows.start.max(addend.first_row)..rows.end.min(addend.first_row + addend.left.rows);
             let of_addend = first_column.checked_sub(addend.first_column).filter(|&first| first < addend.right.columns());
             let Some(first) = of_addend.filter(|_| !own.is_empty()) else { continue };
@@ -147,7 +169,7 @@ impl<'a, 's> PanelAddends<'a, 's> {
         }
         let slot = self.next_block % self.addends.blocks();
         self.next_block += 1;
-        let room = self.addends.block_words();
+        let room = self.addends.block_words;
         let words = &mut self.words[slot * room..][..addend.block_words()];
         let block = addend.right.block(self.isa, panel, 0..steps, words);
         self.blocks[slot] = Some((i, block));

@@ -25,6 +25,7 @@ mod int8_avx512;
 mod kernel;
 mod operands;
 mod pack;
+mod panels;
 #[cfg(test)]
 mod tests;
 mod tiled;
@@ -246,5 +247,6 @@ pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtyp
         TileKernel::Chains(_) => (0, CHAIN_BLOCK_STEPS * PANEL * 4),
         TileKernel::Granules(_) => (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows)),
     };
-    left.max(tokens::panels_bytes(width, dtype)) + threads * (of_a_thread + addends::SCRATCH_BYTES_MAX)
+    // Where many adapters share a batch, each thread multiplies for one of its own.
+    threads * (left.max(tokens::panels_bytes(width, dtype)) + of_a_thread + addends::SCRATCH_BYTES_MAX)
 }

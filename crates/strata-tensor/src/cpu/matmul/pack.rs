@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::int8;
 use super::operands::{panel_columns, steps};
+use super::{int8, panels};
 use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::{LANES, PANEL, PackedMut, PackedRef};
 use crate::cpu::threads::{Pool, SharedMut};
@@ -68,7 +68,9 @@ pub(crate) fn pack_rows<T: Element>(
     let k = w.in_features;
     let num_steps = steps(k, w.dtype);
     let (n, out_features) = (rows.len() / k, w.out_features);
-    let per_step = 4 / w.dtype.size_bytes();
+    let row_bytes = k * size_of::<T>();
+    // SAFETY: plain numbers are readable as bytes.
+    let rows = unsafe { std::slice::from_raw_parts(rows.as_ptr().cast::<u8>(), size_of_val(rows)) };
     // SAFETY: buffers are aligned to pages and panels to whole steps; every 4 bytes are a word.
     let words =
         SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
@@ -80,17 +82,8 @@ pub(crate) fn pack_rows<T: Element>(
         // SAFETY: each task has a panel to itself.
         let panel_words = unsafe { words.part(start..start + num_steps * width) };
         let outputs = (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n);
-        // Sixteen outputs at a time fill whole cache lines of the panel.
-        for group in outputs.clone().step_by(LANES) {
-            let group = group..(group + LANES).min(outputs.end);
-            for s in 0..num_steps {
-                let line = &mut panel_words[s * width..(s + 1) * width];
-                for output in group.clone() {
-                    let row = &rows[(output - first_output) * k..][..k];
-                    line[output - panel * PANEL] = step_word(row[s * per_step], row.get(s * per_step + 1).copied());
-                }
-            }
-        }
+        let own = &rows[(outputs.start - first_output) * row_bytes..(outputs.end - first_output) * row_bytes];
+        panels::write_rows(isa, own, row_bytes, outputs.start - panel * PANEL, width, panel_words);
     });
     Ok(())
 }

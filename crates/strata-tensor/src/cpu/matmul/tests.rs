@@ -12,7 +12,7 @@ fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
 
 fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
     let mut stack = PackedStack::zeros(1, k, n, T::DTYPE.into()).unwrap();
-    pack_rows(pool, Isa::detect(), w, 0, &mut stack.layer_mut(0)).unwrap();
+    pack_rows(pool, Isa::detect(), w, 0, &mut stack.layer_mut(0).unwrap()).unwrap();
     stack
 }
 
@@ -222,8 +222,8 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>() {
     let format = WeightFormat { compute: T::DTYPE, storage: WeightStorage::Int8 };
     let mut quantized = PackedStack::zeros(1, k, n, format).unwrap();
     // In two parts, which meet within a panel.
-    pack_rows(&pool, Isa::detect(), &w[..70 * k], 0, &mut quantized.layer_mut(0)).unwrap();
-    pack_rows(&pool, Isa::detect(), &w[70 * k..], 70, &mut quantized.layer_mut(0)).unwrap();
+    pack_rows(&pool, Isa::detect(), &w[..70 * k], 0, &mut quantized.layer_mut(0).unwrap()).unwrap();
+    pack_rows(&pool, Isa::detect(), &w[70 * k..], 70, &mut quantized.layer_mut(0).unwrap()).unwrap();
     let rounded: Vec<T> = (0..n)
         .flat_map(|output| {
             let mut row = vec![0.0; k];
@@ -262,7 +262,7 @@ fn a_weight_that_cannot_be_stored_in_bytes_is_refused_by_output_and_value() {
     let mut stack = PackedStack::zeros(1, 3, 200, format).unwrap();
     let mut rows = vec![1.0f32; 100 * 3];
     rows[30 * 3 + 1] = f32::NEG_INFINITY;
-    let refused = pack_rows(&Pool::new(2), Isa::detect(), &rows, 70, &mut stack.layer_mut(0)).unwrap_err().to_string();
+    let refused = pack_rows(&Pool::new(2), Isa::detect(), &rows, 70, &mut stack.layer_mut(0).unwrap()).unwrap_err().to_string();
     assert!(refused.contains("output 100 has a weight of -inf"), "{refused}");
 }
 
@@ -291,7 +291,7 @@ fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
         let transposed: Vec<bf16> = (0..n * k).map(|i| w[i % n * k + i / n]).collect();
         let by_rows = packed(&pool, &w, k, n);
         let mut by_columns = PackedStack::zeros(1, k, n, DType::BF16.into()).unwrap();
-        pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0));
+        pack_columns(&pool, Isa::detect(), &transposed, &mut by_columns.layer_mut(0).unwrap());
         assert_eq!(by_rows.layer(0).bytes, by_columns.layer(0).bytes);
         let mut row = vec![0.0; k];
         for o in 0..n {
@@ -327,10 +327,21 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage)
         let pool = Pool::new(threads);
         let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
         let mut stack = PackedStack::zeros(1, k, n, WeightFormat { compute: T::DTYPE, storage }).unwrap();
-        pack_rows(&pool, Isa::detect(), &w, 0, &mut stack.layer_mut(0)).unwrap();
-        for m in [1, 4, 47, 62, 101] {
-            let what = format!("{arithmetic} {}, {threads} threads, {m} rows", T::DTYPE);
+        pack_rows(&pool, Isa::detect(), &w, 0, &mut stack.layer_mut(0).unwrap()).unwrap();
+        for (m, in_order) in [1, 4, 47, 62, 101].into_iter().flat_map(|m| [(m, false), (m, true)]) {
+            let what = format!("{arithmetic} {}, {threads} threads, {m} rows, in order: {in_order}", T::DTYPE);
             let (x, dy): (Vec<T>, Vec<T>) = (values(4, m * k), values(5, m * n));
+            let mut places = places.clone();
+            if in_order {
+                // As groups of a batch lie: each begins and ends no earlier than the one before.
+                places.sort_by_key(|&(_, first_row, rows, ..)| (first_row, first_row + rows));
+                let mut end = 0;
+                places.retain(|&(_, first_row, rows, ..)| {
+                    let follows = first_row + rows >= end;
+                    end = end.max(first_row + rows);
+                    follows
+                });
+            }
             let clipped = places.iter().filter(|(_, first_row, ..)| *first_row < m);
             let pairs: Vec<Pair<T>> = clipped
                 .map(|&(rank, first_row, rows, first_column, columns)| Pair {
@@ -376,7 +387,7 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage)
                     });
                 }
                 let bias = (!transposed).then_some(&bias[..]);
-                multiply(left, right, into(&mut joined, width, false), &Addends { bias, products });
+                multiply(left, right, into(&mut joined, width, false), &Addends::new(bias, products));
                 assert!(joined == apart, "{what}, transposed: {transposed}");
             }
         }

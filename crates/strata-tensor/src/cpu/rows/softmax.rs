@@ -17,7 +17,7 @@ const WIDE: usize = 4 * LANES;
 pub(crate) const BLOCK_KEYS: usize = WIDE;
 
 /// Elements of a row that are summed in f32 before their sum goes on in f64, so that a vocabulary of any size keeps 24 bits.
-const SPAN: usize = 64 * WIDE;
+pub(super) const SPAN: usize = 64 * WIDE;
 
 multiversion! {
     /// `ln(sum(exp(row)))`, about the maximum of the row. NaN if the row has a NaN.
@@ -76,7 +76,7 @@ fn join(wide: &[f32; WIDE]) -> f32 {
 
 /// The larger of two, or `a` if `b` is NaN.
 #[inline(always)]
-fn larger(a: f32, b: f32) -> f32 {
+pub(super) fn larger(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }
 
@@ -99,7 +99,7 @@ fn largest(wide: &[f32; WIDE]) -> f32 {
 
 /// What to subtract before the exponential: the maximum, or 0 where that would make a NaN of an infinity.
 #[inline(always)]
-fn center(maximum: f32) -> f32 {
+pub(super) fn center(maximum: f32) -> f32 {
     if maximum.abs() < f32::INFINITY { maximum } else { 0.0 }
 }
 
@@ -118,23 +118,30 @@ fn log_sum_exp_body(fma: impl Fma, row: &[f32]) -> f32 {
     }
     let center = center(largest(&maxima));
 
-    let mut sum = 0.0f64;
-    for span in row.chunks(SPAN) {
-        let mut sums = [0.0; WIDE];
-        let (chunks, tail) = span.as_chunks::<WIDE>();
-        for chunk in chunks {
-            for l in 0..WIDE {
-                sums[l] += exp_f32(fma, chunk[l] - center);
-            }
+    normalizer(center, row.chunks(SPAN).map(|span| sum_of_span(span, |logit| exp_f32(fma, logit - center))).sum())
+}
+
+/// The sum of what the logits of a span weigh; one of negative infinity has to weigh nothing.
+#[inline(always)]
+pub(super) fn sum_of_span(span: &[f32], weigh: impl Fn(f32) -> f32) -> f64 {
+    let mut sums = [0.0; WIDE];
+    let (chunks, tail) = span.as_chunks::<WIDE>();
+    for chunk in chunks {
+        for l in 0..WIDE {
+            sums[l] += weigh(chunk[l]);
         }
-        if !tail.is_empty() {
-            let tail = filled::<WIDE>(tail, f32::NEG_INFINITY);
-            for l in 0..WIDE {
-                sums[l] += exp_f32(fma, tail[l] - center);
-            }
-        }
-        sum += join(&sums) as f64;
     }
+    if !tail.is_empty() {
+        let tail = filled::<WIDE>(tail, f32::NEG_INFINITY);
+        for l in 0..WIDE {
+            sums[l] += weigh(tail[l]);
+        }
+    }
+    join(&sums) as f64
+}
+
+/// [`log_sum_exp`] of a row, given the sum of its exponentials about `center`.
+pub(super) fn normalizer(center: f32, sum: f64) -> f32 {
     (center as f64 + sum.ln()) as f32
 }
 

@@ -83,11 +83,13 @@ pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usiz
     let again = decoder_elements(&work) - last().map(elements).sum::<f64>();
     let pairs_again = decoder_pair_elements(&work, rank)
         - last().map(|l| (passed(l) * rank_of(l, rank) * l.out_features) as f64).sum::<f64>();
+    // The activations of the last layer are kept: they take no more memory than those of the one that runs again.
+    let layers_again = (c.num_layers - 1) as f64 / c.num_layers as f64;
     TrainFlops {
         // Frozen matrices: forward and the gradient by the input. Pairs: their own gradient too. Attention: two products forward, four backward.
         model: per_element * (2.0 * matrices + 3.0 * pairs) + 3.0 * mixers,
         // Attention's layer runs again, and its backward computes the scores once more, which are half of a forward.
-        recompute: per_element * (again + pairs_again) + 1.5 * mixers,
+        recompute: (per_element * (again + pairs_again) + mixers) * layers_again + 0.5 * mixers,
     }
 }
 
@@ -154,9 +156,15 @@ mod tests {
 
     /// One layer of width 4 with two query heads and one key head of width 2, an MLP of 6, and 10 words.
     fn tiny() -> ModelConfig {
-        let json = r#"{"model_type": "qwen3", "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10}"#;
-        ModelConfig::from_json(json, None).unwrap()
+        tiny_of_layers(1)
+    }
+
+    fn tiny_of_layers(layers: usize) -> ModelConfig {
+        let json = format!(
+            r#"{{"model_type": "qwen3", "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": {layers}, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10}}"#
+        );
+        ModelConfig::from_json(&json, None).unwrap()
     }
 
     #[test]
@@ -166,8 +174,9 @@ mod tests {
         // Attention over 3 tokens: 6 pairs of query and key, 2 heads of width 2, two products: 6 * 4 * 2 * 2 = 96 operations.
         let flops = train(&tiny(), 1, 1, 3);
         assert_eq!(flops.model, 6.0 * (2.0 * 160.0 + 3.0 * 72.0) + 3.0 * 96.0);
-        // Run again: all but down, and its B.
-        assert_eq!(flops.recompute, 6.0 * (96.0 + 54.0) + 1.5 * 96.0);
+        // Of the only layer, whose activations are kept, the scores alone are computed again; of others all but down, and its B.
+        assert_eq!(flops.recompute, 0.5 * 96.0);
+        assert_eq!(train(&tiny_of_layers(3), 1, 1, 3).recompute, 2.0 * (6.0 * (96.0 + 54.0) + 96.0) + 3.0 * 0.5 * 96.0);
         let twice = train(&tiny(), 1, 2, 3);
         assert_eq!(twice.model, 2.0 * flops.model);
     }

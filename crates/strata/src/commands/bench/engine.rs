@@ -45,6 +45,11 @@ impl Engine {
         self.handle.info()
     }
 
+    /// Whether training computes activations again that it has memory to keep.
+    pub(super) fn compute_activations_again(&self, again: bool) {
+        self.handle.compute_activations_again(again);
+    }
+
     /// Sends a request of a tenant; the outcome comes through the receiver.
     pub(super) fn submit(&self, tenant: usize, request: Request) -> Receiver<Outcome> {
         let (sender, receiver) = channel();

@@ -41,7 +41,7 @@ pub struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum What {
-    /// Train LoRA adapters: forward and backward with layer checkpointing, then an optimizer step.
+    /// Train LoRA adapters: forward and backward, with activations kept and computed again, then an optimizer step.
     Train(train::Args),
     /// Sample: prefill of prompts, then decode steps.
     Sample(sample::Args),

@@ -25,6 +25,9 @@ pub(super) struct Args {
     /// Tokens of a sequence.
     #[arg(long, default_value_t = 256)]
     seq_len: usize,
+    /// Tokens at the start of each sequence whose weight is 0, as those of a prompt.
+    #[arg(long, default_value_t = 0)]
+    prompt: usize,
     /// Steps; the first is shown apart, of the others the fastest and the mean.
     #[arg(long, default_value_t = 4)]
     steps: usize,
@@ -35,10 +38,12 @@ pub(super) struct Args {
 pub(super) struct Cell {
     pub batch: usize,
     pub seq_len: usize,
+    /// Of them, at the start, those of weight 0.
+    pub prompt: usize,
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    measure(&args.common, &args.adapters, &[Cell { batch: args.batch, seq_len: args.seq_len }], args.steps)
+    measure(&args.common, &args.adapters, &[Cell { batch: args.batch, seq_len: args.seq_len, prompt: args.prompt }], args.steps)
 }
 
 /// Measures each of the cells and prints the report.
@@ -47,6 +52,9 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     ensure!(!ranks.is_empty(), "--adapters must be at least 1: the base model is frozen");
     ensure!(steps > 0, "--steps must be at least 1");
     ensure!(cells.iter().all(|cell| cell.batch > 0 && cell.seq_len > 0), "--batch and --seq-len must be at least 1");
+    ensure!(cells.iter().all(|cell| cell.prompt < cell.seq_len), "--prompt must be below --seq-len");
+    let weighted = cells.iter().all(|cell| cell.prompt == 0);
+    ensure!(weighted || common.compare.is_none(), "--compare: the peer does not know of weights, so --prompt must be 0");
     let engine = Engine::start(common)?;
     check_room(&engine, cells)?;
     for (tenant, &rank) in ranks.iter().enumerate() {
@@ -59,19 +67,21 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
 
     // The peer's peak only grows: what needs less memory goes first.
     let mut peaks = Vec::new();
-    let mut runs = Vec::new();
-    for &cell in cells {
-        runs.push((cell, Rounds::new(&mut trainer, peer.as_mut(), cell, steps, true)?));
-    }
-    peaks.push(PeakMemory { of: "strata", bytes: peak_memory_bytes()? });
-    peaks.extend(peak_of(&runs, "peer, checkpointed"));
-    let mut unchecked = Vec::new();
-    if peer.is_some() {
-        for &cell in cells {
-            unchecked.push((cell, Rounds::new(&mut trainer, peer.as_mut(), cell, steps, false)?));
-        }
-        peaks.extend(peak_of(&unchecked, "peer, not checkpointed"));
-    }
+    let mut all_rounds = |again: bool| -> anyhow::Result<Vec<Rounds>> {
+        let (ours, peers) = match again {
+            true => ("strata, activations recomputed", "peer, checkpointed"),
+            false => ("strata", "peer, not checkpointed"),
+        };
+        engine.compute_activations_again(again);
+        let rounds = |&cell| Rounds::new(&mut trainer, peer.as_mut(), cell, steps, again);
+        let rounds: Vec<Rounds> = cells.iter().map(rounds).collect::<anyhow::Result<_>>()?;
+        peaks.push(PeakMemory { of: ours, bytes: peak_memory_bytes()? });
+        let of_peer = rounds.iter().flat_map(|rounds| &rounds.peers).map(|trained| trained.peak_memory_bytes).max();
+        peaks.extend(of_peer.map(|bytes| PeakMemory { of: peers, bytes }));
+        Ok(rounds)
+    };
+    let recomputed = all_rounds(true)?;
+    let runs = all_rounds(false)?;
 
     let limits = limits.max(&Limits::measure(common.threads()?)?);
     let gflop_per_s = limits.fastest(common.dtype.into()).gflop_per_s;
@@ -79,17 +89,22 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     report.kernels = Some(engine.info().backend.clone());
     report.peak_memory_bytes = peaks;
     report.peer = peer.map(|peer| peer.versions().clone());
-    for (i, (cell, rounds)) in runs.iter().enumerate() {
+    for ((cell, rounds), recomputed) in cells.iter().zip(&runs).zip(&recomputed) {
         let flops = ranks.iter().map(|&rank| counts::train(&engine.config, rank, cell.batch, cell.seq_len));
         let flops = flops.fold(TrainFlops { model: 0.0, recompute: 0.0 }, |a, b| TrainFlops {
             model: a.model + b.model,
             recompute: a.recompute + b.recompute,
         });
         let num_tokens = (ranks.len() * cell.batch * cell.seq_len) as f64;
-        let settings =
-            [("batch", json!(cell.batch)), ("seq_len", json!(cell.seq_len)), ("ranks", json!(ranks)), ("steps", json!(steps))];
-        let mut figures = rounds.figures(num_tokens, flops, gflop_per_s);
-        figures.extend(unchecked.get(i).map(|(_, rounds)| rounds.unchecked_figure(num_tokens)));
+        let settings = [
+            ("batch", json!(cell.batch)),
+            ("seq_len", json!(cell.seq_len)),
+            ("prompt", json!(cell.prompt)),
+            ("ranks", json!(ranks)),
+            ("steps", json!(steps)),
+        ];
+        let mut figures = rounds.figures(num_tokens, &flops, gflop_per_s);
+        figures.extend(recomputed.figures_of_recomputing(num_tokens, &flops, gflop_per_s));
         report
             .cases
             .push(Case { settings: settings.map(|(name, value)| (name.to_string(), value)).into_iter().collect(), figures });
@@ -105,11 +120,6 @@ fn check_room(engine: &Engine, cells: &[Cell]) -> anyhow::Result<()> {
         "--seq-len {longest} is above {room}, the longest example for which there is memory; see --memory"
     );
     Ok(())
-}
-
-fn peak_of(runs: &[(Cell, Rounds)], of: &'static str) -> Option<PeakMemory> {
-    let bytes = runs.iter().flat_map(|(_, rounds)| &rounds.peers).map(|trained| trained.peak_memory_bytes).max()?;
-    Some(PeakMemory { of, bytes })
 }
 
 /// The tenants that train.
@@ -139,7 +149,7 @@ impl Trainer<'_> {
     fn forward_backward(&mut self, cell: Cell) -> anyhow::Result<f64> {
         let engine = self.engine;
         self.all(|| TrainOp::ForwardBackward {
-            data: (0..cell.batch).map(|_| datum(engine, cell.seq_len)).collect(),
+            data: (0..cell.batch).map(|_| datum(engine, cell)).collect(),
             loss: LossSpec { name: "cross_entropy".into(), config: Default::default() },
             forward_only: false,
         })
@@ -150,13 +160,13 @@ impl Trainer<'_> {
     }
 }
 
-fn datum(engine: &Engine, len: usize) -> Datum {
+fn datum(engine: &Engine, Cell { seq_len: len, prompt, .. }: Cell) -> Datum {
     let text = engine.new_sequence(len + 1);
     let (tokens, targets) = (text[..len].to_vec(), text[1..].to_vec());
     let input = |values| LossInput { shape: vec![len], values };
     let loss_inputs = [
         ("target_tokens".to_string(), input(LossValues::I64(targets))),
-        ("weights".to_string(), input(LossValues::F32(vec![1.0; len]))),
+        ("weights".to_string(), input(LossValues::F32((0..len).map(|t| if t < prompt { 0.0 } else { 1.0 }).collect()))),
     ];
     Datum { tokens, images: Vec::new(), loss_inputs: loss_inputs.into() }
 }
@@ -193,7 +203,7 @@ impl Rounds {
     }
 
     /// `gflop_per_s`: the limit.
-    fn figures(&self, num_tokens: f64, flops: TrainFlops, gflop_per_s: f64) -> Vec<Figure> {
+    fn figures(&self, num_tokens: f64, flops: &TrainFlops, gflop_per_s: f64) -> Vec<Figure> {
         let peers: Vec<f64> = self.peers.iter().map(|p| p.seconds).collect();
         let peers_optimizer: Vec<f64> = self.peers.iter().map(|p| p.optimizer_seconds).collect();
         let beside =
@@ -202,7 +212,6 @@ impl Rounds {
         let mean = later(&self.seconds).iter().sum::<f64>() / later(&self.seconds).len() as f64;
         let rate = |seconds| num_tokens / seconds;
         let mfu = |seconds| flops.model / seconds / 1e9 / gflop_per_s;
-        let hfu = |seconds| (flops.model + flops.recompute) / seconds / 1e9 / gflop_per_s;
         vec![
             Figure::new("forward_backward_tokens_per_s", "forward_backward, best", Unit::TokensPerSecond, rate(best))
                 .beside(beside(&peers, &rate))
@@ -217,19 +226,24 @@ impl Rounds {
             .beside(peers.first().map(|&seconds| rate(seconds))),
             Figure::new("useful_gflop_per_s", "useful work", Unit::GflopPerSecond, flops.model / best / 1e9),
             Figure::new("mfu", "MFU: useful work", Unit::OfArithmetic, mfu(best)).beside(beside(&peers, &mfu)).in_table(),
-            Figure::new("hfu", "HFU: with recompute", Unit::OfArithmetic, hfu(best)).beside(beside(&peers, &hfu)).in_table(),
             Figure::new("optim_step_seconds", "optim_step, best", Unit::Seconds, least(&self.optimizer_seconds))
                 .beside(beside(&peers_optimizer, &|seconds| seconds)),
         ]
     }
 
-    /// The same work of ours beside the peer's without checkpointing.
-    fn unchecked_figure(&self, num_tokens: f64) -> Figure {
+    /// Of rounds in which both sides compute activations again.
+    fn figures_of_recomputing(&self, num_tokens: f64, flops: &TrainFlops, gflop_per_s: f64) -> [Figure; 2] {
         let peers: Vec<f64> = self.peers.iter().map(|p| p.seconds).collect();
-        let (key, label) = ("forward_backward_peer_not_checkpointed_tokens_per_s", "forward_backward, peer not checkpointed");
-        Figure::new(key, label, Unit::TokensPerSecond, num_tokens / least(later(&self.seconds)))
-            .beside(Some(num_tokens / least(later(&peers))))
-            .in_table()
+        let figure = |key, label, unit, of: &dyn Fn(f64) -> f64| {
+            let beside = (!peers.is_empty()).then(|| of(least(later(&peers))));
+            Figure::new(key, label, unit, of(least(later(&self.seconds)))).beside(beside).in_table()
+        };
+        let (rate, label) = ("forward_backward_recomputed_tokens_per_s", "forward_backward, activations recomputed");
+        let hfu = |seconds: f64| (flops.model + flops.recompute) / seconds / 1e9 / gflop_per_s;
+        [
+            figure(rate, label, Unit::TokensPerSecond, &|seconds| num_tokens / seconds),
+            figure("hfu", "HFU of that: with what is recomputed", Unit::OfArithmetic, &hfu),
+        ]
     }
 }
 

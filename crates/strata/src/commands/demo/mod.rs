@@ -14,7 +14,7 @@ use strata_server::{DataDir, Server, ServerConfig};
 use strata_tensor::random;
 use tempfile::TempDir;
 
-use crate::base_model::{self, Naming, Resources};
+use crate::base_model::{self, Copies, Naming, Resources};
 use crate::client::{Client, Example, Sampler, Tenant};
 use crate::commands::shutdown::Signals;
 use crate::logging::{self, LogFormat};
@@ -56,7 +56,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     let temporary = TempDir::with_prefix("strata-demo-").context("making a directory for the demonstration")?;
     let data_dir = DataDir::claim(temporary.path())?;
-    let mut bases = base_model::start(&[], &Naming::default(), &args.resources, &data_dir)?;
+    let mut bases = base_model::start(&[], &Naming::default(), &args.resources, &Copies::default(), &data_dir)?;
     let base = bases.remove(0);
     let config = ServerConfig::new((Ipv4Addr::LOCALHOST, args.port).into(), data_dir);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;

@@ -1,0 +1,98 @@
+//! A large file that several processes may want to write at the same time, for the same contents: one does.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+use super::atomic::sync;
+use crate::{Error, Result};
+
+/// Creates or replaces the file `path` with what `write` puts into the file that it is given, which has a hidden name beside it until it is whole and durable. Whether it did: not if
+/// another process is at it. The directory is made if there is none.
+///
+/// What a process leaves there that was killed while it wrote is taken over by the next. The file is for its owner alone, as what it is made of may be.
+///
+/// # Errors
+/// If `write` fails or the file system refuses. What was there before is there still.
+pub(crate) fn write_by_one(path: &Path, write: impl FnOnce(&File) -> Result<()>) -> Result<bool> {
+    let io_error = |source| Error::Io { path: path.into(), source };
+    let (Some(name), Some(parent)) = (path.file_name(), path.parent()) else {
+        return Err(Error::Checkpoint { path: path.into(), message: "is not a path that anything can be created at".into() });
+    };
+    fs::create_dir_all(parent).map_err(io_error)?;
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(".new");
+    let hidden = parent.join(hidden);
+    // A link, or something that blocks, may have been put there.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(flags.bits() as i32);
+    let file = options.open(&hidden).map_err(io_error)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Ok(false),
+        Err(TryLockError::Error(error)) => return Err(io_error(error)),
+    }
+    let own = file.metadata().map_err(io_error)?;
+    // Between the two calls another may have finished: what is open here is then what it has made, under its name.
+    let is_there = fs::symlink_metadata(&hidden).is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino()));
+    if !own.is_file() || !is_there {
+        return Ok(false);
+    }
+    let put = file.set_len(0).map_err(io_error).and_then(|()| write(&file)).and_then(|()| {
+        file.sync_all().map_err(io_error)?;
+        fs::rename(&hidden, path).map_err(io_error)
+    });
+    if let Err(error) = put {
+        // Of a failed write the first error is the one to report.
+        let _ = fs::remove_file(&hidden);
+        return Err(error);
+    }
+    sync(parent)?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn one_of_two_writes_and_what_a_killed_one_left_is_taken_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("made/here/file");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let hidden = path.with_file_name(".file.new");
+        fs::write(&hidden, "much longer, and left behind").unwrap();
+        let put = |mut file: &File, text: &str| {
+            file.write_all(text.as_bytes()).unwrap();
+            Ok(())
+        };
+        let both = write_by_one(&path, |file| {
+            assert!(!write_by_one(&path, |file| put(file, "second")).unwrap());
+            put(file, "first")
+        });
+        assert!(both.unwrap() && !hidden.exists());
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+        let failed = write_by_one(&path, |_| Err(Error::Hub("no".into())));
+        assert!(failed.is_err() && !hidden.exists());
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+        assert!(write_by_one(&path, |file| put(file, "third")).unwrap());
+        assert_eq!(fs::read(&path).unwrap(), b"third");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn nothing_is_written_through_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("precious");
+        fs::write(&target, "kept").unwrap();
+        std::os::unix::fs::symlink(&target, dir.path().join(".file.new")).unwrap();
+        assert!(write_by_one(&dir.path().join("file"), |_| Ok(())).is_err());
+        assert_eq!(fs::read(&target).unwrap(), b"kept");
+    }
+}
