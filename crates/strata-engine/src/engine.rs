@@ -36,8 +36,9 @@ use crate::unfinished::UnfinishedSaves;
 
 /// Of the memory, the part that the logits of a chunk of tokens may take.
 const LOGITS_FRACTION: u64 = 16;
-/// How long the engine is idle before it gives memory that is free back to the system, and how long before it gives up the prefix cache too.
-const IDLE_BEFORE_RELEASE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(60)];
+/// How long the engine is idle before it gives up the prefix cache and gives all memory that is free back to the system. Shorter breaks are part of
+/// a training loop, whose client computes rewards between steps: fresh pages for the next step would cost it up to a fifth of its time.
+const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(60);
 
 /// Limits of the engine, decided at start.
 #[derive(Clone)]
@@ -277,16 +278,14 @@ fn spawn(alive: Arc<AtomicBool>, intake: Arc<Intake>, body: impl FnOnce() + Send
 
 /// Runs until the intake closes, and then until what is being saved is written.
 fn run(mut core: Core<Device, DiskStorage>, intake: &Intake) {
-    let mut released = 0;
+    let mut released = false;
     while !intake.is_closed() {
         if core.turn() {
-            released = 0;
-        } else if !intake.wait(IDLE_BEFORE_RELEASE.get(released).copied()) {
-            if released == 1 {
-                core.forget_prefixes();
-            }
+            released = false;
+        } else if !intake.wait((!released).then_some(IDLE_BEFORE_RELEASE)) {
+            core.forget_prefixes();
             core.release_memory();
-            released += 1;
+            released = true;
         }
     }
     while core.unwritten_saves() > 0 {

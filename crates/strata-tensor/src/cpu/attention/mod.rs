@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
 use super::kv::{KvPages, key_len, own_value_len, value_len};
-use super::matmul::{Tile, TileKernel, pack_step, transpose_block};
+use super::matmul::{Fetch, Tile, TileKernel, pack_step, transpose_block};
 use super::memory::Buffer;
 use super::packed::{LANES, PANEL, PackedRef};
 use super::rows::softmax;
@@ -167,6 +167,7 @@ unsafe fn product(
                 c_stride,
                 columns: width,
                 accumulate,
+                fetch: Fetch::Nothing,
             };
             kernel.block(left.rows, &tile);
         }

@@ -22,7 +22,7 @@ pub(crate) use backward::{Gradients, backward, scratch_bytes as backward_scratch
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
-use super::matmul::{Tile, TileKernel};
+use super::matmul::{Fetch, Tile, TileKernel};
 use super::packed::{LANES, PANEL};
 use super::recurrent::{RecurrentStates, SlotLayout};
 use super::rows::delta_chunk::{self as rows, Block};
@@ -245,6 +245,7 @@ impl<'a> Rule<'a> {
                 c_stride,
                 columns: (columns - first).min(PANEL),
                 accumulate,
+                fetch: Fetch::Nothing,
             };
             // SAFETY: in bounds by the assertions, and columns are whole vectors.
             unsafe { self.kernel.block(rows, &tile) };

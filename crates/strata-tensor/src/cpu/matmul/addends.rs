@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::kernel::{Tile, TileKernel};
+use super::kernel::{Fetch, Tile, TileKernel};
 use super::operands::{Out, RightBlock, RightSide, Rows, panel_columns, steps};
 use crate::cpu::isa::Isa;
 use crate::cpu::packed::{LANES, PANEL};
@@ -156,6 +156,7 @@ impl<'a, 's> PanelAddends<'a, 's> {
                     c_stride: out.stride,
                     columns,
                     accumulate: true,
+                    fetch: Fetch::Nothing,
                 };
                 self.kernel.block(own.len(), &tile);
             }

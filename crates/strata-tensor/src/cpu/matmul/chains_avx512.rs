@@ -1,18 +1,25 @@
 //! The chains of [`chains`](super::chains) with AVX-512: dot products of bf16 pairs where the processor has them, widened numbers where not, and f32.
 //!
 //! Roofline (Zen 5): a 6x64 tile does 24 `vdpbf16ps` (32 multiply-adds each, two a cycle) on 10 loads, so it is bound by arithmetic; a
-//! 1x64 tile does 4 on 5 loads, so it is bound by wherever the right side comes from, which for a decode step is memory.
+//! 1x64 tile does 4 on 5 loads, so it is bound by wherever the right side comes from, which for a decode step is memory. One row reads fastest in
+//! four streams, without fetching anything itself (79 of 79 GB/s, 72 in one stream, 66 with its own fetches); two and three in two streams; more
+//! rows take longer for a step than the processor looks ahead, and fetch.
 
 use std::arch::x86_64::*;
 
-use super::kernel::{Tile, VECTORS_MAX};
+use super::kernel::{FETCHED_BYTES, Fetch, ManyPanels, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
 pub(super) const ROWS_MAX: [usize; VECTORS_MAX] = [12, 12, 8, 6];
 
-/// How far ahead of a narrow tile, which waits for memory, the right side is fetched.
-const PREFETCH_BYTES: usize = 2048;
+/// How far ahead a tile fetches its own right side: what a core reads in the time that memory takes to answer.
+const OWN_AHEAD_BYTES: usize = 4096;
+
+/// [`Fetch`], for the compiler.
+const NOTHING: u8 = 0;
+const OWN: u8 = 1;
+const NEXT: u8 = 2;
 
 macro_rules! tile_kernel {
     ($name:ident, $features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
@@ -21,7 +28,7 @@ macro_rules! tile_kernel {
 
             #[target_feature(enable = $features)]
             #[inline]
-            unsafe fn tile<const ROWS: usize, const VECTORS: usize>(t: &Tile) {
+            unsafe fn tile<const ROWS: usize, const VECTORS: usize, const FETCH: u8>(t: &Tile) {
                 let last_mask: __mmask16 = match t.columns - (VECTORS - 1) * LANES {
                     LANES => !0,
                     columns => (1 << columns) - 1,
@@ -39,13 +46,23 @@ macro_rules! tile_kernel {
                         }
                     }
                     let (mut a_ptr, mut b_ptr) = (t.a, t.b);
+                    let mut next = match t.fetch {
+                        Fetch::Next(next) => next,
+                        _ => t.b,
+                    };
                     for _ in 0..t.steps {
                         let mut $b = [_mm512_setzero_si512(); VECTORS];
                         for v in 0..VECTORS {
                             $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
-                            if ROWS <= 4 {
-                                _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + PREFETCH_BYTES).cast());
+                            if FETCH == OWN {
+                                _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
                             }
+                        }
+                        if FETCH == NEXT {
+                            for line in (0..FETCHED_BYTES).step_by(64) {
+                                _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(line).cast());
+                            }
+                            next = next.wrapping_add(FETCHED_BYTES);
                         }
                         for r in 0..ROWS {
                             let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
@@ -67,52 +84,132 @@ macro_rules! tile_kernel {
             }
 
             #[target_feature(enable = $features)]
+            unsafe fn whole_panel<const FETCH: u8>(rows: usize, t: &Tile) {
+                // SAFETY: passed on from the caller.
+                unsafe {
+                    match rows {
+                        1 => tile::<1, 4, FETCH>(t),
+                        2 => tile::<2, 4, FETCH>(t),
+                        3 => tile::<3, 4, FETCH>(t),
+                        4 => tile::<4, 4, FETCH>(t),
+                        5 => tile::<5, 4, FETCH>(t),
+                        6 => tile::<6, 4, FETCH>(t),
+                        _ => unreachable!("no tile of {rows} rows by a panel"),
+                    }
+                }
+            }
+
+            #[target_feature(enable = $features)]
             pub(in super::super) unsafe fn run(rows: usize, vectors: usize, t: &Tile) {
                 // SAFETY: passed on from the caller.
                 unsafe {
                     match (vectors, rows) {
-                        (4, 1) => tile::<1, 4>(t),
-                        (4, 2) => tile::<2, 4>(t),
-                        (4, 3) => tile::<3, 4>(t),
-                        (4, 4) => tile::<4, 4>(t),
-                        (4, 5) => tile::<5, 4>(t),
-                        (4, 6) => tile::<6, 4>(t),
-                        (3, 1) => tile::<1, 3>(t),
-                        (3, 2) => tile::<2, 3>(t),
-                        (3, 3) => tile::<3, 3>(t),
-                        (3, 4) => tile::<4, 3>(t),
-                        (3, 5) => tile::<5, 3>(t),
-                        (3, 6) => tile::<6, 3>(t),
-                        (3, 7) => tile::<7, 3>(t),
-                        (3, 8) => tile::<8, 3>(t),
-                        (2, 1) => tile::<1, 2>(t),
-                        (2, 2) => tile::<2, 2>(t),
-                        (2, 3) => tile::<3, 2>(t),
-                        (2, 4) => tile::<4, 2>(t),
-                        (2, 5) => tile::<5, 2>(t),
-                        (2, 6) => tile::<6, 2>(t),
-                        (2, 7) => tile::<7, 2>(t),
-                        (2, 8) => tile::<8, 2>(t),
-                        (2, 9) => tile::<9, 2>(t),
-                        (2, 10) => tile::<10, 2>(t),
-                        (2, 11) => tile::<11, 2>(t),
-                        (2, 12) => tile::<12, 2>(t),
-                        (1, 1) => tile::<1, 1>(t),
-                        (1, 2) => tile::<2, 1>(t),
-                        (1, 3) => tile::<3, 1>(t),
-                        (1, 4) => tile::<4, 1>(t),
-                        (1, 5) => tile::<5, 1>(t),
-                        (1, 6) => tile::<6, 1>(t),
-                        (1, 7) => tile::<7, 1>(t),
-                        (1, 8) => tile::<8, 1>(t),
-                        (1, 9) => tile::<9, 1>(t),
-                        (1, 10) => tile::<10, 1>(t),
-                        (1, 11) => tile::<11, 1>(t),
-                        (1, 12) => tile::<12, 1>(t),
+                        (4, _) => match t.fetch {
+                            Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
+                            Fetch::Own => whole_panel::<OWN>(rows, t),
+                            Fetch::Next(_) => whole_panel::<NEXT>(rows, t),
+                        },
+                        (3, 1) => tile::<1, 3, NOTHING>(t),
+                        (3, 2) => tile::<2, 3, NOTHING>(t),
+                        (3, 3) => tile::<3, 3, NOTHING>(t),
+                        (3, 4) => tile::<4, 3, NOTHING>(t),
+                        (3, 5) => tile::<5, 3, NOTHING>(t),
+                        (3, 6) => tile::<6, 3, NOTHING>(t),
+                        (3, 7) => tile::<7, 3, NOTHING>(t),
+                        (3, 8) => tile::<8, 3, NOTHING>(t),
+                        (2, 1) => tile::<1, 2, NOTHING>(t),
+                        (2, 2) => tile::<2, 2, NOTHING>(t),
+                        (2, 3) => tile::<3, 2, NOTHING>(t),
+                        (2, 4) => tile::<4, 2, NOTHING>(t),
+                        (2, 5) => tile::<5, 2, NOTHING>(t),
+                        (2, 6) => tile::<6, 2, NOTHING>(t),
+                        (2, 7) => tile::<7, 2, NOTHING>(t),
+                        (2, 8) => tile::<8, 2, NOTHING>(t),
+                        (2, 9) => tile::<9, 2, NOTHING>(t),
+                        (2, 10) => tile::<10, 2, NOTHING>(t),
+                        (2, 11) => tile::<11, 2, NOTHING>(t),
+                        (2, 12) => tile::<12, 2, NOTHING>(t),
+                        (1, 1) => tile::<1, 1, NOTHING>(t),
+                        (1, 2) => tile::<2, 1, NOTHING>(t),
+                        (1, 3) => tile::<3, 1, NOTHING>(t),
+                        (1, 4) => tile::<4, 1, NOTHING>(t),
+                        (1, 5) => tile::<5, 1, NOTHING>(t),
+                        (1, 6) => tile::<6, 1, NOTHING>(t),
+                        (1, 7) => tile::<7, 1, NOTHING>(t),
+                        (1, 8) => tile::<8, 1, NOTHING>(t),
+                        (1, 9) => tile::<9, 1, NOTHING>(t),
+                        (1, 10) => tile::<10, 1, NOTHING>(t),
+                        (1, 11) => tile::<11, 1, NOTHING>(t),
+                        (1, 12) => tile::<12, 1, NOTHING>(t),
                         _ => unreachable!("no tile of {rows} rows by {vectors} vectors"),
                     }
                 }
             }
+
+            /// Step by step through several panels.
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn panels_tile<const ROWS: usize, const PANELS: usize>(panel_bytes: usize, t: &Tile) {
+                let mut acc = [[[_mm512_setzero_ps(); VECTORS_MAX]; PANELS]; ROWS];
+                // SAFETY: the caller of `PanelsFn` vouches for all operands.
+                unsafe {
+                    let at = |r: usize, p: usize, v: usize| t.c.add(r * t.c_stride + (p * VECTORS_MAX + v) * LANES);
+                    if t.accumulate {
+                        for r in 0..ROWS {
+                            for p in 0..PANELS {
+                                for v in 0..VECTORS_MAX {
+                                    acc[r][p][v] = _mm512_loadu_ps(at(r, p, v));
+                                }
+                            }
+                        }
+                    }
+                    let (mut a_ptr, mut b_ptr) = (t.a, t.b);
+                    for _ in 0..t.steps {
+                        let mut left = [_mm512_setzero_si512(); ROWS];
+                        for r in 0..ROWS {
+                            left[r] = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
+                        }
+                        for p in 0..PANELS {
+                            for v in 0..VECTORS_MAX {
+                                let $b = _mm512_loadu_si512(b_ptr.add(p * panel_bytes + v * 64).cast());
+                                for r in 0..ROWS {
+                                    let ($a, $acc) = (left[r], acc[r][p][v]);
+                                    acc[r][p][v] = $dot;
+                                }
+                            }
+                        }
+                        a_ptr = a_ptr.wrapping_add(4);
+                        b_ptr = b_ptr.wrapping_add(t.b_stride);
+                    }
+                    for r in 0..ROWS {
+                        for p in 0..PANELS {
+                            for v in 0..VECTORS_MAX {
+                                _mm512_storeu_ps(at(r, p, v), acc[r][p][v]);
+                            }
+                        }
+                    }
+                }
+            }
+
+            #[target_feature(enable = $features)]
+            pub(in super::super) unsafe fn run_panels(rows: usize, panels: usize, panel_bytes: usize, t: &Tile) {
+                // SAFETY: passed on from the caller.
+                unsafe {
+                    match (rows, panels) {
+                        (1, 4) => panels_tile::<1, 4>(panel_bytes, t),
+                        (1, 2) => panels_tile::<1, 2>(panel_bytes, t),
+                        (1, 1) => panels_tile::<1, 1>(panel_bytes, t),
+                        (2, 2) => panels_tile::<2, 2>(panel_bytes, t),
+                        (2, 1) => panels_tile::<2, 1>(panel_bytes, t),
+                        (3, 2) => panels_tile::<3, 2>(panel_bytes, t),
+                        (3, 1) => panels_tile::<3, 1>(panel_bytes, t),
+                        _ => unreachable!("no tile of {rows} rows by {panels} panels"),
+                    }
+                }
+            }
+
+            /// Panels at once: 24 accumulators at most.
+            pub(in super::super) const MANY_PANELS: ManyPanels = ManyPanels { run: run_panels, panels: &[4, 2, 2] };
         }
     };
 }
@@ -131,7 +228,3 @@ tile_kernel!(widened, "avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
 tile_kernel!(single, "avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
     _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc)
 });
-
-pub(super) use native::run as native_bf16;
-pub(super) use single::run as f32;
-pub(super) use widened::run as widened_bf16;

@@ -13,8 +13,25 @@ use crate::DType;
 use crate::cpu::isa::{Arithmetic, Isa, Numerics};
 use crate::cpu::packed::{LANES, PANEL};
 
+/// Tiles that share what the first of them fetch, at most.
+const FETCHING_TILES_MAX: usize = 8;
+
 /// Columns of a full tile, in vectors of [`LANES`].
 pub(crate) const VECTORS_MAX: usize = 4;
+
+/// What a tile fetches of the right side on its way, where that lies in memory: processors look ahead by themselves, but not far enough for a tile of
+/// several rows, which takes the time of several loads for each step.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Fetch {
+    Nothing,
+    /// What the tile itself comes to.
+    Own,
+    /// [`FETCHED_BYTES`] for each step from there on.
+    Next(*const u8),
+}
+
+/// What a tile fetches at each step of what comes after it: half of a right side's step, so that two tiles fetch all of it.
+pub(super) const FETCHED_BYTES: usize = VECTORS_MAX * LANES * 4 / 2;
 
 /// Operands of one tile.
 #[derive(Clone, Copy)]
@@ -37,10 +54,22 @@ pub(crate) struct Tile {
     pub columns: usize,
     /// Whether to begin from the result's present values instead of zero.
     pub accumulate: bool,
+    pub fetch: Fetch,
 }
 
 /// Computes a tile of `rows` by `vectors * LANES` in chains.
 type ChainFn = unsafe fn(rows: usize, vectors: usize, tile: &Tile);
+
+/// Computes a tile of whole panels next to each other, `panel_bytes` from the right side of one to that of the next.
+type PanelsFn = unsafe fn(rows: usize, panels: usize, panel_bytes: usize, tile: &Tile);
+
+/// Tiles of a few rows by several panels: more streams from memory at the same time than a processor follows in one panel.
+#[derive(Clone, Copy)]
+pub(crate) struct ManyPanels {
+    pub run: PanelsFn,
+    /// How many panels at once for 1, 2, ... rows; powers of two.
+    pub panels: &'static [usize],
+}
 
 /// Chains of an instruction set and dtype.
 #[derive(Clone, Copy)]
@@ -48,6 +77,8 @@ pub(crate) struct Chains {
     run: ChainFn,
     /// Most rows of a tile for each number of vectors, less one.
     rows_max: [usize; VECTORS_MAX],
+    /// The same chains for a few rows with weights that come from memory.
+    pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
     pub of_bytes: Option<BytesKernel>,
 }
@@ -69,30 +100,32 @@ impl TileKernel {
         if dtype == DType::BF16 && (numerics == Numerics::Portable || isa == Isa::Amx) {
             return TileKernel::Granules(granules::kernel(isa));
         }
-        let (run, rows_max): (ChainFn, _) = match (isa, dtype) {
+        let (run, rows_max, many_panels): (ChainFn, _, _) = match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => (avx512::native_bf16, avx512::ROWS_MAX),
+            (Isa::Avx512Bf16, DType::BF16) => (avx512::native::run, avx512::ROWS_MAX, Some(avx512::native::MANY_PANELS)),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => (avx512::f32, avx512::ROWS_MAX),
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => {
+                (avx512::single::run, avx512::ROWS_MAX, Some(avx512::single::MANY_PANELS))
+            }
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512, DType::BF16) => (avx512::widened_bf16, avx512::ROWS_MAX),
+            (Isa::Avx512, DType::BF16) => (avx512::widened::run, avx512::ROWS_MAX, Some(avx512::widened::MANY_PANELS)),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL),
+            (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL, None),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, DType::BF16) => (chains::avx2_bf16, SMALL),
+            (Isa::Avx2, DType::BF16) => (chains::avx2_bf16, SMALL, None),
             #[cfg(target_arch = "aarch64")]
-            (Isa::Neon, DType::F32) => (chains::neon_f32, SMALL),
+            (Isa::Neon, DType::F32) => (chains::neon_f32, SMALL, None),
             #[cfg(target_arch = "aarch64")]
-            (Isa::Neon, DType::BF16) => (chains::neon_bf16, SMALL),
-            (_, DType::F32) => (chains::portable_f32, SMALL),
-            (_, DType::BF16) => (chains::portable_bf16, SMALL),
+            (Isa::Neon, DType::BF16) => (chains::neon_bf16, SMALL, None),
+            (_, DType::F32) => (chains::portable_f32, SMALL, None),
+            (_, DType::BF16) => (chains::portable_bf16, SMALL, None),
         };
         let of_bytes = match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512Bf16, DType::BF16) => Some(super::int8_avx512::KERNEL),
             _ => None,
         };
-        TileKernel::Chains(Chains { run, rows_max, of_bytes })
+        TileKernel::Chains(Chains { run, rows_max, many_panels, of_bytes })
     }
 
     /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.
@@ -112,6 +145,16 @@ impl TileKernel {
 }
 
 impl Chains {
+    /// How `next`, the right side that comes after this one and is as large, is fetched best while `rows` rows are computed. It is worth its time where
+    /// a few tiles compute with what is fetched.
+    pub(super) fn fetch(&self, rows: usize, next: *const u8) -> Fetch {
+        match rows.div_ceil(self.rows_max[VECTORS_MAX - 1]) {
+            0 | 1 => Fetch::Own,
+            2..=FETCHING_TILES_MAX => Fetch::Next(next),
+            _ => Fetch::Nothing,
+        }
+    }
+
     /// # Safety
     /// As [`TileKernel::block`].
     pub(super) unsafe fn block(&self, rows: usize, tile: &Tile) {
@@ -127,6 +170,11 @@ impl Chains {
             unsafe {
                 part.a = tile.a.add(row * tile.a_stride);
                 part.c = tile.c.add(row * tile.c_stride);
+                part.fetch = match tile.fetch {
+                    Fetch::Next(_) if i >= 2 => Fetch::Nothing,
+                    Fetch::Next(next) => Fetch::Next(next.wrapping_add(i * tile.steps * FETCHED_BYTES)),
+                    fetch => fetch,
+                };
                 (self.run)(count, vectors, &part);
             }
             row += count;

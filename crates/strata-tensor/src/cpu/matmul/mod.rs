@@ -37,8 +37,8 @@ use std::ops::Range;
 use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
 use int8::{BytesKernel, BytesTile};
-use kernel::Chains;
-pub(crate) use kernel::{Tile, TileKernel};
+use kernel::{Chains, ManyPanels};
+pub(crate) use kernel::{Fetch, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
 use operands::{Right, panel_columns, steps};
 pub(crate) use pack::{pack_columns, pack_rows, pack_step, unpack_row};
@@ -68,6 +68,9 @@ pub(crate) fn release_thread() {
 const CHAIN_BLOCK_STEPS: usize = 512;
 /// Steps of a block that stays in the first-level cache from when it is written until it is read: 16 KiB of a full panel.
 const NEAR_BLOCK_STEPS: usize = 64;
+
+/// Tasks that a product of few rows is split into for each thread, if it has so many panels.
+const TASKS_PER_THREAD: usize = 4;
 
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
@@ -103,6 +106,20 @@ impl<'a> Matmul<'a> {
         let mut padded = None;
         let x = x.whole_steps(&mut padded)?;
         let mut block_steps = self.block_steps();
+        if w.storage == WeightStorage::Dense
+            && let TileKernel::Chains(chains) = self.kernel
+        {
+            if let Some(many) = chains.many_panels
+                && (1..=many.panels.len()).contains(&x.rows)
+            {
+                self.product_of_streams(&chains, many, x, w, &y, addends);
+                return Ok(());
+            }
+            if matches!(chains.fetch(x.rows, std::ptr::null()), Fetch::Next(_)) {
+                // The block that is fetched waits in the first-level cache beside the one that is read.
+                block_steps = NEAR_BLOCK_STEPS;
+            }
+        }
         if w.storage == WeightStorage::Int8 && x.rows < LAID_OUT_ROWS_MIN {
             if let TileKernel::Chains(Chains { of_bytes: Some(kernel), .. }) = self.kernel
                 && x.rows <= kernel.rows_max
@@ -163,6 +180,19 @@ impl<'a> Matmul<'a> {
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
                     let block = right(panel, steps.clone(), scratch);
+                    let mut fetch = Fetch::Nothing;
+                    if block.is_streamed {
+                        // Threads take panels in turns.
+                        let next_panel = panel + self.pool.num_threads();
+                        let next = if steps.end < num_steps {
+                            block.first.wrapping_add(steps.len() * block.stride)
+                        } else if (next_panel + 1) * PANEL <= out.columns {
+                            right(next_panel, 0..steps.len().min(num_steps), scratch).first
+                        } else {
+                            block.first
+                        };
+                        fetch = chains.fetch(rows.len(), next);
+                    }
                     let product = |rows: Range<usize>| {
                         let tile = Tile {
                             steps: steps.len(),
@@ -174,6 +204,7 @@ impl<'a> Matmul<'a> {
                             c_stride: out.stride,
                             columns,
                             accumulate: out.accumulate || first > 0,
+                            fetch,
                         };
                         // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
                         unsafe { chains.block(rows.len(), &tile) };
@@ -189,6 +220,56 @@ impl<'a> Matmul<'a> {
                     }
                 }
             });
+        });
+    }
+
+    /// A few rows with weights that come from memory, as they lie, in several streams.
+    fn product_of_streams(
+        &self,
+        chains: &Chains,
+        many: ManyPanels,
+        x: Rows<'_>,
+        w: PackedRef<'_>,
+        y: &Out,
+        addends: &Addends<'_>,
+    ) {
+        let right = RightSide::Weights(w);
+        let panels = y.columns.div_ceil(PANEL);
+        let shared = panels / (TASKS_PER_THREAD * self.pool.num_threads());
+        let at_once = (1 << shared.max(1).ilog2()).min(many.panels[x.rows - 1]);
+        self.pool.run(panels.div_ceil(at_once), &|task| {
+            let group = task * at_once..panels.min((task + 1) * at_once);
+            let are_whole = group.len() == at_once && group.end * PANEL <= y.columns;
+            let tile_of = |panel: usize| {
+                let block = right.block(self.isa, panel, 0..right.steps(), &mut []);
+                Tile {
+                    steps: right.steps(),
+                    a: x.bytes.as_ptr(),
+                    a_stride: x.stride,
+                    b: block.first,
+                    b_stride: block.stride,
+                    c: y.at(0, panel * PANEL),
+                    c_stride: y.stride,
+                    columns: panel_columns(panel, y.columns),
+                    accumulate: y.accumulate,
+                    fetch: Fetch::Nothing,
+                }
+            };
+            // SAFETY: rows and columns are in bounds by the assertions of the caller; tasks own disjoint parts of the result.
+            unsafe {
+                if are_whole {
+                    (many.run)(x.rows, at_once, panel_bytes(&w), &tile_of(group.start));
+                } else {
+                    group.clone().for_each(|panel| chains.block(x.rows, &tile_of(panel)));
+                }
+            }
+            for panel in group {
+                with_scratch(addends.scratch_bytes(), |mut arena| {
+                    let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
+                    // SAFETY: as above.
+                    unsafe { added.add(y, 0..x.rows) };
+                });
+            }
         });
     }
 
@@ -228,7 +309,7 @@ impl<'a> Matmul<'a> {
         }
         let panels = columns.div_ceil(PANEL);
         let threads = self.pool.num_threads();
-        let wanted = if panels >= 4 * threads { 1 } else { (4 * threads).div_ceil(panels) };
+        let wanted = (TASKS_PER_THREAD * threads).div_ceil(panels);
         let runs = wanted.min(rows.div_ceil(SPLIT_ROWS_MIN)).max(1);
         let run_rows = rows.div_ceil(runs).next_multiple_of(tile_rows);
         self.pool.run(panels * runs, &|task| {

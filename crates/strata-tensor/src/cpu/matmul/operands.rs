@@ -144,12 +144,14 @@ pub(crate) fn panel_bytes(w: &PackedRef<'_>) -> usize {
 pub(super) struct RightBlock {
     pub(super) first: *const u8,
     pub(super) stride: usize,
+    /// Whether it lies in memory and not in a cache, and those of the following steps behind it.
+    pub(super) is_streamed: bool,
 }
 
 impl RightBlock {
     /// A block that was written to scratch, `width` words a step.
     pub(super) fn written(scratch: &[u32], width: usize) -> Self {
-        RightBlock { first: scratch.as_ptr().cast(), stride: width * 4 }
+        RightBlock { first: scratch.as_ptr().cast(), stride: width * 4, is_streamed: false }
     }
 }
 
@@ -200,7 +202,7 @@ impl RightSide<'_> {
                 WeightStorage::Dense => {
                     let (num_steps, stride) = (steps(w.in_features, w.dtype), width * 4);
                     let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
-                    RightBlock { first: panel[range.start * stride..range.end * stride].as_ptr(), stride }
+                    RightBlock { first: panel[range.start * stride..range.end * stride].as_ptr(), stride, is_streamed: true }
                 }
                 WeightStorage::Int8 => {
                     unpack_int8(isa, w, panel, width, range, scratch);

@@ -98,6 +98,9 @@ fn products_are_plain_chains<T: Element>(isas: &[Isa]) {
         // Several blocks of the reduction, of columns that are laid out at a time, and of tokens.
         (70, 1041, 71),
         (543, 20, 33),
+        // Several panels at once, and some that are left over.
+        (1, 33, 1100),
+        (3, 10, 1159),
     ];
     // Of ordinary size; and with products below the normal range, which chains do not flush.
     for ((m, k, n), size) in shapes.into_iter().flat_map(|shape| [(shape, 1.0f32), (shape, 1e-20)]) {
@@ -132,6 +135,33 @@ fn products_are_plain_chains<T: Element>(isas: &[Isa]) {
             assert!(bits(out) == dw, "backward_weights in {what}");
         }
     }
+}
+
+/// Few rows read several panels at once, some more fetch what comes next, and many do neither.
+fn few_rows_have_the_bits_of_many<T: Element>() {
+    let (m, k, n) = (60, 301, 1100);
+    let (x, w) = (values::<T>(1, m * k), values::<T>(2, n * k));
+    for arithmetic in Arithmetic::available() {
+        let mut of_all: Option<Vec<f32>> = None;
+        for (threads, rows) in
+            [1, 3].into_iter().flat_map(|threads| [m, 1, 2, 3, 4, 6, 7, 13, 16, 48, 49].map(|rows| (threads, rows)))
+        {
+            let pool = Pool::new(threads);
+            let stack = packed(&pool, &w, k, n);
+            let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
+            let mut y = vec![1.5; rows * n];
+            matmul.forward(all(&x[..rows * k], k), stack.layer(0), into(&mut y, n, true), &Addends::default()).unwrap();
+            let of_all = of_all.get_or_insert_with(|| y.clone());
+            let same = y.iter().zip(of_all).all(|(y, of_all)| y.to_bits() == of_all.to_bits());
+            assert!(same, "{rows} rows on {threads} threads, {arithmetic} {}", T::DTYPE);
+        }
+    }
+}
+
+#[test]
+fn few_rows_have_the_bits_of_many_however_their_right_side_is_read() {
+    few_rows_have_the_bits_of_many::<f32>();
+    few_rows_have_the_bits_of_many::<bf16>();
 }
 
 #[test]

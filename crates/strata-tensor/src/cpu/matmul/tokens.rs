@@ -123,7 +123,7 @@ impl TokenPanels {
     fn block(&self, panel: usize, steps: Range<usize>) -> RightBlock {
         let stride = panel_columns(panel, self.num_columns).next_multiple_of(LANES) * 4;
         let panel = &self.buffer[panel * PANEL * self.num_steps * 4..][..self.num_steps * stride];
-        RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride }
+        RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride, is_streamed: false }
     }
 }
 
