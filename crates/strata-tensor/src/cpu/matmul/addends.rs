@@ -38,6 +38,12 @@ impl Addend<'_> {
         first_column.is_multiple_of(PANEL) && right.written_words(right.steps(), right.columns().min(PANEL)) <= BLOCKS_WORDS
     }
 
+    /// Its panel that is added to the panel of the result from this column on, if there is one.
+    fn panel(&self, first_column: usize) -> Option<usize> {
+        let first = first_column.checked_sub(self.first_column)?;
+        (first < self.right.columns()).then_some(first / PANEL)
+    }
+
     /// Words of the largest block that has to be written for it.
     fn block_words(&self) -> usize {
         self.right.written_words(self.right.steps(), self.right.columns().min(PANEL))
@@ -104,6 +110,9 @@ impl<'a> Addends<'a> {
     }
 }
 
+/// How many addends before its turn one is fetched.
+const FETCHED_AHEAD: usize = 4;
+
 /// What a task adds to its panel.
 pub(super) struct PanelAddends<'a, 's> {
     addends: &'a Addends<'a>,
@@ -136,11 +145,18 @@ impl<'a, 's> PanelAddends<'a, 's> {
                 convert::add_bias(self.isa, &bias[first_column..][..columns], values);
             }
         }
-        for (i, addend) in self.addends.of_rows(&rows) {
+        let addends = self.addends;
+        // Of many adapters each brings a few cache lines from somewhere else.
+        let mut coming = addends.of_rows(&rows).skip(FETCHED_AHEAD);
+        for (i, addend) in addends.of_rows(&rows) {
+            if let Some((_, coming)) = coming.next()
+                && let Some(panel) = coming.panel(first_column)
+            {
+                coming.right.fetch(panel);
+            }
             let own = rows.start.max(addend.first_row)..rows.end.min(addend.first_row + addend.left.rows);
-            let of_addend = first_column.checked_sub(addend.first_column).filter(|&first| first < addend.right.columns());
-            let Some(first) = of_addend.filter(|_| !own.is_empty()) else { continue };
-            let (panel, left) = (first / PANEL, &addend.left);
+            let Some(panel) = addend.panel(first_column).filter(|_| !own.is_empty()) else { continue };
+            let left = &addend.left;
             let steps = steps(left.width, left.dtype);
             let columns = panel_columns(panel, addend.right.columns());
             let block = self.block(i, addend, panel, steps);

@@ -160,6 +160,10 @@ impl RightBlock {
 pub(super) trait Right: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync {}
 impl<F: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync> Right for F {}
 
+/// Of a panel, what is fetched at once at most: beyond it the processor has seen where it goes.
+#[cfg(target_arch = "x86_64")]
+const FETCHED_BYTES_MAX: usize = 1024;
+
 /// Packed weights as the right side of a product.
 #[derive(Clone, Copy)]
 pub(crate) enum RightSide<'a> {
@@ -191,6 +195,22 @@ impl RightSide<'_> {
             RightSide::Weights(PackedRef { storage: WeightStorage::Dense, .. }) => 0,
             _ => steps * columns.next_multiple_of(LANES),
         }
+    }
+
+    /// Has the processor fetch the beginning of a panel, if that is read as it lies. A hint.
+    pub(super) fn fetch(&self, panel: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if let RightSide::Weights(w) = self
+            && w.storage == WeightStorage::Dense
+        {
+            let bytes = &w.bytes[panel * panel_bytes(w)..];
+            for line in bytes[..bytes.len().min(FETCHED_BYTES_MAX)].chunks(64) {
+                // SAFETY: every x86-64 processor has this instruction, and it changes nothing.
+                unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast()) };
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = panel;
     }
 
     /// See [`Right`].
