@@ -149,6 +149,8 @@ impl Chains {
     /// a few tiles compute with what is fetched.
     pub(super) fn fetch(&self, rows: usize, next: *const u8) -> Fetch {
         match rows.div_ceil(self.rows_max[VECTORS_MAX - 1]) {
+            // Only kernels of AVX-512 fetch.
+            _ if self.many_panels.is_none() => Fetch::Nothing,
             0 | 1 => Fetch::Own,
             2..=FETCHING_TILES_MAX => Fetch::Next(next),
             _ => Fetch::Nothing,
