@@ -22,6 +22,7 @@ mod cpu;
 mod dtype;
 mod error;
 mod host;
+mod int4_rows;
 mod kv;
 mod memory;
 mod moe;
@@ -44,6 +45,7 @@ pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor, SharedBytes};
+pub use int4_rows::Int4Rows;
 pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
 pub use memory::{Memory, PACKED_PIECE_BYTES};
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
@@ -54,4 +56,4 @@ pub use ops::{
 pub use recurrent::{DELTA_CHUNK, RecurrentStates};
 pub use tape::{Between, EmbeddingLora, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
-pub use weights::{PackedRef, PackedStack, WeightFormat, WeightStorage};
+pub use weights::{Int4Group, PackedRef, PackedStack, WeightFormat, WeightStorage};

@@ -2,8 +2,8 @@
 
 use crate::host::{HostRef, f32_bytes_mut};
 use crate::{
-    DType, DeltaGeometry, Error, HostTensor, KvLayout, KvPages, PackedStack, RecurrentStates, Result, Shape, SharedBytes,
-    Tensor, TensorMut, TensorRef, WeightFormat,
+    DType, DeltaGeometry, Error, HostTensor, Int4Rows, KvLayout, KvPages, PackedStack, RecurrentStates, Result, Shape,
+    SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat,
 };
 
 /// Bytes of packed weights that are passed between host and device at a time: what a core has of cache of its own, so that whoever looks at them finds them there.
@@ -65,6 +65,13 @@ pub trait Memory {
     /// # Errors
     /// If layer, rows or dtype do not fit.
     fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()>;
+
+    /// As [`Memory::upload_rows`] for weights that have four bits already. Where the stack is stored so, in groups that these consist of, they are stored as they are; where it is
+    /// dense, what they stand for is.
+    ///
+    /// # Errors
+    /// If layer or rows do not fit, or the stack is stored in another way.
+    fn upload_int4_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: Int4Rows<'_>) -> Result<()>;
 
     /// As [`Memory::upload_rows`] for all rows of a layer, `[out_features, in_features]`, from a tensor.
     ///

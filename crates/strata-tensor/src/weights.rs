@@ -16,6 +16,48 @@ pub enum WeightStorage {
     /// In signed bytes, with a bf16 scale for every 64 inputs of an output. Products are those of the dense weights `q·scale`, rounded to the
     /// compute dtype, to the bit.
     Int8,
+    /// In four bits, with a scale and a zero for each group of inputs of an output. Products are those of the dense weights `(q − zero)·scale`, rounded to the compute
+    /// dtype, to the bit.
+    Int4(Int4Group),
+}
+
+impl WeightStorage {
+    /// Bytes that a weight takes with its share of a scale, without padding.
+    pub fn element_bytes(self, compute: DType) -> f64 {
+        match self {
+            WeightStorage::Dense => compute.size_bytes() as f64,
+            WeightStorage::Int8 => 1.0 + 2.0 / 64.0,
+            WeightStorage::Int4(group) => 0.5 + 4.0 / group.inputs() as f64,
+        }
+    }
+}
+
+/// Consecutive inputs of an output that share a scale and a zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Int4Group {
+    /// 32.
+    Of32,
+    /// 64.
+    #[default]
+    Of64,
+    /// 128.
+    Of128,
+}
+
+impl Int4Group {
+    /// How many they are.
+    pub const fn inputs(self) -> usize {
+        match self {
+            Int4Group::Of32 => 32,
+            Int4Group::Of64 => 64,
+            Int4Group::Of128 => 128,
+        }
+    }
+
+    /// The largest that groups of so many inputs consist of, if there is one.
+    pub fn dividing(inputs: usize) -> Option<Self> {
+        [Int4Group::Of128, Int4Group::Of64, Int4Group::Of32].into_iter().find(|group| inputs.is_multiple_of(group.inputs()))
+    }
 }
 
 /// The dtype that a product computes in, and how its weights are stored.

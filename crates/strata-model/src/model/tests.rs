@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde_json::{Value, json};
-use strata_tensor::{Arithmetic, CpuBackend, HostRef, Isa, random};
+use strata_tensor::{Arithmetic, CpuBackend, HostRef, Int4Group, Isa, random};
 
 use super::*;
 use crate::Held;
@@ -243,15 +243,17 @@ fn step_by_step(model: &Model, adapter: &Adapter, lengths: [usize; 2]) -> Vec<u3
 }
 
 #[test]
-fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of_threads() {
-    // Decoding reads the bytes as they are, a batch of many rows unpacks them first.
+fn with_quantized_weights_sampling_and_training_agree_to_the_bit_on_any_number_of_threads() {
+    // Decoding reads the weights as they are, a batch of many rows unpacks them first.
     let lengths = [70, 33];
     let undisturbed = &mut || ControlFlow::Continue(());
-    for (arithmetic, compute, tie_word_embeddings) in Arithmetic::available()
+    let storages = [WeightStorage::Int8, WeightStorage::Int4(Int4Group::Of32)];
+    for ((arithmetic, compute, tie_word_embeddings), storage) in Arithmetic::available()
         .into_iter()
         .flat_map(|a| [(a, DType::F32, true), (a, DType::F32, false), (a, DType::BF16, true), (a, DType::BF16, false)])
+        .flat_map(|case| storages.map(|storage| (case, storage)))
     {
-        let context = format!("{arithmetic} {compute} tied {tie_word_embeddings}");
+        let context = format!("{arithmetic} {compute} {storage:?} tied {tie_word_embeddings}");
         let config = ModelConfig { tie_word_embeddings, ..config() };
         let on_threads = |threads: usize, storage| {
             let backend = Arc::new(CpuBackend::with_isa(arithmetic, threads));
@@ -259,7 +261,7 @@ fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of
         };
         let mut of_one_thread = None;
         for threads in [1, 3] {
-            let model = on_threads(threads, WeightStorage::Int8);
+            let model = on_threads(threads, storage);
             let (_, adapter) = adapter(&model, 4);
             let [trained, gradients] = train(&model, &adapter, 4, &lengths, undisturbed).unwrap();
             let (batch, targets) = batch(&adapter, &lengths);
@@ -275,7 +277,7 @@ fn with_weights_in_bytes_sampling_and_training_agree_to_the_bit_on_any_number_of
         }
         let dense = on_threads(1, WeightStorage::Dense);
         let [of_dense, _] = train(&dense, &adapter(&dense, 4).1, 4, &lengths, undisturbed).unwrap();
-        assert_ne!(of_one_thread.unwrap().0, of_dense, "the weights were stored in bytes, {context}");
+        assert_ne!(of_one_thread.unwrap().0, of_dense, "the weights were quantized, {context}");
     }
 }
 
@@ -685,7 +687,8 @@ fn of_every_family_sampling_and_training_agree_to_the_bit_in_any_company_on_any_
     let undisturbed = &mut || ControlFlow::Continue(());
     let all = families().into_iter().flat_map(|c| Arithmetic::available().into_iter().map(move |a| (c.clone(), a)));
     for ((config, arithmetic), (compute, storage)) in all.flat_map(|case| {
-        [(DType::F32, WeightStorage::Dense), (DType::BF16, WeightStorage::Dense), (DType::BF16, WeightStorage::Int8)]
+        let quantized = [WeightStorage::Int8, WeightStorage::Int4(Int4Group::Of64)].map(|storage| (DType::BF16, storage));
+        [(DType::F32, WeightStorage::Dense), (DType::BF16, WeightStorage::Dense), quantized[0], quantized[1]]
             .map(|format| (case.clone(), format))
     }) {
         let context = format!("{arithmetic} {compute} {storage:?} {:?}", config.family);

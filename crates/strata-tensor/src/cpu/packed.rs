@@ -4,9 +4,9 @@
 //! one output lie together, as the pairwise dot-product instructions want them; in f32 it is `[in][PANEL]`. The last panel is only as wide as
 //! it must be (a multiple of [`LANES`]). Inputs are padded to even with zeros. The forward pass streams panels
 //! front to back, for one row as for a thousand; the backward pass transposes blocks of them in cache. There is no second copy.
-//! Weights that are stored in bytes have panels of their own kind, see `matmul::int8`.
+//! Weights that are stored in fewer bits have panels of their own kinds, see `matmul::int8` and `matmul::int4`.
 
-use super::matmul::int8;
+use super::matmul::{int4, int8};
 use super::memory::{ALIGN_BYTES, Buffer, InUse};
 use crate::{DType, Error, Result, SharedBytes, WeightFormat, WeightStorage};
 
@@ -119,6 +119,7 @@ fn layer_bytes(in_features: usize, out_features: usize, format: WeightFormat) ->
     match format.storage {
         WeightStorage::Dense => layer_len(in_features, out_features).saturating_mul(format.compute.size_bytes()),
         WeightStorage::Int8 => int8::matrix_bytes(in_features, out_features),
+        WeightStorage::Int4(group) => int4::matrix_bytes(group, in_features, out_features),
     }
 }
 

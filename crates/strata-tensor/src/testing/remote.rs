@@ -12,8 +12,8 @@ use crate::moe::{Dispatch, Experts, RouterScores, Routing, SigmoidScores};
 use crate::storage::Storage;
 use crate::tape::{EmbeddingLora, Linear, LoraGroup, LoraProjection};
 use crate::{
-    CpuBackend, DType, Error, HostRef, HostTensor, KvLayout, KvPages, Memory, PackedRef, PackedStack, RecurrentStates, Result,
-    SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat,
+    CpuBackend, DType, Error, HostRef, HostTensor, Int4Rows, KvLayout, KvPages, Memory, PackedRef, PackedStack,
+    RecurrentStates, Result, SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat,
 };
 
 /// The backend.
@@ -373,6 +373,10 @@ impl Memory for RemoteBackend {
 
     fn upload_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: HostRef<'_>) -> Result<()> {
         self.cpu.upload_rows(self.far.table().packed_mut(stack)?, layer, first_output, rows)
+    }
+
+    fn upload_int4_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: Int4Rows<'_>) -> Result<()> {
+        self.cpu.upload_int4_rows(self.far.table().packed_mut(stack)?, layer, first_output, rows)
     }
 
     fn pack_rows(&self, stack: &mut PackedStack, layer: usize, rows: TensorRef<'_>) -> Result<()> {

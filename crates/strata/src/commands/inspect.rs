@@ -74,13 +74,17 @@ fn describe(
     let element = dtype.size_bytes() as f64;
     let bytes = match storage {
         WeightStorage::Dense => parameters as f64 * element,
-        // Matrices as bytes with a scale of two for every 64; a table of embeddings as it is.
-        WeightStorage::Int8 => {
+        // A table of embeddings stays as it is.
+        WeightStorage::Int8 | WeightStorage::Int4(_) => {
             let table = if config.tie_word_embeddings { 0 } else { config.vocab_size * config.hidden_size } as f64;
-            (parameters as f64 - table) * (1.0 + 2.0 / 64.0) + table * element
+            (parameters as f64 - table) * storage.element_bytes(dtype) + table * element
         }
     };
-    let kept = if storage == WeightStorage::Int8 { "int8" } else { "as they are" };
+    let kept = match storage {
+        WeightStorage::Dense => "as they are",
+        WeightStorage::Int8 => "int8",
+        WeightStorage::Int4(_) => "int4",
+    };
     line("memory", format!("{} of weights in {dtype}, kept {kept}", HumanBytes(bytes as u64)));
     let (per_token, per_sequence) = cached_bytes(&work, dtype);
     let states = match per_sequence {

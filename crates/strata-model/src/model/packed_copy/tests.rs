@@ -2,7 +2,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 
 use strata_tensor::testing::RemoteBackend;
-use strata_tensor::{CpuBackend, WeightStorage};
+use strata_tensor::{CpuBackend, Int4Group, WeightStorage};
 use tempfile::TempDir;
 
 use super::super::{Model, Targets};
@@ -48,7 +48,7 @@ fn copy_in(copies: &Path) -> PathBuf {
 
 #[test]
 fn a_second_start_has_the_bits_of_the_first_and_reads_no_weights_of_the_checkpoint() {
-    for storage in [WeightStorage::Dense, WeightStorage::Int8] {
+    for storage in [WeightStorage::Dense, WeightStorage::Int8, WeightStorage::Int4(Int4Group::Of64)] {
         for dtype in [DType::BF16, DType::F32] {
             let (dir, source, copies) = dirs();
             let load = || Model::load_copied(cpu(), &source, Some(dtype), storage, copies.path()).unwrap();

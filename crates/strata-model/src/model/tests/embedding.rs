@@ -51,7 +51,12 @@ fn sequences() -> Vec<Vec<u32>> {
 fn an_adapter_of_the_embedding_has_the_same_bits_in_training_and_sampling_in_pieces_and_company_on_any_threads() {
     let untied = json!({"tie_word_embeddings": false});
     let configs = [config(), config_with(untied)].into_iter().chain(families().into_iter().skip(3));
-    let formats = [(DType::F32, WeightStorage::Dense), (DType::BF16, WeightStorage::Dense), (DType::BF16, WeightStorage::Int8)];
+    let formats = [
+        (DType::F32, WeightStorage::Dense),
+        (DType::BF16, WeightStorage::Dense),
+        (DType::BF16, WeightStorage::Int8),
+        (DType::BF16, WeightStorage::Int4(Int4Group::Of64)),
+    ];
     for (config, (compute, storage)) in configs.flat_map(|c| formats.map(|format| (c.clone(), format))) {
         let context = format!("{compute} {storage:?} {config:?}");
         let mut of_one_thread = None;

@@ -138,12 +138,13 @@ fn trained(model: &Model, adapter: &Adapter) -> [Vec<u32>; 3] {
     [seen, bits(&logprobs), gradient_bits(model, &gradients)]
 }
 
-fn formats() -> [(DType, WeightStorage); 4] {
+fn formats() -> [(DType, WeightStorage); 5] {
     [
         (DType::F32, WeightStorage::Dense),
         (DType::BF16, WeightStorage::Dense),
         (DType::F32, WeightStorage::Int8),
         (DType::BF16, WeightStorage::Int8),
+        (DType::BF16, WeightStorage::Int4(Int4Group::Of64)),
     ]
 }
 

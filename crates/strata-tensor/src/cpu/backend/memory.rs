@@ -10,8 +10,8 @@ use crate::cpu::{kv, matmul, packed, recurrent};
 use crate::memory::{Memory, PACKED_PIECE_BYTES, sized};
 use crate::storage::Storage;
 use crate::{
-    DType, DeltaGeometry, Element, Error, HostRef, KvLayout, KvPages, PackedRef, PackedStack, RecurrentStates, Result,
-    SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat, WeightStorage,
+    DType, DeltaGeometry, Element, Error, HostRef, Int4Rows, KvLayout, KvPages, PackedRef, PackedStack, RecurrentStates,
+    Result, SharedBytes, Tensor, TensorMut, TensorRef, WeightFormat, WeightStorage,
 };
 
 /// The packed weights of a layer, as they lie.
@@ -69,7 +69,7 @@ fn rounded<T: Element>(values: &[f32]) -> Result<Buffer> {
 /// Bytes that a thread copies, or fills, before it takes the next: a part of its cache.
 const PIECE_BYTES: usize = 256 << 10;
 /// The layout of packed weights, by a name that is another wherever a change of `packed` or of a `matmul::pack` moves a byte.
-const PACKED_LAYOUT: &str = "cpu-panels-1";
+const PACKED_LAYOUT: &str = "cpu-panels-2";
 
 impl CpuBackend {
     /// Copies bytes on all threads, a piece each: tables of embeddings are as large as memory lets them be.
@@ -178,6 +178,27 @@ impl Memory for CpuBackend {
         Ok(())
     }
 
+    fn upload_int4_rows(&self, stack: &mut PackedStack, layer: usize, first_output: usize, rows: Int4Rows<'_>) -> Result<()> {
+        const OP: &str = "upload_int4_rows";
+        let (shape, out_features) = ([rows.rows(), rows.in_features()], stack.out_features);
+        let end = first_output.saturating_add(rows.rows());
+        let mut w = layer_mut(OP, stack, layer, (stack.dtype, &shape), [shape[0], stack.in_features])?;
+        if end > out_features {
+            return Err(Error::Index { op: OP, what: "outputs", index: end, size: out_features });
+        }
+        match w.storage {
+            WeightStorage::Int4(group) if rows.consist_of(group.inputs()) => {
+                matmul::pack_int4(&self.pool, group, &rows, first_output, &mut w);
+                Ok(())
+            }
+            WeightStorage::Dense => {
+                self.upload_rows(stack, layer, first_output, HostRef::from_f32(&rows.to_f32_vec(), &shape)?)
+            }
+            // Rounded again they would be others.
+            other => Err(Error::Unsupported(format!("{OP}: weights are stored as {other:?}"))),
+        }
+    }
+
     fn pack_rows(&self, stack: &mut PackedStack, layer: usize, rows: TensorRef<'_>) -> Result<()> {
         let expected = [stack.out_features, stack.in_features];
         let mut w = layer_mut("pack_rows", stack, layer, (rows.dtype(), rows.shape().dims()), expected)?;
@@ -283,7 +304,7 @@ impl Memory for CpuBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Isa, KvValues};
+    use crate::{Int4Group, Isa, KvValues};
 
     #[test]
     fn a_row_view_writes_through() {
@@ -326,9 +347,12 @@ mod tests {
                 &self.0
             }
         }
-        for (storage, outputs, inputs) in
-            [(WeightStorage::Dense, 263, 2050), (WeightStorage::Dense, 1, 1), (WeightStorage::Int8, 70, 1041)]
-        {
+        for (storage, outputs, inputs) in [
+            (WeightStorage::Dense, 263, 2050),
+            (WeightStorage::Dense, 1, 1),
+            (WeightStorage::Int8, 70, 1041),
+            (WeightStorage::Int4(Int4Group::Of32), 70, 1041),
+        ] {
             let b = CpuBackend::with_isa(Isa::detect(), 3);
             let format = WeightFormat { compute: DType::BF16, storage };
             let values: Vec<f32> = (0..3 * outputs * inputs).map(|i| crate::random::normal([1, 2], i as u64)).collect();

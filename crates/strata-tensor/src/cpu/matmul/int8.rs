@@ -187,7 +187,7 @@ fn unpack_vector_body<T: Element>(
     }
 }
 
-/// Operands of a product of a few rows with a panel of weights in bytes.
+/// Operands of a product of a few rows with a panel of weights in bytes, or of four bits.
 #[derive(Clone, Copy)]
 pub(crate) struct BytesTile {
     /// Steps of the reduction: two inputs each.
@@ -200,6 +200,8 @@ pub(crate) struct BytesTile {
     pub b: *const u8,
     /// Outputs of the panel, padding included.
     pub width: usize,
+    /// Inputs that share a scale.
+    pub group: usize,
     /// Result.
     pub c: *mut f32,
     /// Elements from one row of the result to the next.
@@ -210,7 +212,7 @@ pub(crate) struct BytesTile {
     pub accumulate: bool,
 }
 
-/// A kernel that multiplies a few rows with a panel of weights in bytes, without writing them anywhere.
+/// A kernel that multiplies a few rows with a panel of weights in bytes, or of four bits, without writing them anywhere.
 #[derive(Clone, Copy)]
 pub(crate) struct BytesKernel {
     /// The product of `rows` rows with all the panel.

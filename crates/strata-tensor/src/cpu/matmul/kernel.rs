@@ -81,6 +81,8 @@ pub(crate) struct Chains {
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
     pub of_bytes: Option<BytesKernel>,
+    /// The same chains with weights of four bits, for a few rows.
+    pub of_int4: Option<BytesKernel>,
 }
 
 /// The kernel of an instruction set, numerics and dtype.
@@ -120,12 +122,12 @@ impl TileKernel {
             (_, DType::F32) => (chains::portable_f32, SMALL, None),
             (_, DType::BF16) => (chains::portable_bf16, SMALL, None),
         };
-        let of_bytes = match (isa, dtype) {
+        let (of_bytes, of_int4) = match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => Some(super::int8_avx512::KERNEL),
-            _ => None,
+            (Isa::Avx512Bf16, DType::BF16) => (Some(super::int8_avx512::KERNEL), Some(super::int4_avx512::KERNEL)),
+            _ => (None, None),
         };
-        TileKernel::Chains(Chains { run, rows_max, many_panels, of_bytes })
+        TileKernel::Chains(Chains { run, rows_max, many_panels, of_bytes, of_int4 })
     }
 
     /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.

@@ -19,6 +19,9 @@ mod chains_avx512;
 mod granules;
 #[cfg(target_arch = "x86_64")]
 mod granules_avx512;
+pub(crate) mod int4;
+#[cfg(target_arch = "x86_64")]
+mod int4_avx512;
 pub(crate) mod int8;
 #[cfg(target_arch = "x86_64")]
 mod int8_avx512;
@@ -40,8 +43,8 @@ use int8::{BytesKernel, BytesTile};
 use kernel::{Chains, ManyPanels};
 pub(crate) use kernel::{Fetch, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
-use operands::{Right, panel_columns, steps};
-pub(crate) use pack::{pack_columns, pack_rows, pack_step, unpack_row};
+use operands::{Right, panel_columns, part_panel_bytes, steps};
+pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
 use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
 pub(crate) use transpose::block as transpose_block;
 
@@ -120,10 +123,13 @@ impl<'a> Matmul<'a> {
                 block_steps = NEAR_BLOCK_STEPS;
             }
         }
-        if w.storage == WeightStorage::Int8 && x.rows < LAID_OUT_ROWS_MIN {
-            if let TileKernel::Chains(Chains { of_bytes: Some(kernel), .. }) = self.kernel
-                && x.rows <= kernel.rows_max
-            {
+        if w.storage != WeightStorage::Dense && x.rows < LAID_OUT_ROWS_MIN {
+            let of_bytes = match (self.kernel, w.storage) {
+                (TileKernel::Chains(Chains { of_bytes, .. }), WeightStorage::Int8) => of_bytes,
+                (TileKernel::Chains(Chains { of_int4, .. }), WeightStorage::Int4(_)) => of_int4,
+                _ => None,
+            };
+            if let Some(kernel) = of_bytes.filter(|kernel| x.rows <= kernel.rows_max) {
                 self.product_of_bytes(&kernel, x, &w, &y, addends);
                 return Ok(());
             }
@@ -273,12 +279,16 @@ impl<'a> Matmul<'a> {
         });
     }
 
-    /// A few rows with weights in bytes.
+    /// A few rows with weights in bytes, or of four bits.
     fn product_of_bytes(&self, kernel: &BytesKernel, x: Rows<'_>, w: &PackedRef<'_>, y: &Out, addends: &Addends<'_>) {
         self.over_panels(x.rows, y.columns, kernel.rows_max, |panel, rows| {
             let columns = panel_columns(panel, y.columns);
             let width = columns.next_multiple_of(LANES);
-            let bytes = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..][..int8::panel_bytes(w.in_features, width)];
+            let bytes = &w.bytes[panel * panel_bytes(w)..][..part_panel_bytes(w.storage, w.dtype, w.in_features, width)];
+            let group = match w.storage {
+                WeightStorage::Int4(group) => group.inputs(),
+                WeightStorage::Int8 | WeightStorage::Dense => int8::BLOCK_INPUTS,
+            };
             // SAFETY: rows and columns are in bounds by the assertions of the caller; tasks own disjoint parts of the result.
             unsafe {
                 let tile = BytesTile {
@@ -287,6 +297,7 @@ impl<'a> Matmul<'a> {
                     a_stride: x.stride,
                     b: bytes.as_ptr(),
                     width,
+                    group,
                     c: y.at(rows.start, panel * PANEL),
                     c_stride: y.stride,
                     columns,

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::pack::unpack_int8;
-use super::{int8, transpose};
+use super::pack::unpack;
+use super::{int4, int8, transpose};
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{LANES, PANEL, PackedRef};
@@ -133,9 +133,15 @@ pub(super) fn panel_columns(panel: usize, columns: usize) -> usize {
 
 /// Bytes from one whole panel of packed weights to the next.
 pub(crate) fn panel_bytes(w: &PackedRef<'_>) -> usize {
-    match w.storage {
-        WeightStorage::Dense => steps(w.in_features, w.dtype) * PANEL * 4,
-        WeightStorage::Int8 => int8::panel_bytes(w.in_features, PANEL),
+    part_panel_bytes(w.storage, w.dtype, w.in_features, PANEL)
+}
+
+/// Bytes of a panel of `width` outputs, a multiple of [`LANES`].
+pub(super) fn part_panel_bytes(storage: WeightStorage, dtype: DType, in_features: usize, width: usize) -> usize {
+    match storage {
+        WeightStorage::Dense => steps(in_features, dtype) * width * 4,
+        WeightStorage::Int8 => int8::panel_bytes(in_features, width),
+        WeightStorage::Int4(group) => int4::panel_bytes(group, in_features, width),
     }
 }
 
@@ -224,8 +230,8 @@ impl RightSide<'_> {
                     let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
                     RightBlock { first: panel[range.start * stride..range.end * stride].as_ptr(), stride, is_streamed: true }
                 }
-                WeightStorage::Int8 => {
-                    unpack_int8(isa, w, panel, width, range, scratch);
+                WeightStorage::Int8 | WeightStorage::Int4(_) => {
+                    unpack(isa, w, panel, width, range, scratch);
                     RightBlock::written(scratch, width)
                 }
             },

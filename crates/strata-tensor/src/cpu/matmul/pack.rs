@@ -3,12 +3,14 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::operands::{panel_columns, steps};
-use super::{int8, panels};
+use half::bf16;
+
+use super::operands::{panel_bytes, panel_columns, part_panel_bytes, steps};
+use super::{int4, int8, panels};
 use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::{LANES, PANEL, PackedMut, PackedRef};
 use crate::cpu::threads::{Pool, SharedMut};
-use crate::{DType, Element, Error, Result, WeightStorage};
+use crate::{DType, Element, Error, Int4Group, Int4Rows, Result, WeightStorage};
 
 /// One step of the reduction: an f32, or a pair of bf16 whose second may be missing.
 #[inline(always)]
@@ -42,12 +44,18 @@ fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>,
     rest.iter_mut().zip(first_rest.iter().zip(second_rest)).for_each(|(o, (&a, &b))| *o = step_word(a, Some(b)));
 }
 
-/// Unpacks steps of a panel of weights that are stored in bytes.
-pub(super) fn unpack_int8(isa: Isa, w: &PackedRef<'_>, panel: usize, width: usize, steps: Range<usize>, words: &mut [u32]) {
-    let panel = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..];
-    match w.dtype {
-        DType::F32 => int8::unpack::<f32>(isa, panel, width, steps, words),
-        DType::BF16 => int8::unpack::<half::bf16>(isa, panel, width, steps, words),
+/// Unpacks steps of a panel of weights that are stored in fewer bits than they are computed with.
+///
+/// # Panics
+/// If they are not.
+pub(super) fn unpack(isa: Isa, w: &PackedRef<'_>, panel: usize, width: usize, steps: Range<usize>, words: &mut [u32]) {
+    let panel = &w.bytes[panel * panel_bytes(w)..];
+    match (w.storage, w.dtype) {
+        (WeightStorage::Int8, DType::F32) => int8::unpack::<f32>(isa, panel, width, steps, words),
+        (WeightStorage::Int8, DType::BF16) => int8::unpack::<bf16>(isa, panel, width, steps, words),
+        (WeightStorage::Int4(group), DType::F32) => int4::unpack::<f32>(isa, group, panel, width, steps, words),
+        (WeightStorage::Int4(group), DType::BF16) => int4::unpack::<bf16>(isa, group, panel, width, steps, words),
+        (WeightStorage::Dense, _) => unreachable!("dense weights are read where they lie"),
     }
 }
 
@@ -62,9 +70,74 @@ pub(crate) fn pack_rows<T: Element>(
     first_output: usize,
     w: &mut PackedMut<'_>,
 ) -> Result<()> {
-    if w.storage == WeightStorage::Int8 {
-        return quantize_rows(pool, isa, rows, first_output, w);
+    let k = w.in_features;
+    let row = |row: usize| &rows[row * k..][..k];
+    let outputs = first_output..first_output + rows.len() / k;
+    match w.storage {
+        WeightStorage::Dense => pack_dense_rows(pool, isa, rows, first_output, w),
+        WeightStorage::Int8 => {
+            let refused = over_outputs(pool, outputs, w, |i, panel, width, output| {
+                int8::quantize(isa, row(i), panel, width, output).err()
+            });
+            return not_held(refused, "bytes with a scale", int8::LARGEST);
+        }
+        WeightStorage::Int4(group) => {
+            let refused = over_outputs(pool, outputs, w, |i, panel, width, output| {
+                int4::quantize(group, row(i), panel, width, output).err()
+            });
+            return not_held(refused, "four bits with a scale", int4::LARGEST);
+        }
     }
+    Ok(())
+}
+
+/// Refuses the weight of an output, if there is one.
+fn not_held(refused: Option<(usize, f32)>, what: &str, largest: f32) -> Result<()> {
+    match refused {
+        None => Ok(()),
+        Some((output, weight)) => Err(Error::Unsupported(format!(
+            "output {output} has a weight of {weight:e}, and {what} hold finite numbers up to {largest:e}"
+        ))),
+    }
+}
+
+/// Writes rows of weights that have four bits, as they are, as outputs `first_output..` of packed weights in groups that theirs consist of.
+pub(crate) fn pack_int4(pool: &Pool, group: Int4Group, rows: &Int4Rows<'_>, first_output: usize, w: &mut PackedMut<'_>) {
+    over_outputs(pool, first_output..first_output + rows.rows(), w, |i, panel, width, output| {
+        int4::write_row(group, rows, i, panel, width, output);
+        None::<()>
+    });
+}
+
+/// Calls `write` for each of `outputs` with its number among them, its panel, the width of that and its place there. Answers an output that something was found for.
+fn over_outputs<F: Send + Sync>(
+    pool: &Pool,
+    outputs: Range<usize>,
+    w: &mut PackedMut<'_>,
+    write: impl Fn(usize, &mut [u8], usize, usize) -> Option<F> + Sync,
+) -> Option<(usize, F)> {
+    let (out_features, panel_bytes) =
+        (w.out_features, |width: usize| part_panel_bytes(w.storage, w.dtype, w.in_features, width));
+    let whole = panel_bytes(PANEL);
+    let bytes = SharedMut::new(w.bytes);
+    let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
+    let found = OnceLock::new();
+    pool.run(panels.len(), &|task| {
+        let panel = panels.start + task;
+        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
+        // SAFETY: each task has a panel to itself.
+        let panel_bytes = unsafe { bytes.part(panel * whole..panel * whole + panel_bytes(width)) };
+        for output in (panel * PANEL).max(outputs.start)..(panel * PANEL + PANEL).min(outputs.end) {
+            if let Some(what) = write(output - outputs.start, panel_bytes, width, output % PANEL) {
+                found.get_or_init(|| (output, what));
+            }
+        }
+    });
+    found.into_inner()
+}
+
+/// As [`pack_rows`], for weights that are stored as they are computed with.
+fn pack_dense_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: usize, w: &mut PackedMut<'_>) {
     let k = w.in_features;
     let num_steps = steps(k, w.dtype);
     let (n, out_features) = (rows.len() / k, w.out_features);
@@ -85,36 +158,6 @@ pub(crate) fn pack_rows<T: Element>(
         let own = &rows[(outputs.start - first_output) * row_bytes..(outputs.end - first_output) * row_bytes];
         panels::write_rows(isa, own, row_bytes, outputs.start - panel * PANEL, width, panel_words);
     });
-    Ok(())
-}
-
-/// As [`pack_rows`], for weights that are stored in bytes.
-fn quantize_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: usize, w: &mut PackedMut<'_>) -> Result<()> {
-    let (k, n, out_features) = (w.in_features, rows.len() / w.in_features, w.out_features);
-    let panel_bytes = |width: usize| int8::panel_bytes(k, width);
-    let bytes = SharedMut::new(w.bytes);
-    let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
-    let refused = OnceLock::new();
-    pool.run(panels.len(), &|task| {
-        let panel = panels.start + task;
-        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
-        let start = panel * panel_bytes(PANEL);
-        // SAFETY: each task has a panel to itself.
-        let panel_bytes = unsafe { bytes.part(start..start + panel_bytes(width)) };
-        for output in (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n) {
-            let row = &rows[(output - first_output) * k..][..k];
-            if let Err(weight) = int8::quantize(isa, row, panel_bytes, width, output % PANEL) {
-                refused.get_or_init(|| (output, weight));
-            }
-        }
-    });
-    match refused.get() {
-        None => Ok(()),
-        Some((output, weight)) => Err(Error::Unsupported(format!(
-            "output {output} has a weight of {weight:e}, and bytes with a scale hold finite numbers up to {:e}",
-            int8::LARGEST
-        ))),
-    }
 }
 
 /// Writes `columns: [in_features, out_features]` as packed weights.
@@ -144,9 +187,18 @@ pub(crate) fn unpack_row<T: Element>(w: PackedRef<'_>, output: usize, out: &mut 
     let num_steps = steps(w.in_features, w.dtype);
     let panel = output / PANEL;
     let width = panel_columns(panel, w.out_features).next_multiple_of(LANES);
-    if w.storage == WeightStorage::Int8 {
-        let panel = &w.bytes[panel * int8::panel_bytes(w.in_features, PANEL)..];
-        return out.iter_mut().enumerate().for_each(|(i, out)| *out = int8::weight::<T>(panel, width, output % PANEL, i));
+    let stored = &w.bytes[panel * panel_bytes(&w)..];
+    let output_here = output % PANEL;
+    match w.storage {
+        WeightStorage::Dense => {}
+        WeightStorage::Int8 => {
+            let weight = |i| int8::weight::<T>(stored, width, output_here, i);
+            return out.iter_mut().enumerate().for_each(|(i, out)| *out = weight(i));
+        }
+        WeightStorage::Int4(group) => {
+            let weight = |i| int4::weight::<T>(group, stored, width, output_here, i);
+            return out.iter_mut().enumerate().for_each(|(i, out)| *out = weight(i));
+        }
     }
     let start = (panel * PANEL * num_steps + output % PANEL) * 4;
     for (s, values) in out.chunks_mut(4 / T::DTYPE.size_bytes()).enumerate() {

@@ -14,7 +14,7 @@ use crate::{DType, WeightStorage};
 pub(crate) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps: Range<usize>, block: &mut [u32]) {
     // SAFETY: packed buffers are aligned to pages, and every four bytes are a word.
     let words = unsafe { std::slice::from_raw_parts(w.bytes.as_ptr().cast::<u32>(), w.bytes.len() / 4) };
-    // A panel of outputs of weights that are stored in bytes, as far as these inputs go.
+    // A panel of outputs of weights that are stored in fewer bits, as far as these inputs go.
     let mut unpacked;
     let per_step = 4 / w.dtype.size_bytes();
     let num_steps = super::steps(w.in_features, w.dtype);
@@ -29,9 +29,9 @@ pub(crate) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
         let width = super::panel_columns(panel, w.out_features).next_multiple_of(LANES);
         let source = match w.storage {
             WeightStorage::Dense => &words[panel * PANEL * num_steps..][in_steps.start * width..num_steps * width],
-            WeightStorage::Int8 => {
+            WeightStorage::Int8 | WeightStorage::Int4(_) => {
                 unpacked = [0; PANEL * PANEL];
-                super::pack::unpack_int8(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
+                super::pack::unpack(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
                 &unpacked[..in_steps.len() * width]
             }
         };

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::backend::{Rotary, RotaryStyle};
-use crate::{WeightFormat, WeightStorage};
+use crate::{Int4Group, WeightFormat, WeightStorage};
 
 const SPANS: [std::ops::Range<usize>; 3] = [0..3, 3..7, 7..11];
 const TOKENS: usize = 11;
@@ -350,21 +350,24 @@ fn a_cache_of_latents_has_the_bits_of_training_whole_in_chunks_and_by_single_tok
 }
 
 #[test]
-fn latents_through_weights_in_bytes_have_the_bits_of_the_dense_weights_that_these_are() {
-    for (s, dtype) in SHAPES.iter().flat_map(|s| [DType::F32, DType::BF16].map(|dtype| (s, dtype))) {
+fn latents_through_quantized_weights_have_the_bits_of_the_dense_weights_that_these_are() {
+    let storages = [WeightStorage::Int8, WeightStorage::Int4(Int4Group::Of32)];
+    let formats =
+        storages.into_iter().flat_map(|storage| [DType::F32, DType::BF16].map(|compute| WeightFormat { compute, storage }));
+    for (s, format) in SHAPES.iter().flat_map(|s| formats.clone().map(move |format| (s, format))) {
         for isa in Arithmetic::available() {
+            let dtype = format.compute;
             let (b, inputs) = (CpuBackend::with_isa(isa, 2), Inputs::random(s));
-            let (mut in_bytes, mut dense) = (On::new(&b, s, &inputs, dtype), On::new(&b, s, &inputs, dtype));
-            let format = WeightFormat { compute: dtype, storage: WeightStorage::Int8 };
-            in_bytes.weight = b.packed(1, s.latent, s.outputs(), format).unwrap();
+            let (mut quantized, mut dense) = (On::new(&b, s, &inputs, dtype), On::new(&b, s, &inputs, dtype));
+            quantized.weight = b.packed(1, s.latent, s.outputs(), format).unwrap();
             let rows = b.tensor(&weight(s), &[s.outputs(), s.latent], DType::F32).unwrap();
-            b.pack_rows(&mut in_bytes.weight, 0, rows.as_ref()).unwrap();
+            b.pack_rows(&mut quantized.weight, 0, rows.as_ref()).unwrap();
             let ids: Vec<u32> = (0..s.outputs() as u32).collect();
             let mut unpacked = b.scratch(&[s.outputs(), s.latent], DType::F32).unwrap();
-            b.embedding_packed(in_bytes.weight.layer(0), &ids, &mut unpacked).unwrap();
+            b.embedding_packed(quantized.weight.layer(0), &ids, &mut unpacked).unwrap();
             b.pack_rows(&mut dense.weight, 0, unpacked.as_ref()).unwrap();
-            let [in_bytes, dense] = [in_bytes, dense].map(|on| pass(&b, s, &on, &inputs, 0..3, &mut Nowhere));
-            assert!(in_bytes == dense, "{isa} {dtype} {s:?}");
+            let [quantized, dense] = [quantized, dense].map(|on| pass(&b, s, &on, &inputs, 0..3, &mut Nowhere));
+            assert!(quantized == dense, "{isa} {format:?} {s:?}");
         }
     }
 }

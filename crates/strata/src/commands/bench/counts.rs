@@ -109,14 +109,9 @@ pub(super) struct ElementBytes {
 }
 
 impl ElementBytes {
-    /// Of a model that computes in elements of so many bytes.
-    pub(super) fn of(compute_bytes: usize, storage: WeightStorage) -> Self {
-        let matrix = match storage {
-            WeightStorage::Dense => compute_bytes as f64,
-            // A byte, and a scale of two for every 64.
-            WeightStorage::Int8 => 1.0 + 2.0 / 64.0,
-        };
-        ElementBytes { matrix, other: compute_bytes }
+    /// Of a model that computes in elements of this type.
+    pub(super) fn of(compute: DType, storage: WeightStorage) -> Self {
+        ElementBytes { matrix: storage.element_bytes(compute), other: compute.size_bytes() }
     }
 }
 
@@ -151,6 +146,7 @@ pub(super) fn cache_tokens(sequences: usize, tokens: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use strata_model::ExpertWork;
+    use strata_tensor::Int4Group;
 
     use super::*;
 
@@ -204,12 +200,14 @@ mod tests {
 
     #[test]
     fn a_decode_step_reads_matrices_once_and_every_cache() {
-        let of = |bytes| ElementBytes::of(bytes, WeightStorage::Dense);
-        assert_eq!(decode_bytes(&tiny(), of(2), &[], 1, 0.0), 2.0 * 160.0);
+        let of = |dtype| ElementBytes::of(dtype, WeightStorage::Dense);
+        assert_eq!(decode_bytes(&tiny(), of(DType::BF16), &[], 1, 0.0), 2.0 * 160.0);
         // A token's key and value: 2 numbers each.
-        assert_eq!(decode_bytes(&tiny(), of(2), &[], 3, 5.0), 2.0 * (160.0 + 3.0 * 5.0 * 4.0));
-        assert_eq!(decode_bytes(&tiny(), of(4), &[1, 2], 1, 0.0), 4.0 * (160.0 + 3.0 * 72.0));
-        let int8 = ElementBytes::of(2, WeightStorage::Int8);
+        assert_eq!(decode_bytes(&tiny(), of(DType::BF16), &[], 3, 5.0), 2.0 * (160.0 + 3.0 * 5.0 * 4.0));
+        assert_eq!(decode_bytes(&tiny(), of(DType::F32), &[1, 2], 1, 0.0), 4.0 * (160.0 + 3.0 * 72.0));
+        let int8 = ElementBytes::of(DType::BF16, WeightStorage::Int8);
         assert_eq!(decode_bytes(&tiny(), int8, &[1], 1, 0.0), 1.03125 * 160.0 + 2.0 * 72.0);
+        let int4 = ElementBytes::of(DType::BF16, WeightStorage::Int4(Int4Group::Of64));
+        assert_eq!(decode_bytes(&tiny(), int4, &[1], 1, 0.0), 0.5625 * 160.0 + 2.0 * 72.0);
     }
 }

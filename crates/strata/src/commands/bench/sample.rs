@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde_json::json;
 use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
-use strata_tensor::DType;
 
 use super::adapters::Adapters;
 use super::counts::{self, ElementBytes};
@@ -88,7 +87,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     peaks.extend(peers_peak.map(|bytes| PeakMemory { of: "peer", bytes }));
     let mut limits = limits.max(&Limits::measure(common.threads()?)?);
     let storage = Quantize::storage(common.resources.quantize);
-    let element_bytes = ElementBytes::of(DType::from(common.dtype).size_bytes(), storage);
+    let element_bytes = ElementBytes::of(common.dtype.into(), storage);
     let works: Vec<Work> = cells.iter().map(|&cell| Work::of(&sampler, cell, rounds.new, element_bytes)).collect();
     let fastest_reads = works.iter().zip(&times).map(|(work, t)| work.decode_bytes / t.step / 1e9).fold(0.0, f64::max);
     // Whatever was exceeded was no limit: others were using the memory while it was measured.
