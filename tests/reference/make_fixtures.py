@@ -352,6 +352,46 @@ FIXTURES += [
 ]
 
 
+# Linear layers but the unembedding in four bits, in the layouts that checkpoints have. `group` -1 is one scale for all inputs of an output; `plain` are the names that stay as they are.
+FIXTURES += [dict(dtype=torch.float32, adapters=dict(r4=dict(rank=4, targets=ATTENTION + MLP)), adamw=False) | spec for spec in [
+    # Biases of its own, and others that are zeros, as AutoGPTQ writes them.
+    dict(
+        name="qwen2_gptq_f32", family="qwen2",
+        config=dict(vocab_size=67, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, tie_word_embeddings=True),
+        theta=10000.0, lengths=[20, 3], int4=dict(layout="gptq", group=32),
+    ),
+    # Groups that kernels do not have, and a layer that is not quantized.
+    dict(
+        name="llama_gptq_v2_f32", family="llama",
+        config=dict(vocab_size=67, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=16, tie_word_embeddings=False),
+        theta=10000.0, lengths=[20, 3], int4=dict(layout="gptq_v2", group=16, plain="layers.1.mlp.down_proj"),
+    ),
+    dict(
+        name="qwen3_awq_f32",
+        config=dict(vocab_size=67, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=64, tie_word_embeddings=True),
+        theta=10000.0, lengths=[20, 3], int4=dict(layout="awq", group=64),
+    ),
+    # Rows that no word divides.
+    dict(
+        name="qwen3_compressed_channel_f32",
+        config=dict(vocab_size=67, hidden_size=130, intermediate_size=83, num_hidden_layers=1, num_attention_heads=3,
+                    num_key_value_heads=1, head_dim=22, tie_word_embeddings=True),
+        theta=10000.0, lengths=[20, 3], int4=dict(layout="compressed", group=-1),
+    ),
+    dict(
+        name="qwen3_moe_compressed_f32", family="qwen3_moe",
+        config=dict(vocab_size=83, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                    norm_topk_prob=True, tie_word_embeddings=False),
+        theta=10000.0, lengths=[33, 5], int4=dict(layout="compressed_zeros", group=32),
+        adapters=dict(experts_r4=dict(rank=4, targets=ATTENTION, experts=2)),
+    ),
+]]
+
+
 def random_model(spec, seed):
     """A checkpoint of `spec` with weights large enough that logits differ, and norms and biases that are not ones and zeros."""
     torch.manual_seed(seed)
@@ -486,6 +526,87 @@ def write_bytes(directory, of_layers):
     config = json.loads(config_path.read_text())
     config["quantization_config"] = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic",
                                          weight_block_size=[128, 128])
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def words(values, axis, order=range(8)):
+    """Eight numbers of four bits to a word of 32, along an axis: place `k` of a word has number `order[k]`."""
+    values = values.to(torch.int64).movedim(axis, -1)
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % 8)).unflatten(-1, (-1, 8))[..., list(order)]
+    packed = (values << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed < 1 << 31, packed, packed - (1 << 32)).to(torch.int32).movedim(-1, axis).contiguous()
+
+
+def in_four_bits(name, weight, layout, group):
+    """The tensors of a matrix `[out, in]` that is rounded to four bits, and what they stand for."""
+    rows, columns = weight.shape
+    group = columns if group == -1 else group
+    groups = weight.reshape(rows, -1, group)
+    if layout == "compressed":
+        scales, zeros = groups.abs().amax(-1) / 7.5, torch.full(groups.shape[:2], 8)
+    else:
+        least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = (most - least) / 15
+        zeros = (-least / scales).round().to(torch.int64)
+    less = 1 if layout == "gptq" else 0
+    # Numbers as files have them.
+    scales, zeros = scales.to(torch.float16), zeros.clamp(less, 15)
+    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15).to(torch.int64)
+    dense = ((codes - zeros[..., None]).float() * scales.float()[..., None]).reshape(rows, columns)
+    codes, stem = codes.reshape(rows, columns), name.removesuffix("weight")
+    if layout in ("gptq", "gptq_v2"):
+        tensors = dict(qweight=words(codes.T, 0), qzeros=words(zeros.T - less, 1), scales=scales.T.contiguous(),
+                       g_idx=(torch.arange(columns) // group).to(torch.int32))
+    elif layout == "awq":
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        tensors = dict(qweight=words(codes.T, 1, order), qzeros=words(zeros.T, 1, order), scales=scales.T.contiguous())
+    else:
+        tensors = dict(weight_packed=words(codes, 1), weight_scale=scales, weight_shape=torch.tensor([rows, columns]))
+        if layout == "compressed_zeros":
+            tensors["weight_zero_point"] = words(zeros, 0)
+    return {stem + last: tensor for last, tensor in tensors.items()}, dense
+
+
+def int4_config(layout, group, plain=None):
+    """What the tools that write such checkpoints say of them."""
+    exceptions = ["lm_head"] + ([plain] if plain else [])
+    if layout in ("gptq", "gptq_v2"):
+        return dict(quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=False, lm_head=False, checkpoint_format=layout,
+                    pack_dtype="int32", meta=dict(quantizer=["gptqmodel:2.2.0"], damp_percent=0.05, true_sequential=True))
+    if layout == "awq":
+        return dict(quant_method="awq", bits=4, group_size=group, version="gemm", zero_point=True, modules_to_not_convert=None)
+    weights = dict(num_bits=4, type="int", symmetric=layout == "compressed", strategy="channel" if group == -1 else "group",
+                   group_size=None if group == -1 else group, actorder=None, block_structure=None, dynamic=False,
+                   observer="minmax", observer_kwargs={})
+    return dict(quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed", kv_cache_scheme=None,
+                global_compression_ratio=None, ignore=exceptions,
+                config_groups=dict(group_0=dict(weights=weights, targets=["Linear"], input_activations=None, output_activations=None)))
+
+
+def round_to_four_bits(directory, layout, group, plain=None):
+    """Rounds the linear layers of a checkpoint to what four bits can say; those bits, by the names of the tensors that they stand for."""
+    path, rounded = directory / "model.safetensors", {}
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith("_proj.weight") and not (plain and plain in name):
+            rounded[name], tensors[name] = in_four_bits(name, tensors[name], layout, group)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return rounded
+
+
+def write_four_bits(directory, rounded, layout, **settings):
+    """Puts them in the place of the weights of a checkpoint."""
+    path, config_path = directory / "model.safetensors", directory / "config.json"
+    tensors = load_file(path)
+    for name, of_layer in rounded.items():
+        rows = tensors.pop(name).shape[0]
+        bias = name.removesuffix("weight") + "bias"
+        if layout == "gptq" and bias not in tensors:
+            tensors[bias] = torch.zeros(rows, dtype=torch.float16)
+        tensors |= of_layer
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads(config_path.read_text())
+    config["quantization_config"] = int4_config(layout, **settings)
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -725,6 +846,7 @@ def make_fixture(spec, seed):
     model = random_model(spec, seed)
     of_layers = round_to_bytes(model) if "bytes" in spec else None
     save_model(model, spec, model_directory)
+    rounded = round_to_four_bits(model_directory, **spec["int4"]) if "int4" in spec else None
     sequences = token_lists(spec, seed + 1)
     (directory / "tokens.json").write_text(json.dumps(sequences) + "\n")
 
@@ -769,6 +891,8 @@ def make_fixture(spec, seed):
         fuse_experts(model_directory / "model.safetensors", spec["layout"])
     if of_layers is not None:
         write_bytes(model_directory, of_layers)
+    if rounded is not None:
+        write_four_bits(model_directory, rounded, **spec["int4"])
     if "further_layer" in spec:
         add_further_layer(model_directory / "model.safetensors", spec["config"]["num_hidden_layers"])
     if spec.get("family") in COMPOSITES:

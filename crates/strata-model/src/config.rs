@@ -17,7 +17,8 @@ use crate::vision::ImageProcessor;
 use crate::{Error, Result};
 use fields::{Fields, check_size, parse_object};
 
-pub(crate) use quantization::FP8_BLOCK;
+pub use quantization::Int4Form;
+pub(crate) use quantization::{FP8_BLOCK, Int4Layout};
 pub use rope::{LongRope, Rope, RopeScaling, RopeTable, Yarn};
 
 /// The largest vocabulary that is accepted.
@@ -66,6 +67,8 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// Dtype to compute in, as the config names it: f16 checkpoints are widened to f32. `None`: it does not say.
     pub dtype: Option<DType>,
+    /// How matrices lie in the checkpoint that lie there in four bits; `None`: none do.
+    pub int4: Option<Int4Form>,
     /// What the model's family has of its own.
     pub family: Family,
 }

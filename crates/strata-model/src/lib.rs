@@ -28,11 +28,11 @@ pub use architectures::{
     AttentionConfig, AttentionWork, DeepseekV3Config, DenseConfig, ExpertWork, Family, FileTensor, GptOssConfig, ImageBytes,
     ImageFeatures, Initial, LatentConfig, LinearWork, MatrixShape, MixerWork, MlpConfig, MoeConfig, MoeLayout, NormWeights,
     Observed, ParameterShape, Qwen3_5Config, Qwen3_5Mlp, Qwen3MoeConfig, Qwen3VlConfig, Qwen3VlText, Router, SigmoidRouter,
-    VisionConfig, Work, file_tensors, lora_modules, parameter_shapes,
+    VisionConfig, Work, file_tensors, lora_modules, parameter_shapes, weight_bytes,
 };
 pub use batch::{AdapterGroup, Held, PackedBatch, PlacedImage, Span};
 pub use chat_template::{ChatInput, ChatTemplate};
-pub use config::ModelConfig;
+pub use config::{Int4Form, ModelConfig};
 pub use embedded::EMBEDDED_NAME;
 pub use error::{Error, Result};
 pub use kv_cache::{KvCache, PAGE_TOKENS};

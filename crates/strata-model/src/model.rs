@@ -16,7 +16,7 @@ use strata_tensor::{
 };
 
 use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Leaves, Observed, Observer, Plan};
-use crate::checkpoint::{Checkpoint, alone, first_not_finite};
+use crate::checkpoint::{Checkpoint, Int4Tensors, alone, first_not_finite};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::vision::{ImageProcessor, Patches};
@@ -115,7 +115,10 @@ impl Model {
         let dtype = dtype.unwrap_or_else(|| Self::compute_dtype(&checkpoint, &config));
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
-        let (format, plan) = (WeightFormat { compute: dtype, storage }, Plan::of(&config));
+        let (format, mut plan) = (WeightFormat { compute: dtype, storage }, Plan::of(&config));
+        plan.declaration.keep_int4(|parameter| {
+            Some(Int4Tensors::of(&checkpoint, config.int4, &parameter.name, &parameter.shape)?.group_inputs())
+        });
         let copy = match copies.zip(source.directory()) {
             Some((copies, dir)) => {
                 let files = (dir, &checkpoint, &*source.config_json()?);
@@ -139,7 +142,7 @@ impl Model {
                 }
                 check_tied(&checkpoint, &config)?;
                 let run = |num_tasks: usize, task: &(dyn Fn(usize) + Sync)| backend.on_threads(num_tasks, task);
-                let mut weights = CheckpointWeights { checkpoint: &checkpoint, run: &run };
+                let mut weights = CheckpointWeights { checkpoint: &checkpoint, int4: config.int4, run: &run };
                 (plan.declaration.load(&*backend, format, &mut weights)?, copy)
             }
         };

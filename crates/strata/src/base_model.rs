@@ -8,11 +8,9 @@ use anyhow::Context;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{
-    EMBEDDED_NAME, Model, ModelConfig, ModelSource, ParameterShape, Tokenizer, UnwrittenCopy, parameter_shapes,
-};
+use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
 use strata_server::{DataDir, ModelInfo};
-use strata_tensor::{CpuBackend, DType, Int4Group, WeightStorage};
+use strata_tensor::{CpuBackend, DType, Int4Group, WeightFormat, WeightStorage};
 
 use crate::download::DownloadBars;
 use crate::machine;
@@ -208,7 +206,8 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage) -> anyhow::Re
             anyhow::bail!("two models would be served as {name}: give them names with --name, one after another");
         }
         let config = source.config()?;
-        let weight_bytes = weight_bytes(&config, storage);
+        let compute = config.dtype.unwrap_or(DType::BF16);
+        let weight_bytes = weight_bytes(&config, WeightFormat { compute, storage });
         all.push(Found { source, config, name, tokenizer: naming.tokenizer.get(i).cloned(), weight_bytes });
     }
     Ok(all)
@@ -274,12 +273,6 @@ fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::R
     Ok(tokenizer)
 }
 
-/// What the weights of a model take, about.
-fn weight_bytes(config: &ModelConfig, storage: WeightStorage) -> u64 {
-    let elements: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
-    (elements as f64 * storage.element_bytes(config.dtype.unwrap_or(DType::BF16))) as u64
-}
-
 /// What clients load the tokenizer from: the directory of the model, its Hugging Face name, or files that are written for them.
 fn tokenizer_id(source: &ModelSource, data_dir: &Path) -> anyhow::Result<String> {
     match source {
@@ -342,7 +335,7 @@ mod tests {
         let config = ModelConfig::named_shape("qwen3-0.6b").unwrap();
         let model = |name: &str, storage| Found {
             source: ModelSource::Embedded,
-            weight_bytes: weight_bytes(&config, storage),
+            weight_bytes: weight_bytes(&config, WeightFormat { compute: DType::BF16, storage }),
             config: config.clone(),
             name: name.into(),
             tokenizer: None,

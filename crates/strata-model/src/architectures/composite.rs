@@ -14,6 +14,12 @@ pub(super) const VISION_PREFIX: &str = "model.visual.";
 /// The keys of `text_config`, and those of the composite that count for its text.
 pub(super) fn text_of(fields: &Fields<'_>, model_type: &str) -> Result<Map<String, Value>> {
     let mut text = part_of(fields, "text_config")?;
+    // Either may say how its matrices lie.
+    if let Some(whole) = fields.get(quantization::KEY)
+        && text.get(quantization::KEY).is_none_or(Value::is_null)
+    {
+        text.insert(quantization::KEY.into(), whole.clone());
+    }
     quantization::check(&Fields { map: &text })?;
     if let Some(other) = text.get("model_type").filter(|value| *value != model_type) {
         return Err(unsupported("text_config.model_type", other, &format!("{model_type:?}")));

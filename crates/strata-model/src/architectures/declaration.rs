@@ -3,9 +3,12 @@
 //! An architecture declares its stacks, and what of a checkpoint fills which rows of which layer of them. From the declaration come the list of a checkpoint's
 //! parameters, the stacks in memory, the modules that can carry LoRA, and the count of work.
 
-use strata_tensor::{Backend, DType, HostRef, HostTensor, PackedRef, PackedStack, Tensor, TensorRef, WeightFormat};
+use strata_tensor::{
+    Backend, DType, HostRef, HostTensor, Int4Group, Int4Rows, PackedRef, PackedStack, Tensor, TensorRef, WeightFormat,
+    WeightStorage,
+};
 
-use super::{MatrixShape, WeightSource};
+use super::{MatrixShape, Rows, WeightSource};
 use crate::Result;
 use crate::checkpoint::Converted;
 use crate::lora::{ExpertModule, FusedRows, LoraModule, ModulePart, Part};
@@ -207,8 +210,18 @@ struct MatrixSpec {
     layers: usize,
     in_features: usize,
     out_features: usize,
-    /// Whether it is stored as it is computed with, however the others are.
-    is_exact: bool,
+    stored: Stored,
+}
+
+/// How the matrices of a stack are stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stored {
+    /// As those of most stacks are.
+    AsAsked,
+    /// As they are computed with, however the others are.
+    Exactly,
+    /// In four bits, as the checkpoint has them.
+    AsTheyLie(Int4Group),
 }
 
 struct VectorSpec {
@@ -230,7 +243,7 @@ pub(crate) struct Declaration {
 impl Declaration {
     /// A stack of matrices, `label` being a word for people.
     pub(crate) fn matrix(&mut self, label: &'static str, layers: usize, in_features: usize, out_features: usize) -> MatrixId {
-        self.matrices.push(MatrixSpec { label, layers, in_features, out_features, is_exact: false });
+        self.matrices.push(MatrixSpec { label, layers, in_features, out_features, stored: Stored::AsAsked });
         MatrixId(self.matrices.len() - 1)
     }
 
@@ -387,7 +400,7 @@ impl Declaration {
     ) -> MatrixId {
         let id = self.matrix(label, layers.len(), in_features, rows);
         // A choice that is off by little is another choice.
-        self.matrices[id.0].is_exact = true;
+        self.matrices[id.0].stored = Stored::Exactly;
         for (layer, number) in layers.iter().enumerate() {
             let place = Place::Matrix { id, layer, first: 0 };
             let name = format!("model.layers.{number}.{path}.weight");
@@ -447,7 +460,7 @@ impl Declaration {
     ) -> MatrixId {
         let names: Vec<String> = names.collect();
         let id = self.matrix(label, names.len(), shape[1..].iter().product(), shape[0]);
-        self.matrices[id.0].is_exact = true;
+        self.matrices[id.0].stored = Stored::Exactly;
         for (layer, name) in names.into_iter().enumerate() {
             let place = Place::Matrix { id, layer, first: 0 };
             self.parameters.push(Parameter { name, shape: shape.to_vec(), form: Form::Own, layer: None, place });
@@ -476,6 +489,32 @@ impl Declaration {
         let (layers, parts) = (vec![0], Vec::new());
         self.modules.push(LoraModule { path, part, layers, experts: None, parts, in_features, out_features });
         self.modules.len() - 1
+    }
+
+    /// Stores matrices that lie in four bits as they lie. `group_inputs`: of a parameter that does, how many inputs share a scale. A stack is so if all of it is, in groups that kernels have; if
+    /// only some is, it is stored as it is computed with, for rounded again it would be another.
+    pub(crate) fn keep_int4(&mut self, group_inputs: impl Fn(&Parameter) -> Option<usize>) {
+        // Of each stack, how many parameters there are, how many of them lie so, and what their groups consist of.
+        let mut found: Vec<(usize, usize, Option<Int4Group>)> =
+            self.matrices.iter().map(|_| (0, 0, Some(Int4Group::Of128))).collect();
+        for parameter in &self.parameters {
+            let (Place::Matrix { id, .. } | Place::Matrices { id, .. }) = parameter.place else { continue };
+            let (parameters, lie_so, group) = &mut found[id.0];
+            *parameters += 1;
+            let Some(inputs) = group_inputs(parameter) else { continue };
+            *lie_so += 1;
+            // One group of all inputs consists of any.
+            let own =
+                if inputs == self.matrices[id.0].in_features { Some(Int4Group::Of128) } else { Int4Group::dividing(inputs) };
+            *group = group.zip(own).map(|(group, own)| if own.inputs() < group.inputs() { own } else { group });
+        }
+        for (matrices, (parameters, lie_so, group)) in self.matrices.iter_mut().zip(found) {
+            matrices.stored = match (matrices.stored, group) {
+                (stored, _) if lie_so == 0 => stored,
+                (Stored::AsAsked, Some(group)) if lie_so == parameters => Stored::AsTheyLie(group),
+                _ => Stored::Exactly,
+            };
+        }
     }
 
     /// The parameters of a checkpoint, what is before the layers first, then layer after layer, and then the rest.
@@ -523,7 +562,10 @@ impl Declaration {
         for p in self.parameters() {
             let dtype =
                 if matches!(p.place, Place::Vector { .. } | Place::Vectors { .. }) { DType::F32 } else { format.compute };
-            source.read(p, dtype, &mut |first, rows| weights.store(backend, p.place, first, rows))?;
+            source.read(p, dtype, &mut |first, rows| match rows {
+                Rows::Values(rows) => weights.store(backend, p.place, first, rows),
+                Rows::Int4(rows) => weights.store_int4(backend, (p.place, dtype), first, rows),
+            })?;
         }
         Ok(weights)
     }
@@ -546,6 +588,17 @@ impl StackShape {
                 backend.packed_bytes(layers, in_features, out_features, format)
             }
             StackShape::Tensor { rows, width, dtype } => rows.saturating_mul(width).saturating_mul(dtype.size_bytes()),
+        }
+    }
+
+    /// Bytes of its elements, with their share of scales.
+    pub(crate) fn element_bytes(&self) -> u64 {
+        match *self {
+            StackShape::Matrices { layers, in_features, out_features, format } => {
+                let elements = [layers, in_features, out_features].map(|n| n as f64).iter().product::<f64>();
+                (elements * format.storage.element_bytes(format.compute)) as u64
+            }
+            StackShape::Tensor { rows, width, dtype } => rows as u64 * width as u64 * dtype.size_bytes() as u64,
         }
     }
 
@@ -577,8 +630,12 @@ pub(crate) enum Stack<'w> {
 impl Declaration {
     /// All stacks: matrices, vectors, and the table if there is one.
     pub(crate) fn stacks(&self, format: WeightFormat) -> Vec<StackShape> {
-        let matrix = |&MatrixSpec { layers, in_features, out_features, is_exact, .. }: &MatrixSpec| {
-            let format = if is_exact { format.compute.into() } else { format };
+        let matrix = |&MatrixSpec { layers, in_features, out_features, stored, .. }: &MatrixSpec| {
+            let format = match stored {
+                Stored::AsAsked => format,
+                Stored::Exactly => format.compute.into(),
+                Stored::AsTheyLie(group) => WeightFormat { storage: WeightStorage::Int4(group), ..format },
+            };
             StackShape::Matrices { layers, in_features, out_features, format }
         };
         let vector = |v: &VectorSpec| StackShape::Tensor { rows: v.layers, width: v.width, dtype: DType::F32 };
@@ -649,6 +706,25 @@ impl Weights {
     pub(crate) fn size_bytes(&self) -> usize {
         let matrices = self.matrices.iter().map(PackedStack::size_bytes).sum::<usize>();
         matrices + self.vectors.iter().chain(&self.table).map(Tensor::size_bytes).sum::<usize>()
+    }
+
+    /// As [`Weights::store`], of rows in four bits: in four bits too if their place has them, or as what they stand for.
+    fn store_int4(
+        &mut self,
+        backend: &dyn Backend,
+        (place, dtype): (Place, DType),
+        first: usize,
+        rows: Int4Rows<'_>,
+    ) -> Result<()> {
+        match place {
+            Place::Matrix { id, layer, first: at } => {
+                Ok(backend.upload_int4_rows(&mut self.matrices[id.0], layer, at + first, rows)?)
+            }
+            _ => {
+                let values = HostTensor::from_f32(&rows.to_f32_vec(), &[rows.rows(), rows.in_features()], dtype)?;
+                self.store(backend, place, first, values.as_ref())
+            }
+        }
     }
 
     /// Writes rows of a parameter, the first of which is row `first`, to their place.

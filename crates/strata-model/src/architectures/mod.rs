@@ -28,8 +28,8 @@ use std::rc::Rc;
 
 use serde_json::{Map, Value};
 use strata_tensor::{
-    AttentionSpan, AxisFrequency, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, KvValues, LoraGroup,
-    LoraProjection, LoraSite, Rotary, Tensor, TensorRef,
+    AttentionSpan, AxisFrequency, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, Int4Rows, KvValues,
+    LoraGroup, LoraProjection, LoraSite, Rotary, Tensor, TensorRef, WeightFormat,
 };
 
 use crate::batch::ImageRows;
@@ -243,12 +243,19 @@ pub(crate) type Observer<'o> = Option<&'o mut dyn FnMut(Observed, &Tensor) -> Re
 /// Where the values of an architecture's parameters come from.
 pub(crate) trait WeightSource {
     /// Passes the values of a parameter to `store`, in slices of whole rows: the first row of the slice, then the rows.
-    fn read(
-        &mut self,
-        parameter: &Parameter,
-        dtype: DType,
-        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
-    ) -> Result<()>;
+    fn read(&mut self, parameter: &Parameter, dtype: DType, store: StoreRows<'_>) -> Result<()>;
+}
+
+/// Takes rows of a parameter, and the number of the first.
+pub(crate) type StoreRows<'s> = &'s mut dyn FnMut(usize, Rows<'_>) -> Result<()>;
+
+/// Some rows of a parameter.
+#[derive(Clone, Copy)]
+pub(crate) enum Rows<'r> {
+    /// As numbers of the dtype that was asked for.
+    Values(HostRef<'r>),
+    /// As a checkpoint has them in four bits.
+    Int4(Int4Rows<'r>),
 }
 
 /// Passes all parameters of a model of this configuration to `visit`, in the order of a checkpoint.
@@ -260,6 +267,19 @@ pub(crate) fn for_each_parameter(config: &ModelConfig, mut visit: impl FnMut(&Pa
 pub fn parameter_shapes(config: &ModelConfig) -> Vec<ParameterShape> {
     let plan = Plan::of(config);
     plan.declaration.parameters().into_iter().map(Parameter::shape_in_files).collect()
+}
+
+/// Bytes of the weights of a model of this configuration, but for what layouts add. Where a checkpoint has matrices in four bits, those of the layers are taken to lie so: which do, its
+/// files say.
+pub fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
+    let mut plan = Plan::of(config);
+    if let Some(form) = config.int4 {
+        plan.declaration.keep_int4(|parameter| {
+            let inputs = *parameter.shape.get(1).filter(|_| parameter.name.starts_with("model.layers."))?;
+            Some(form.group_inputs.unwrap_or(inputs))
+        });
+    }
+    plan.declaration.stacks(format).iter().map(StackShape::element_bytes).sum()
 }
 
 /// The modules of a model of this configuration that can carry LoRA, as [`crate::Model::lora_modules`] has them.

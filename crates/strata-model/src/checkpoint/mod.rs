@@ -8,6 +8,7 @@
 
 mod atomic;
 mod hub;
+mod int4;
 mod limits;
 mod mxfp4;
 mod one_writer;
@@ -29,6 +30,7 @@ pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
+pub(crate) use int4::{Int4Matrix, Int4Tensors};
 pub(crate) use limits::{open_own, open_regular, read_text, read_text_if_exists};
 pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
 pub(crate) use one_writer::write_by_one;

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use safetensors::Dtype;
+
 use super::safetensors::list_names;
 use super::{Checkpoint, SourceTensor};
 use crate::{Error, Result};
@@ -47,15 +49,26 @@ impl<'a> CheckpointReader<'a> {
         None
     }
 
-    /// A tensor of u8. Failures are remembered as for [`CheckpointReader::require`].
-    pub(crate) fn require_bytes(&mut self, name: &str, shape: &[usize]) -> Option<&'a [u8]> {
+    /// The bytes of a tensor of one of these dtypes and this shape. Failures are remembered as for [`CheckpointReader::require`].
+    pub(crate) fn require_plain(&mut self, name: &str, dtypes: &[Dtype], shape: &[usize]) -> Option<&'a [u8]> {
         self.unused.remove(name);
-        match self.checkpoint.plain_bytes(name, shape) {
+        match self.checkpoint.plain(name, dtypes, shape) {
             Some(Ok(bytes)) => return Some(bytes),
             Some(Err(message)) => self.malformed.push(message),
             None => self.missing.push(name.into()),
         }
         None
+    }
+
+    /// Remembers what is wrong with a tensor beside its dtype and shape.
+    pub(crate) fn refuse(&mut self, problem: String) {
+        self.malformed.push(problem);
+    }
+
+    /// Whether there is a tensor of this name that nobody has asked for, and all its bytes are zero.
+    pub(crate) fn is_zero(&self, name: &str) -> bool {
+        let tensor = self.checkpoint.tensor(name).ok().flatten();
+        self.unused.contains(name) && tensor.is_some_and(|tensor| tensor.bytes.iter().all(|&byte| byte == 0))
     }
 
     /// Whether the checkpoint holds a tensor of this name. Does not count as its use.

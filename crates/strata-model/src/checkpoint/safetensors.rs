@@ -266,12 +266,15 @@ impl Checkpoint {
         }
     }
 
-    /// The bytes of a tensor of u8 of this shape; `None` if there is no such tensor, the error if it is something else.
-    pub(crate) fn plain_bytes(&self, name: &str, shape: &[usize]) -> Option<Result<&[u8], String>> {
+    /// The bytes of a tensor of one of these dtypes and this shape; `None` if there is no such tensor, the error if it is something else.
+    pub(crate) fn plain(&self, name: &str, dtypes: &[Dtype], shape: &[usize]) -> Option<Result<&[u8], String>> {
         let entry = self.tensors.get(name)?;
-        if entry.dtype != Dtype::U8 || entry.shape != shape {
+        if !dtypes.contains(&entry.dtype) || entry.shape != shape {
             let (dtype, actual) = (entry.dtype, &entry.shape);
-            return Some(Err(format!("tensor {name} has dtype {dtype} and shape {actual:?}, expected U8 and {shape:?}")));
+            let expected = dtypes.iter().map(Dtype::to_string).collect::<Vec<_>>().join(" or ");
+            return Some(Err(format!(
+                "tensor {name} has dtype {dtype} and shape {actual:?}, expected {expected} and {shape:?}"
+            )));
         }
         Some(Ok(&self.shards[entry.shard].bytes()[entry.bytes.clone()]))
     }

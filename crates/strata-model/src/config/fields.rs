@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 use strata_tensor::DType;
 
+use super::quantization;
 use super::{CONTEXT_TOKENS_MAX, EOS_TOKENS_MAX, HIDDEN_SIZE_MAX, ModelConfig, NUM_LAYERS_MAX, VOCAB_SIZE_MAX};
 use crate::architectures::Family;
 use crate::{Error, Result};
@@ -118,6 +119,7 @@ impl<'a> Fields<'a> {
             bos_token_id: bos.or(default_id("bos_token_id", defaults.bos_token_id)),
             eos_token_ids,
             dtype: self.dtype()?,
+            int4: quantization::int4_form(self)?,
             family,
         })
     }

@@ -1,34 +1,171 @@
 //! `quantization_config`: checkpoints whose weights lie in fewer bits than they are computed with.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::fields::{Fields, unsupported, wrong_kind};
 use crate::Result;
 
+/// The key of a configuration that says how.
+pub(crate) const KEY: &str = "quantization_config";
 /// Rows, and columns, of a block of a matrix of `F8_E4M3` that has one scale, `{name}_scale_inv`.
 pub(crate) const FP8_BLOCK: usize = 128;
 
-/// Refuses whatever is not the layout of DeepSeek-V3: matrices of `F8_E4M3` with a scale for each block. It is computed with what the bytes stand for, and
-/// activations are not rounded to bytes as some kernels do.
+/// How matrices lie in a checkpoint that has them in four bits. Which of them, its tensors say: transformers quantises linear layers but for the unembedding, and configurations
+/// name exceptions in many ways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Int4Form {
+    pub(crate) layout: Int4Layout,
+    /// Consecutive inputs of an output that share a scale; `None`: all of them.
+    pub(crate) group_inputs: Option<usize>,
+}
+
+/// The common ways to lay out codes, scales and zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Int4Layout {
+    /// `qweight [in / 8, out]`, `qzeros [groups, out / 8]`, `scales [groups, out]`, `g_idx [in]` (Frantar et al., 2022, arXiv:2210.17323, as AutoGPTQ and GPTQModel write it).
+    Gptq {
+        /// What zeros are stored less than they are: one, but for `gptq_v2`.
+        zeros_less: u8,
+    },
+    /// `qweight [in, out / 8]`, `qzeros [groups, out / 8]`, `scales [groups, out]` (Lin et al., 2023, arXiv:2306.00978, as AutoAWQ writes its `gemm` version).
+    Awq,
+    /// `weight_packed [out, in / 8]`, `weight_scale [out, groups]`, `weight_shape [2]`, as llm-compressor writes `pack-quantized`.
+    CompressedTensors {
+        /// Whether all zeros are 8; else there is `weight_zero_point [out / 8, groups]`.
+        symmetric: bool,
+    },
+}
+
+/// Refuses whatever is not read: what is, are matrices in bytes as DeepSeek-V3 has them, and matrices of four bits as GPTQ, AWQ and compressed-tensors do. It is computed with what the bytes
+/// stand for, and activations are not rounded as some kernels do.
 pub(crate) fn check(fields: &Fields<'_>) -> Result<()> {
-    const KEY: &str = "quantization_config";
     let Some(value) = fields.get(KEY) else { return Ok(()) };
-    let Value::Object(map) = value else { return Err(wrong_kind(KEY, value, "an object")) };
-    let settings = Fields { map };
-    if settings.get("quant_method") != Some(&json!("fp8")) || !settings.has("weight_block_size") {
-        return Err(unsupported(KEY, value, "none, or \"fp8\" with a weight_block_size"));
-    }
-    let fixed =
-        [("weight_block_size", json!([FP8_BLOCK, FP8_BLOCK])), ("fmt", json!("e4m3")), ("activation_scheme", json!("dynamic"))];
-    for (key, only) in fixed {
-        if let Some(other) = settings.map.get(key).filter(|value| **value != only) {
-            return Err(unsupported(&format!("{KEY}.{key}"), other, &only.to_string()));
+    let settings = object(KEY, value)?;
+    match settings.get("quant_method").and_then(Value::as_str) {
+        Some("fp8") if settings.has("weight_block_size") => check_fp8(&settings),
+        Some("gptq" | "awq" | "compressed-tensors") => int4_form(fields).map(|_| ()),
+        _ => {
+            Err(unsupported(KEY, value, "none, \"fp8\" with a weight_block_size, \"gptq\", \"awq\" or \"compressed-tensors\""))
         }
     }
+}
+
+/// How matrices of four bits lie; `None` if none do.
+pub(crate) fn int4_form(fields: &Fields<'_>) -> Result<Option<Int4Form>> {
+    let Some(value) = fields.get(KEY) else { return Ok(None) };
+    let settings = object(KEY, value)?;
+    match settings.get("quant_method").and_then(Value::as_str) {
+        Some("gptq") => gptq(&settings).map(Some),
+        Some("awq") => awq(&settings).map(Some),
+        Some("compressed-tensors") => compressed_tensors(&settings).map(Some),
+        _ => Ok(None),
+    }
+}
+
+fn check_fp8(settings: &Fields<'_>) -> Result<()> {
+    only(settings, KEY, "weight_block_size", &[json!([FP8_BLOCK, FP8_BLOCK])])?;
+    only(settings, KEY, "fmt", &[json!("e4m3")])?;
+    only(settings, KEY, "activation_scheme", &[json!("dynamic")])?;
     // What is not converted has another dtype in the file, and the format of scales is that of their tensors.
     let known = ["quant_method", "weight_block_size", "fmt", "activation_scheme", "modules_to_not_convert", "scale_fmt"];
-    match map.iter().find(|(key, _)| !known.contains(&key.as_str())) {
+    match settings.map.iter().find(|(key, _)| !known.contains(&key.as_str())) {
         Some((key, other)) => Err(unsupported(&format!("{KEY}.{key}"), other, &known.join(", "))),
         None => Ok(()),
     }
+}
+
+fn gptq(settings: &Fields<'_>) -> Result<Int4Form> {
+    // Of its many other keys those below say how tensors lie, and the rest how they were found; whether inputs were put in another order, `g_idx` says.
+    required(settings, KEY, "bits", &[json!(4)])?;
+    only(settings, KEY, "checkpoint_format", &[json!("gptq"), json!("gptq_v2")])?;
+    only(settings, KEY, "pack_dtype", &[json!("int32")])?;
+    only(settings, KEY, "is_marlin_format", &[json!(false)])?;
+    // Other settings for some modules.
+    only(settings, KEY, "dynamic", &[json!({}), json!(false)])?;
+    let zeros_less = u8::from(settings.get("checkpoint_format") != Some(&json!("gptq_v2")));
+    let group_inputs = group_inputs(settings, KEY, required(settings, KEY, "group_size", &[])?)?;
+    Ok(Int4Form { layout: Int4Layout::Gptq { zeros_less }, group_inputs })
+}
+
+fn awq(settings: &Fields<'_>) -> Result<Int4Form> {
+    // AutoAWQ had other names for two keys once.
+    let name = |keys: [&'static str; 2]| if settings.has(keys[1]) { keys[1] } else { keys[0] };
+    required(settings, KEY, name(["bits", "w_bit"]), &[json!(4)])?;
+    only(settings, KEY, "version", &[json!("gemm"), json!("GEMM")])?;
+    only(settings, KEY, "zero_point", &[json!(true)])?;
+    let group_inputs = group_inputs(settings, KEY, required(settings, KEY, name(["group_size", "q_group_size"]), &[])?)?;
+    Ok(Int4Form { layout: Int4Layout::Awq, group_inputs })
+}
+
+fn compressed_tensors(settings: &Fields<'_>) -> Result<Int4Form> {
+    required(settings, KEY, "format", &[json!("pack-quantized")])?;
+    for scheme in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
+        only(settings, KEY, scheme, &[json!({})])?;
+    }
+    let groups = object(&format!("{KEY}.config_groups"), required(settings, KEY, "config_groups", &[])?)?;
+    let mut form = None;
+    for (name, value) in groups.map {
+        let path = format!("{KEY}.config_groups.{name}");
+        let of_group = object(&path, value)?;
+        only(&of_group, &path, "input_activations", &[])?;
+        only(&of_group, &path, "output_activations", &[])?;
+        only(&of_group, &path, "format", &[json!("pack-quantized")])?;
+        let weights = object(&format!("{path}.weights"), required(&of_group, &path, "weights", &[])?)?;
+        let path = format!("{path}.weights");
+        required(&weights, &path, "num_bits", &[json!(4)])?;
+        required(&weights, &path, "type", &[json!("int")])?;
+        only(&weights, &path, "dynamic", &[json!(false)])?;
+        // In the order of the inputs, or with a better order while scales were found; else there would be a `weight_g_idx`.
+        only(&weights, &path, "actorder", &[json!("static"), json!("weight"), json!(false)])?;
+        let strategy = required(&weights, &path, "strategy", &[json!("group"), json!("channel")])?;
+        let group_inputs = match strategy.as_str() {
+            Some("channel") => None,
+            _ => group_inputs(&weights, &path, required(&weights, &path, "group_size", &[])?)?,
+        };
+        let layout = Int4Layout::CompressedTensors { symmetric: weights.flag("symmetric", true)? };
+        let own = Int4Form { layout, group_inputs };
+        if form.is_some_and(|other| other != own) {
+            return Err(unsupported(&path, &Value::Object(weights.map.clone()), "what the group before it has"));
+        }
+        form = Some(own);
+    }
+    form.ok_or_else(|| unsupported(&format!("{KEY}.config_groups"), &Value::Object(Map::new()), "a group of linear layers"))
+}
+
+/// Inputs to a group; -1 are all.
+fn group_inputs(settings: &Fields<'_>, path: &str, value: &Value) -> Result<Option<usize>> {
+    match value.as_i64() {
+        Some(-1) => Ok(None),
+        Some(8 | 16 | 32 | 64 | 128 | 256 | 512 | 1024) => Ok(value.as_u64().map(|inputs| inputs as usize)),
+        _ => {
+            let key = if settings.has("q_group_size") { "q_group_size" } else { "group_size" };
+            Err(unsupported(&format!("{path}.{key}"), value, "-1 or a power of two from 8 to 1024"))
+        }
+    }
+}
+
+fn object<'a>(key: &str, value: &'a Value) -> Result<Fields<'a>> {
+    match value {
+        Value::Object(map) => Ok(Fields { map }),
+        other => Err(wrong_kind(key, other, "an object")),
+    }
+}
+
+/// Refuses a key that is there with another value than these.
+fn only(settings: &Fields<'_>, path: &str, key: &str, values: &[Value]) -> Result<()> {
+    match settings.get(key).filter(|value| !values.contains(value)) {
+        None => Ok(()),
+        Some(other) => {
+            let named = values.iter().map(Value::to_string).collect::<Vec<_>>().join(" or ");
+            Err(unsupported(&format!("{path}.{key}"), other, if named.is_empty() { "null" } else { &named }))
+        }
+    }
+}
+
+/// The value of a key, which is one of these if there are any.
+fn required<'a>(settings: &Fields<'a>, path: &str, key: &str, values: &[Value]) -> Result<&'a Value> {
+    if !values.is_empty() {
+        only(settings, path, key, values)?;
+    }
+    settings.get(key).ok_or_else(|| crate::Error::Config(format!("{path}.{key} is missing")))
 }

@@ -363,12 +363,71 @@ fn of_a_composite_the_text_is_read() {
     for (own, expected) in [
         (json!({"text_config": 3}), "text_config is 3"),
         (json!({"text_config": {"model_type": "qwen3_5_moe_text"}}), "text_config.model_type \"qwen3_5_moe_text\""),
-        (json!({"text_config": {"quantization_config": {"quant_method": "gptq"}}}), "gptq"),
-        (json!({"quantization_config": {"quant_method": "gptq"}}), "gptq"),
+        (json!({"text_config": {"quantization_config": {"quant_method": "hqq"}}}), "hqq"),
+        (json!({"quantization_config": {"quant_method": "hqq"}}), "hqq"),
+        (json!({"quantization_config": {"quant_method": "gptq", "bits": 3}}), "bits 3"),
         (json!({"tie_word_embeddings": null}), "tie_word_embeddings is null"),
         (json!({"eos_token_id": 100}), "eos_token_id 100"),
     ] {
         let error = read(own, None).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+    }
+}
+
+#[test]
+fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
+    let form = |own: Value| read_with(json!({ "quantization_config": own })).map(|config| config.int4);
+    let with = |base: &Value, own: Value| {
+        let mut all = base.clone();
+        all.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        form(all)
+    };
+    let gptq = json!({"quant_method": "gptq", "bits": 4, "group_size": 128});
+    let of = |layout, group_inputs| Some(Int4Form { layout, group_inputs });
+    assert_eq!(form(gptq.clone()).unwrap(), of(Int4Layout::Gptq { zeros_less: 1 }, Some(128)));
+    let second = json!({"checkpoint_format": "gptq_v2", "group_size": -1, "desc_act": true, "dynamic": null});
+    assert_eq!(with(&gptq, second).unwrap(), of(Int4Layout::Gptq { zeros_less: 0 }, None));
+    let awq = json!({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": true, "version": "GEMM"});
+    assert_eq!(form(awq.clone()).unwrap(), of(Int4Layout::Awq, Some(64)));
+    let compressed = |weights: Value, others: Value| {
+        let mut all = json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32});
+        all.as_object_mut().unwrap().extend(weights.as_object().unwrap().clone());
+        let mut groups = json!({"group_0": {"weights": all, "targets": ["Linear"]}});
+        groups.as_object_mut().unwrap().extend(others.as_object().unwrap().clone());
+        form(json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}))
+    };
+    let none = || json!({});
+    let layout = |symmetric| Int4Layout::CompressedTensors { symmetric };
+    assert_eq!(compressed(none(), none()).unwrap(), of(layout(true), Some(32)));
+    assert_eq!(compressed(json!({"symmetric": false, "actorder": "static"}), none()).unwrap(), of(layout(false), Some(32)));
+    assert_eq!(compressed(json!({"strategy": "channel", "group_size": null}), none()).unwrap(), of(layout(true), None));
+    let composite = json!({"model_type": "qwen3_5", "quantization_config": gptq}).to_string();
+    assert_eq!(ModelConfig::from_json(&composite, None).unwrap().int4, of(Int4Layout::Gptq { zeros_less: 1 }, Some(128)));
+
+    let other_group = json!({"group_1": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}});
+    for (refused, expected) in [
+        (with(&gptq, json!({"bits": 8})), "quantization_config.bits 8"),
+        (with(&gptq, json!({"group_size": 48})), "quantization_config.group_size 48"),
+        (with(&gptq, json!({"group_size": null})), "quantization_config.group_size is missing"),
+        (with(&gptq, json!({"checkpoint_format": "marlin"})), "checkpoint_format \"marlin\""),
+        (with(&gptq, json!({"dynamic": {"+:lm_head": {"bits": 8}}})), "quantization_config.dynamic"),
+        (with(&gptq, json!({"pack_dtype": "int64"})), "pack_dtype \"int64\""),
+        (with(&awq, json!({"version": "gemv"})), "version \"gemv\""),
+        (with(&awq, json!({"zero_point": false})), "zero_point false"),
+        (compressed(json!({"num_bits": 8}), none()), "config_groups.group_0.weights.num_bits 8"),
+        (compressed(json!({"type": "float"}), none()), "weights.type \"float\""),
+        (compressed(json!({"actorder": "group"}), none()), "weights.actorder \"group\""),
+        (compressed(json!({"dynamic": true}), none()), "weights.dynamic true"),
+        (compressed(none(), other_group), "config_groups.group_1.weights"),
+        (compressed(none(), json!({"group_0": {"weights": null}})), "group_0.weights is missing"),
+        (form(json!({"quant_method": "compressed-tensors", "format": "float-quantized"})), "format \"float-quantized\""),
+        (
+            form(json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}})),
+            "config_groups {}",
+        ),
+        (form(json!("gptq")), "quantization_config is \"gptq\""),
+    ] {
+        let error = refused.unwrap_err().to_string();
         assert!(error.contains(expected), "{error:?} does not say {expected:?}");
     }
 }
@@ -401,7 +460,7 @@ fn hostile_values_are_refused_by_key_and_value() {
         (json!({"model_type": "absent"}), "model_type is missing"),
         (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
         (json!({"quantization_config": {"quant_method": "fp8"}}), "fp8"),
-        (json!({"quantization_config": {"quant_method": "gptq", "weight_block_size": [128, 128]}}), "gptq"),
+        (json!({"quantization_config": {"quant_method": "hqq", "weight_block_size": [128, 128]}}), "hqq"),
         (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}), "weight_block_size [64,128]"),
         (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}}), "e5m2"),
         (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "bits": 8}}), "bits 8"),

@@ -1,7 +1,7 @@
 //! A checkpoint with an adapter added to its weights: `W + scale · B·A`, computed in f32 and rounded once.
 //!
 //! What is written has the names, the layouts and the shards of the base, and everything else that the base has: the part that sees, layers for further tokens, the tokenizer. Two things
-//! are otherwise. Weights in bytes or in blocks of four bits are written as the numbers that they stand for, for a sum of them and a product has no such form. And where a model ties its unembedding to
+//! are otherwise. Weights in bytes or in four bits are written as the numbers that they stand for, for a sum of them and a product has no such form. And where a model ties its unembedding to
 //! its embedding and the adapter has a pair of either, they are two tensors from then on.
 //!
 //! Of the base, one run of rows is in memory at a time.
@@ -22,7 +22,8 @@ use super::weights::{
 };
 use crate::architectures::{Form, for_each_parameter, lora_modules};
 use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, SINGLE_FILE, Sink, SourceDType, SourceTensor, StoredTensor, WrittenTensor,
+    BLOCK, BLOCK_BYTES, Checkpoint, Int4Matrix, Int4Tensors, SINGLE_FILE, Sink, SourceDType, SourceTensor, StoredTensor,
+    WrittenTensor,
 };
 use crate::checkpoint::{alone, dequantize, write_safetensors};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, Part};
@@ -96,6 +97,8 @@ struct Quantized {
     any: bool,
     /// Experts in blocks, by the name of the blocks: what they are together, and the blocks and scales.
     experts: BTreeMap<String, (String, Mxfp4)>,
+    /// Matrices of four bits, by the name of their codes in the model: what they are, by its own.
+    int4: BTreeMap<String, (String, Int4Tensors)>,
     /// Tensors that are gone with what they are the scales of.
     scales: BTreeSet<String>,
 }
@@ -105,6 +108,8 @@ enum Values<'a> {
     Plain(SourceTensor<'a>),
     /// Bytes, and a scale for each block of them.
     Scaled(SourceTensor<'a>, Vec<f32>),
+    /// Four bits of each.
+    Int4(Int4Matrix<'a>),
     /// Blocks and scales of `[experts, rows, columns]`, to be written as `[experts, columns, rows]`.
     Blocks {
         blocks: &'a [u8],
@@ -145,12 +150,12 @@ impl<'a> Merge<'a> {
                     (_, Some(experts)) => {
                         let (first, fused) = (layer * experts.count, format!("{path}.{}", experts.fused.parameter));
                         let of_expert = |e: usize| format!("{path}.{e}.{}.weight", experts.projection);
-                        if self.named.contains(&of_expert(0)) {
-                            (0..experts.count).for_each(|e| push(of_expert(e), first + e, Lies::AS_IT_IS));
-                        } else if flipped.contains(&fused) {
+                        if flipped.contains(&fused) {
                             push(fused, first, Lies::Columns { first: experts.fused.first, step: experts.fused.step });
-                        } else {
+                        } else if self.named.contains(&fused) {
                             push(fused, first, Lies::Rows { first: experts.fused.first, step: experts.fused.step });
+                        } else {
+                            (0..experts.count).for_each(|e| push(of_expert(e), first + e, Lies::AS_IT_IS));
                         }
                     }
                 }
@@ -169,14 +174,23 @@ impl<'a> Merge<'a> {
     }
 
     fn quantized(&self) -> Quantized {
-        let mut found = Quantized { any: false, experts: BTreeMap::new(), scales: BTreeSet::new() };
+        let mut found = Quantized { any: false, experts: BTreeMap::new(), int4: BTreeMap::new(), scales: BTreeSet::new() };
+        let mut parameters = BTreeSet::new();
         for_each_parameter(self.model, |parameter| {
+            parameters.insert(parameter.name.clone());
+            if let Some(tensors) = Int4Tensors::of(self.named, self.model.int4, &parameter.name, &parameter.shape) {
+                found.int4.insert(tensors.codes().0, (parameter.name.clone(), tensors));
+            }
             if let Some(of) = Mxfp4::of(self.named, parameter) {
                 found.scales.insert(of.scales.0.clone());
                 found.experts.insert(of.blocks.0.clone(), (parameter.name.clone(), of));
             }
         });
+        let of_int4: BTreeSet<String> = found.int4.values().flat_map(|(_, tensors)| tensors.others()).collect();
         for (_, tensors) in self.stored.stored() {
+            let names = tensors.iter().map(|tensor| (tensor.name, self.own_name(tensor.name)));
+            let gone = names.filter(|(_, own)| of_int4.contains(own) && !parameters.contains(own));
+            found.scales.extend(gone.map(|(name, _)| name.to_string()));
             let in_bytes =
                 tensors.iter().filter(|tensor| tensor.dtype == Dtype::F8_E4M3).map(|tensor| scales_name(tensor.name));
             found.scales.extend(in_bytes.filter(|scales| self.stored.contains(scales)));
@@ -201,13 +215,19 @@ impl<'a> Merge<'a> {
         let of = |name: &str| addends.get(name).map_or(&[][..], Vec::as_slice);
         if let Some((whole, Mxfp4 { blocks, scales })) = quantized.experts.get(name) {
             let [experts, rows, of_row] = scales.1;
-            let bytes = |name: &str, shape: &[usize]| match self.stored.plain_bytes(name, shape) {
+            let bytes = |name: &str, shape: &[usize]| match self.stored.plain(name, &[Dtype::U8], shape) {
                 Some(bytes) => bytes.map_err(|message| self.stored.error(message)),
                 None => Err(self.stored.error(format!("missing tensors: {name}"))),
             };
             let values = Values::Blocks { blocks: bytes(&blocks.0, &blocks.1)?, scales: bytes(&scales.0, &scales.1)? };
             let shape = vec![experts, of_row * BLOCK, rows];
             written.push(self.computed(whole, whole.clone(), shape, self.dense_dtype(), values, of(whole)));
+            return Ok(());
+        }
+        if let Some((whole, tensors)) = quantized.int4.get(&own_name) {
+            let stem = name.strip_suffix("qweight").or_else(|| name.strip_suffix("weight_packed")).unwrap_or(name);
+            let (values, shape) = (Values::Int4(tensors.open(self.named)?), tensors.shape().to_vec());
+            written.push(self.computed(name, format!("{stem}weight"), shape, self.dense_dtype(), values, of(whole)));
             return Ok(());
         }
         // An unembedding that was the embedding's table goes where that is.
@@ -281,7 +301,7 @@ impl<'a> Merge<'a> {
             let columns = own_shape.iter().product::<usize>() / (count * rows).max(1);
             let run = match values {
                 Values::Blocks { .. } => rows.max(1),
-                Values::Plain(_) | Values::Scaled(..) => (SLICE_ELEMENTS / columns.max(1)).max(1),
+                Values::Plain(_) | Values::Scaled(..) | Values::Int4(_) => (SLICE_ELEMENTS / columns.max(1)).max(1),
             };
             for matrix in 0..count {
                 let of_matrix = addends.iter().map(|addend| addend.pair(self.backend, matrix)).collect::<Result<Vec<_>>>()?;
@@ -316,6 +336,7 @@ impl Values<'_> {
                 Ok(tensor.read_rows(all, DType::F32)?.as_ref().to_f32_vec())
             }
             Values::Scaled(tensor, scales) => Ok(scaled_rows(&alone, tensor, all, scales, DType::F32)?.as_ref().to_f32_vec()),
+            Values::Int4(matrix) => Ok(matrix.rows(&alone, all).as_ref()?.to_f32_vec()),
             Values::Blocks { blocks, scales } => {
                 let (elements, matrix) = (rows * columns, first / rows.max(1));
                 let own = matrix * elements / BLOCK..(matrix + 1) * elements / BLOCK;
@@ -330,7 +351,7 @@ impl Values<'_> {
     fn forget(&self, checkpoint: &Checkpoint, name: &str, rows: Range<usize>, columns: usize) {
         let row_bytes = match self {
             Values::Plain(tensor) | Values::Scaled(tensor, _) => columns * tensor.dtype.size_bytes(),
-            Values::Blocks { .. } => return,
+            Values::Blocks { .. } | Values::Int4(_) => return,
         };
         checkpoint.forget(name, rows.start * row_bytes..rows.end * row_bytes);
     }

@@ -2,6 +2,7 @@
 
 mod embedding;
 mod images;
+mod int4;
 mod tied;
 
 use std::collections::BTreeMap;
@@ -12,7 +13,7 @@ use strata_tensor::{Arithmetic, CpuBackend, HostRef, Int4Group, Isa, random};
 
 use super::*;
 use crate::Held;
-use crate::architectures::{Parameter, WeightSource};
+use crate::architectures::{Parameter, Rows, WeightSource};
 
 /// A model of a few thousand parameters, with a head width and a vocabulary that no vector register divides.
 pub(super) fn config() -> ModelConfig {
@@ -626,8 +627,9 @@ fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let before = resident_bytes();
     let mut most = 0;
-    let mut weights = CheckpointWeights { checkpoint: &checkpoint, run: &crate::checkpoint::alone };
-    let mut store = |_: usize, values: HostRef<'_>| {
+    let mut weights = CheckpointWeights { checkpoint: &checkpoint, int4: None, run: &crate::checkpoint::alone };
+    let mut store = |_: usize, rows: Rows<'_>| {
+        let Rows::Values(values) = rows else { panic!("four bits of f32") };
         assert_eq!(values.as_bytes().iter().step_by(4096).map(|&b| u32::from(b)).sum::<u32>(), 0);
         most = most.max(resident_bytes().saturating_sub(before));
         Ok(())

@@ -2,14 +2,15 @@
 
 use std::ops::Range;
 
+use safetensors::Dtype;
 use strata_tensor::{DType, HostRef, HostTensor, Shape, random};
 
-use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, WeightSource};
+use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, Rows, StoreRows, WeightSource};
 use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, Run, SourceDType, SourceTensor, alone, dequantize,
-    e4m3_to_f32, fill_pieces, first_not_finite, write_values,
+    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, Int4Tensors, Run, SourceDType, SourceTensor, alone,
+    dequantize, e4m3_to_f32, fill_pieces, first_not_finite, write_values,
 };
-use crate::config::FP8_BLOCK;
+use crate::config::{FP8_BLOCK, Int4Form};
 use crate::{ModelConfig, ModelSource, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
@@ -59,26 +60,25 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
         reader.ignore("lm_head.weight");
     }
     config.family.config().left_aside(config).iter().for_each(|prefix| reader.ignore_under(prefix));
-    architectures::for_each_parameter(config, |p| match fused_in(checkpoint, p) {
-        // The experts of a layer have it together; it is asked for once.
-        Some(fused) if fused.expert > 0 || fused.first > 0 => {}
-        Some(fused) => {
-            let [first, second] =
-                if is_flipped(checkpoint, fused) { [fused.columns, fused.rows] } else { [fused.rows, fused.columns] };
-            reader.require(&fused.name, &[fused.num_experts, first, second]);
+    architectures::for_each_parameter(config, |p| {
+        if let Some(fused) = fused_in(checkpoint, p) {
+            // The experts of a layer have it together; it is asked for once.
+            if fused.expert == 0 && fused.first == 0 {
+                let [first, second] =
+                    if is_flipped(checkpoint, fused) { [fused.columns, fused.rows] } else { [fused.rows, fused.columns] };
+                reader.require(&fused.name, &[fused.num_experts, first, second]);
+            }
+        } else if let Some(Mxfp4 { blocks, scales }) = Mxfp4::of(checkpoint, p) {
+            reader.require_plain(&blocks.0, &[Dtype::U8], &blocks.1);
+            reader.require_plain(&scales.0, &[Dtype::U8], &scales.1);
+        } else if let Some(tensors) = Int4Tensors::of(checkpoint, config.int4, &p.name, &p.shape) {
+            tensors.require(&mut reader);
+        } else {
+            let tensor = reader.require(&p.name, &p.shape);
+            if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
+                reader.require(&scales_name(&p.name), &scales_shape(&p.shape));
+            }
         }
-        None => match Mxfp4::of(checkpoint, p) {
-            Some(quantized) => {
-                reader.require_bytes(&quantized.blocks.0, &quantized.blocks.1);
-                reader.require_bytes(&quantized.scales.0, &quantized.scales.1);
-            }
-            None => {
-                let tensor = reader.require(&p.name, &p.shape);
-                if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
-                    reader.require(&scales_name(&p.name), &scales_shape(&p.shape));
-                }
-            }
-        },
     });
     reader.finish()
 }
@@ -96,6 +96,8 @@ fn scales_shape(shape: &[usize]) -> Vec<usize> {
 /// Weights from a checkpoint that was accounted for.
 pub(super) struct CheckpointWeights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
+    /// How matrices lie that lie in four bits.
+    pub(super) int4: Option<Int4Form>,
     /// What numbers are looked at and converted on.
     pub(super) run: Run<'c>,
 }
@@ -282,7 +284,7 @@ impl CheckpointWeights<'_> {
     ) -> Result<()> {
         /// Blocks to a piece.
         const BLOCKS: usize = 256;
-        let bytes = |name: &str, shape: &[usize]| match self.checkpoint.plain_bytes(name, shape) {
+        let bytes = |name: &str, shape: &[usize]| match self.checkpoint.plain(name, &[Dtype::U8], shape) {
             Some(bytes) => bytes.map_err(|message| self.checkpoint.error(message)),
             None => Err(self.checkpoint.error(format!("missing tensors: {name}"))),
         };
@@ -310,21 +312,37 @@ impl CheckpointWeights<'_> {
     }
 }
 
+impl CheckpointWeights<'_> {
+    /// A matrix of four bits.
+    fn read_int4(&self, tensors: &Int4Tensors, store: StoreRows<'_>) -> Result<()> {
+        let (codes, _) = tensors.codes();
+        self.checkpoint.expect(&codes);
+        let matrix = tensors.open(self.checkpoint)?;
+        for rows in slices(&tensors.shape()) {
+            let first = rows.start;
+            let values = matrix.rows(self.run, rows);
+            let rows = values.as_ref().map_err(|e| self.checkpoint.error(format!("tensor {codes}: {e}")))?;
+            store(first, Rows::Int4(rows))?;
+        }
+        self.checkpoint.forget(&codes, 0..matrix.code_bytes());
+        Ok(())
+    }
+}
+
 impl WeightSource for CheckpointWeights<'_> {
-    fn read(
-        &mut self,
-        parameter: &Parameter,
-        dtype: DType,
-        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
-    ) -> Result<()> {
+    fn read(&mut self, parameter: &Parameter, dtype: DType, store: StoreRows<'_>) -> Result<()> {
         let Parameter { name, shape, .. } = parameter;
+        if let Some(tensors) = Int4Tensors::of(self.checkpoint, self.int4, name, shape) {
+            return self.read_int4(&tensors, store);
+        }
+        let mut store = |first: usize, rows: HostRef<'_>| store(first, Rows::Values(rows));
         if let Some(fused) = fused_in(self.checkpoint, parameter) {
-            return self.read_fused(fused, shape[0], dtype, store);
+            return self.read_fused(fused, shape[0], dtype, &mut store);
         }
         if let Some(quantized) = Mxfp4::of(self.checkpoint, parameter) {
-            return self.read_mxfp4(&quantized, dtype, store);
+            return self.read_mxfp4(&quantized, dtype, &mut store);
         }
-        let mut store = in_form(self.run, &parameter.form, store);
+        let mut store = in_form(self.run, &parameter.form, &mut store);
         self.checkpoint.expect(name);
         let Some(tensor) = self.checkpoint.tensor(name)? else {
             return Err(self.checkpoint.error(format!("missing tensors: {name}")));
@@ -381,14 +399,10 @@ pub(super) struct RandomWeights {
 }
 
 impl WeightSource for RandomWeights {
-    fn read(
-        &mut self,
-        parameter: &Parameter,
-        dtype: DType,
-        store: &mut dyn FnMut(usize, HostRef<'_>) -> Result<()>,
-    ) -> Result<()> {
+    fn read(&mut self, parameter: &Parameter, dtype: DType, store: StoreRows<'_>) -> Result<()> {
         let Parameter { shape, form, .. } = parameter;
-        let (initial, mut store) = (parameter.initial(), in_form(&alone, form, store));
+        let mut store = |first: usize, rows: HostRef<'_>| store(first, Rows::Values(rows));
+        let (initial, mut store) = (parameter.initial(), in_form(&alone, form, &mut store));
         let row_len = shape[1..].iter().product::<usize>();
         for rows in slices(shape) {
             let mut values = vec![0.0; rows.len() * row_len];

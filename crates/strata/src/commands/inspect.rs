@@ -5,8 +5,10 @@ use std::fmt::Write;
 use indicatif::HumanBytes;
 use strata_model::checkpoint::HubOptions;
 use strata_model::vision::ImageProcessor;
-use strata_model::{LinearWork, MixerWork, Model, ModelConfig, ModelSource, ParameterShape, Work, parameter_shapes};
-use strata_tensor::{DType, WeightStorage};
+use strata_model::{
+    LinearWork, MixerWork, Model, ModelConfig, ModelSource, ParameterShape, Work, parameter_shapes, weight_bytes,
+};
+use strata_tensor::{DType, WeightFormat, WeightStorage};
 
 use crate::base_model::Quantize;
 use crate::download::DownloadBars;
@@ -71,21 +73,15 @@ fn describe(
     line("context", format!("{} tokens", config.max_position_embeddings));
     let parameters: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
     line("parameters", format!("{:.3} billion", parameters as f64 / 1e9));
-    let element = dtype.size_bytes() as f64;
-    let bytes = match storage {
-        WeightStorage::Dense => parameters as f64 * element,
-        // A table of embeddings stays as it is.
-        WeightStorage::Int8 | WeightStorage::Int4(_) => {
-            let table = if config.tie_word_embeddings { 0 } else { config.vocab_size * config.hidden_size } as f64;
-            (parameters as f64 - table) * storage.element_bytes(dtype) + table * element
-        }
+    let kept = match (config.int4, storage) {
+        (Some(_), WeightStorage::Dense) => "as they lie: int4",
+        (Some(_), WeightStorage::Int8) => "as they lie where that is int4, or int8",
+        (None, WeightStorage::Dense) => "as they are",
+        (None, WeightStorage::Int8) => "int8",
+        (_, WeightStorage::Int4(_)) => "int4",
     };
-    let kept = match storage {
-        WeightStorage::Dense => "as they are",
-        WeightStorage::Int8 => "int8",
-        WeightStorage::Int4(_) => "int4",
-    };
-    line("memory", format!("{} of weights in {dtype}, kept {kept}", HumanBytes(bytes as u64)));
+    let bytes = weight_bytes(config, WeightFormat { compute: dtype, storage });
+    line("memory", format!("{} of weights in {dtype}, kept {kept}", HumanBytes(bytes)));
     let (per_token, per_sequence) = cached_bytes(&work, dtype);
     let states = match per_sequence {
         0 => String::new(),

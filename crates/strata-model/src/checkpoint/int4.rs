@@ -1,0 +1,260 @@
+//! Matrices of four bits as GPTQ, AWQ and compressed-tensors write them: words of eight codes, and a scale and a zero for each group of inputs of an output.
+//!
+//! What they stand for is `(code − zero)·scale` in all of them; they differ in what is beside what, and in where a word has its eight codes. See
+//! [`Int4Layout`] for names and shapes.
+
+use std::ops::Range;
+
+use safetensors::Dtype;
+use strata_tensor::{DType, Int4Rows};
+
+use super::{Checkpoint, CheckpointReader, Run, fill_pieces};
+use crate::Result;
+use crate::config::{Int4Form, Int4Layout};
+
+/// Codes of a word.
+const CODES: usize = 8;
+/// Where in a word of AWQ the code of output `o % 8` is: its unpacking interleaves halves, `[0, 2, 4, 6, 1, 3, 5, 7]`.
+const AWQ_PLACES: [usize; CODES] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// The zero of all groups where there are no zeros.
+const SYMMETRIC_ZERO: u8 = 8;
+/// Rows to a piece.
+const ROWS: usize = 16;
+
+/// The tensors of a matrix `[outputs, inputs]`.
+pub(crate) struct Int4Tensors {
+    form: Int4Form,
+    outputs: usize,
+    inputs: usize,
+    /// What the names of all begin with.
+    stem: String,
+}
+
+/// A matrix in a file.
+pub(crate) struct Int4Matrix<'a> {
+    tensors: &'a Int4Tensors,
+    codes: &'a [[u8; 4]],
+    zeros: Option<&'a [[u8; 4]]>,
+    scales: Vec<f32>,
+}
+
+/// Rows of a matrix, in memory.
+pub(crate) struct Int4Values {
+    shape: (usize, usize),
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    zeros: Vec<u8>,
+}
+
+impl Int4Tensors {
+    /// Those of the parameter `name`, `{stem}.weight`, if the checkpoint has it in this form and in no other.
+    pub(crate) fn of(checkpoint: &Checkpoint, form: Option<Int4Form>, name: &str, shape: &[usize]) -> Option<Self> {
+        let (form, stem) = (form?, name.strip_suffix("weight")?);
+        let &[outputs, inputs] = shape else { return None };
+        let tensors = Int4Tensors { form, outputs, inputs, stem: stem.into() };
+        (!checkpoint.contains(name) && checkpoint.contains(&tensors.codes().0)).then_some(tensors)
+    }
+
+    /// Inputs that share a scale.
+    pub(crate) fn group_inputs(&self) -> usize {
+        self.form.group_inputs.unwrap_or(self.inputs).min(self.inputs).max(1)
+    }
+
+    /// Its shape as it is multiplied: `[outputs, inputs]`.
+    pub(crate) fn shape(&self) -> [usize; 2] {
+        [self.outputs, self.inputs]
+    }
+
+    fn groups(&self) -> usize {
+        self.inputs.div_ceil(self.group_inputs())
+    }
+
+    fn named(&self, last: &str) -> String {
+        format!("{}{last}", self.stem)
+    }
+
+    /// Name and shape of the words of codes.
+    pub(crate) fn codes(&self) -> (String, [usize; 2]) {
+        match self.form.layout {
+            Int4Layout::Gptq { .. } => (self.named("qweight"), [self.inputs.div_ceil(CODES), self.outputs]),
+            Int4Layout::Awq => (self.named("qweight"), [self.inputs, self.outputs.div_ceil(CODES)]),
+            Int4Layout::CompressedTensors { .. } => (self.named("weight_packed"), [self.outputs, self.inputs.div_ceil(CODES)]),
+        }
+    }
+
+    fn scales(&self) -> (String, [usize; 2]) {
+        match self.form.layout {
+            Int4Layout::Gptq { .. } | Int4Layout::Awq => (self.named("scales"), [self.groups(), self.outputs]),
+            Int4Layout::CompressedTensors { .. } => (self.named("weight_scale"), [self.outputs, self.groups()]),
+        }
+    }
+
+    /// Of the words of zeros, if they are not all the same.
+    fn zeros(&self) -> Option<(String, [usize; 2])> {
+        match self.form.layout {
+            Int4Layout::Gptq { .. } | Int4Layout::Awq => {
+                Some((self.named("qzeros"), [self.groups(), self.outputs.div_ceil(CODES)]))
+            }
+            Int4Layout::CompressedTensors { symmetric: false } => {
+                Some((self.named("weight_zero_point"), [self.outputs.div_ceil(CODES), self.groups()]))
+            }
+            Int4Layout::CompressedTensors { symmetric: true } => None,
+        }
+    }
+
+    /// The names of all tensors but its codes that can be of it. A bias may be the model's.
+    pub(crate) fn others(&self) -> [String; 7] {
+        ["qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "bias"].map(|name| self.named(name))
+    }
+
+    /// Asks for all of them.
+    pub(crate) fn require(&self, reader: &mut CheckpointReader<'_>) {
+        let words = |(name, shape): (String, [usize; 2]), reader: &mut CheckpointReader<'_>| {
+            reader.require_plain(&name, &[Dtype::I32], &shape);
+        };
+        words(self.codes(), reader);
+        self.zeros().into_iter().for_each(|zeros| words(zeros, reader));
+        let (scales, shape) = self.scales();
+        reader.require(&scales, &shape);
+        match self.form.layout {
+            Int4Layout::Gptq { .. } => self.require_order(reader),
+            Int4Layout::CompressedTensors { .. } => self.require_extents(reader),
+            Int4Layout::Awq => {}
+        }
+        // AutoGPTQ writes biases of layers that have none.
+        let bias = self.named("bias");
+        if reader.is_zero(&bias) {
+            reader.ignore(&bias);
+        }
+    }
+
+    /// The group of each input, which has to be that of its place: kernels read the inputs of a group together.
+    fn require_order(&self, reader: &mut CheckpointReader<'_>) {
+        let name = self.named("g_idx");
+        if !reader.contains(&name) {
+            return;
+        }
+        let Some(groups) = reader.require_plain(&name, &[Dtype::I32], &[self.inputs]) else { return };
+        let groups = groups.as_chunks().0.iter().map(|&bytes| i32::from_le_bytes(bytes));
+        let inputs = self.group_inputs();
+        if let Some((input, group)) = groups.enumerate().find(|(input, group)| usize::try_from(*group) != Ok(input / inputs)) {
+            reader.refuse(format!(
+                "tensor {name} has input {input} in group {group}: inputs in another order (desc_act) are not supported"
+            ));
+        }
+    }
+
+    fn require_extents(&self, reader: &mut CheckpointReader<'_>) {
+        let name = self.named("weight_shape");
+        let Some(extents) = reader.require_plain(&name, &[Dtype::I64, Dtype::I32], &[2]) else { return };
+        let expected = [self.outputs, self.inputs].map(|extent| extent as i64);
+        let is_expected = match extents.as_chunks::<8>() {
+            (extents, []) if extents.len() == 2 => extents.iter().map(|&b| i64::from_le_bytes(b)).eq(expected),
+            _ => extents.as_chunks().0.iter().map(|&b| i64::from(i32::from_le_bytes(b))).eq(expected),
+        };
+        if !is_expected {
+            reader.refuse(format!("tensor {name} is not {expected:?}"));
+        }
+    }
+
+    /// Where they lie in a checkpoint that was accounted for.
+    pub(crate) fn open<'a>(&'a self, checkpoint: &'a Checkpoint) -> Result<Int4Matrix<'a>> {
+        let missing = |name: &str| checkpoint.error(format!("missing tensors: {name}"));
+        let words = |(name, shape): (String, [usize; 2])| match checkpoint.plain(&name, &[Dtype::I32], &shape) {
+            Some(Ok(bytes)) => Ok(bytes.as_chunks().0),
+            Some(Err(message)) => Err(checkpoint.error(message)),
+            None => Err(missing(&name)),
+        };
+        let (scales, _) = self.scales();
+        let scales = checkpoint.tensor(&scales)?.ok_or_else(|| missing(&scales))?;
+        Ok(Int4Matrix {
+            tensors: self,
+            codes: words(self.codes())?,
+            zeros: self.zeros().map(words).transpose()?,
+            scales: scales.read(DType::F32)?.as_ref().to_f32_vec(),
+        })
+    }
+}
+
+/// A code of a word.
+fn code(word: [u8; 4], place: usize) -> u8 {
+    (u32::from_le_bytes(word) >> (4 * place)) as u8 & 15
+}
+
+impl Int4Matrix<'_> {
+    /// Rows of it.
+    pub(crate) fn rows(&self, run: Run<'_>, rows: Range<usize>) -> Int4Values {
+        let Int4Tensors { form, inputs, outputs, .. } = *self.tensors;
+        let mut codes = vec![0; rows.len() * inputs];
+        fill_pieces(run, &mut codes, ROWS * inputs, &|piece, out| {
+            let first = rows.start + piece * ROWS;
+            match form.layout {
+                Int4Layout::Gptq { .. } => {
+                    // What lies together is read together.
+                    for (word, words) in self.codes.chunks_exact(outputs).enumerate() {
+                        for (row, &codes) in out.chunks_exact_mut(inputs).zip(&words[first..]) {
+                            let to = row[word * CODES..].iter_mut().take(CODES);
+                            to.enumerate().for_each(|(place, to)| *to = code(codes, place));
+                        }
+                    }
+                }
+                Int4Layout::Awq => {
+                    for (input, words) in self.codes.chunks_exact(outputs.div_ceil(CODES)).enumerate() {
+                        for (output, row) in (first..).zip(out.chunks_exact_mut(inputs)) {
+                            row[input] = code(words[output / CODES], AWQ_PLACES[output % CODES]);
+                        }
+                    }
+                }
+                Int4Layout::CompressedTensors { .. } => {
+                    let of_row = inputs.div_ceil(CODES);
+                    for (row, words) in out.chunks_exact_mut(inputs).zip(self.codes[first * of_row..].chunks_exact(of_row)) {
+                        for (to, &codes) in row.chunks_mut(CODES).zip(words) {
+                            to.iter_mut().enumerate().for_each(|(place, to)| *to = code(codes, place));
+                        }
+                    }
+                }
+            }
+        });
+        let groups = self.tensors.groups();
+        let of_groups = || rows.clone().flat_map(|output| (0..groups).map(move |group| (output, group)));
+        Int4Values {
+            shape: (inputs, self.tensors.group_inputs()),
+            codes,
+            scales: of_groups().map(|(output, group)| self.scale(output, group)).collect(),
+            zeros: of_groups().map(|(output, group)| self.zero(output, group)).collect(),
+        }
+    }
+
+    /// Bytes of its codes in the file.
+    pub(crate) fn code_bytes(&self) -> usize {
+        self.codes.as_flattened().len()
+    }
+
+    fn scale(&self, output: usize, group: usize) -> f32 {
+        match self.tensors.form.layout {
+            Int4Layout::Gptq { .. } | Int4Layout::Awq => self.scales[group * self.tensors.outputs + output],
+            Int4Layout::CompressedTensors { .. } => self.scales[output * self.tensors.groups() + group],
+        }
+    }
+
+    fn zero(&self, output: usize, group: usize) -> u8 {
+        let Some(zeros) = self.zeros else { return SYMMETRIC_ZERO };
+        let (word, place) = (output / CODES, output % CODES);
+        let of_outputs = group * self.tensors.outputs.div_ceil(CODES) + word;
+        match self.tensors.form.layout {
+            Int4Layout::Gptq { zeros_less } => code(zeros[of_outputs], place) + zeros_less,
+            Int4Layout::Awq => code(zeros[of_outputs], AWQ_PLACES[place]),
+            Int4Layout::CompressedTensors { .. } => code(zeros[word * self.tensors.groups() + group], place),
+        }
+    }
+}
+
+impl Int4Values {
+    /// The rows.
+    ///
+    /// # Errors
+    /// If a scale is one that no matrix of four bits can have.
+    pub(crate) fn as_ref(&self) -> strata_tensor::Result<Int4Rows<'_>> {
+        Int4Rows::new(self.shape, &self.codes, &self.scales, &self.zeros)
+    }
+}
