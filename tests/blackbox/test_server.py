@@ -174,11 +174,12 @@ def test_with_portable_numerics_sampled_logprobs_are_the_bits_that_training_comp
         assert "portable numerics" in portable.log_path.read_text(), "the kernels say in which order they add"
 
 
-def test_with_weights_in_bytes_sampled_logprobs_are_the_bits_that_training_computes(tmp_path, service, base_model):
-    with Server(tmp_path, "--quantize", "int8") as quantized:
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_with_quantized_weights_sampled_logprobs_are_the_bits_that_training_computes(tmp_path, service, base_model, storage):
+    with Server(tmp_path, "--quantize", storage) as quantized:
         data, logprobs = agreed_logprobs(quantized)
     dense = trained(service, base_model).forward(data, "cross_entropy").result()
-    assert not any(same_bits(logprobs_of(dense, i), logprobs[i]) for i in range(len(data))), "weights in bytes are other weights"
+    assert not any(same_bits(logprobs_of(dense, i), logprobs[i]) for i in range(len(data))), "weights in fewer bits are other weights"
 
 
 def test_a_server_ends_when_it_is_told_to(tmp_path):
