@@ -13,6 +13,8 @@ pub(crate) unsafe trait Plain: Copy {}
 // SAFETY: numbers without gaps or forbidden values.
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
+unsafe impl Plain for [u32; 2] {}
+// SAFETY: as above.
 unsafe impl Plain for f32 {}
 // SAFETY: as above.
 unsafe impl Plain for f64 {}

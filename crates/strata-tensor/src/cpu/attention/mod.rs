@@ -1,12 +1,12 @@
 //! Attention over sequences of any length, with grouped queries, causal or of every token to all of its sequence, forward (here) and backward (`backward`, causal alone).
 //!
-//! The score matrix is never whole: a tile of queries walks the pages of its sequence in order, one page of 64 keys at a time, with a
-//! running maximum and sum (Milakov & Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135), and begins anew every few pages, so that
-//! one query over many pages is work for many threads (Dao et al., Flash-Decoding, 2023). What one query does at each page depends on its own position only, so its bits are the same in a decode step of one token, in a
-//! prefill chunk and in a training pass. Training computes over pages too, which it packs for the length of the pass.
+//! The score matrix is never whole: a tile of queries walks the pages of its sequence in order, eight pages of 64 keys at a time, and joins what it finds in them by their maxima and sums
+//! (Milakov & Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135), so that one query over many pages is work for many threads (Dao et al., Flash-Decoding, 2023). Within eight
+//! pages nothing is rescaled: all scores are there before the first exponential, and the values are one reduction. What one query does at each page depends on its own position only, so its bits are the
+//! same in a decode step of one token, in a prefill chunk and in a training pass. Training computes over pages too, which it packs for the length of the pass.
 //!
-//! Roofline: a tile of 64 query rows does `4 * 64 * 64 * head_dim` operations for each page of `256 * head_dim` bytes, all in cache:
-//! bound by arithmetic. A decode step reads each page once for the query heads that share it: bound by memory.
+//! Roofline: a tile of 48 query rows does `4 * 48 * 64 * head_dim` operations for each page of `256 * head_dim` bytes, and with what it computes for eight pages fits the second-level
+//! cache: bound by arithmetic. A decode step reads each page once for the query heads that share it: bound by memory.
 
 mod backward;
 #[cfg(test)]
@@ -27,8 +27,8 @@ use super::threads::{Pool, SharedMut};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::{Element, KV_PAGE_TOKENS as PAGE, KvValues, Result, WeightStorage};
 
-/// Rows of a tile of queries, at most: with two query heads to a key head, 32 positions.
-const TILE_ROWS: usize = 64;
+/// Rows of a tile of queries, at most: with two query heads to a key head, 24 positions. A multiple of the rows of kernels' tiles.
+const TILE_ROWS: usize = 48;
 /// Pages of a split of the keys of a sequence. Part of the order of every sum over keys.
 const SPLIT_PAGES: usize = 8;
 /// Keys of a split: enough that joining what was found in it costs nothing beside finding it, and few enough that one query over
@@ -48,7 +48,8 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
 /// what the backward pass takes at a time.
 pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
     let (d, rows) = (g.values.width(), (g.heads / g.kv_heads).max(TILE_ROWS));
-    let split = 2 * taken_bytes::<f32>(rows * PAGE) + taken_bytes::<f32>(rows * g.head_dim) + taken_bytes::<T>(value_len(d));
+    let split =
+        2 * taken_bytes::<f32>(rows * SPLIT_KEYS) + taken_bytes::<f32>(rows * g.head_dim) + taken_bytes::<T>(value_len(d));
     // Of fewer tiles than tasks, each has what it has found so far and what it finds in the splits of a round, of which there are no more than tasks and tiles.
     let found = 3 * TASKS_PER_THREAD * Found::bytes(rows, d);
     num_threads * (split + found) + backward::round_bytes::<T>(g, num_threads)
@@ -171,6 +172,42 @@ unsafe fn product(
             };
             kernel.block(left.rows, &tile);
         }
+    }
+}
+
+/// As [`product`] of rows next to each other, by packed matrices, each the right side of `left.steps` steps, one after another.
+///
+/// # Safety
+/// As there, for each of them; the left side has the steps of all.
+unsafe fn product_in_parts(
+    kernel: &TileKernel,
+    left: Left,
+    parts: usize,
+    part: &dyn Fn(usize) -> *const u32,
+    columns: usize,
+    c: *mut f32,
+    accumulate: bool,
+) {
+    for panel in 0..columns.div_ceil(PANEL) {
+        let width = (columns - panel * PANEL).min(PANEL);
+        let mut panels = [std::ptr::null(); SPLIT_PAGES];
+        for (i, panel_of_part) in panels.iter_mut().enumerate().take(parts) {
+            *panel_of_part = part(i).wrapping_add(panel * PANEL * left.steps).cast();
+        }
+        let tile = Tile {
+            steps: left.steps,
+            a: left.first,
+            a_stride: left.stride,
+            b: std::ptr::null(),
+            b_stride: width.next_multiple_of(LANES) * 4,
+            c: c.wrapping_add(panel * PANEL),
+            c_stride: columns,
+            columns: width,
+            accumulate,
+            fetch: Fetch::Nothing,
+        };
+        // SAFETY: within the packed matrices and the rows of the result.
+        unsafe { kernel.block_in_parts(left.rows, &panels[..parts], &tile) };
     }
 }
 
@@ -408,9 +445,10 @@ impl<T: Element + Plain> Forward<'_, T> {
     /// Bytes of scratch of [`Forward::split`].
     fn split_bytes(&self, rows: usize) -> usize {
         taken_bytes::<T>(rows * row_len::<T>(self.g.head_dim))
-            + taken_bytes::<f32>(rows * PAGE)
-            + taken_bytes::<T>(rows * PAGE)
+            + taken_bytes::<f32>(rows * SPLIT_KEYS)
+            + taken_bytes::<T>(rows * SPLIT_KEYS)
             + taken_bytes::<u32>(self.transposed_words())
+            + taken_bytes::<[u32; 2]>(rows)
     }
 
     /// Words of a page of values that are to be laid out.
@@ -423,68 +461,111 @@ impl<T: Element + Plain> Forward<'_, T> {
 
     /// What a tile finds in one split of the keys. Rows that see none of it find unspecified things.
     fn split(&self, tile: &QueryTile<'_>, split: usize, found: &mut Found<'_>, arena: &mut Arena<'_>) {
-        let (g, words) = (self.g, self.words);
-        let (key_dim, d, row_len, per_step) = (g.head_dim, g.values.width(), row_len::<T>(g.head_dim), per_step::<T>());
+        let g = self.g;
+        let (key_dim, row_len) = (g.head_dim, row_len::<T>(g.head_dim));
         let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
+        let visible = tile.visible_to_any(g);
+        let first_block = (split * SPLIT_PAGES).max(visible.start / PAGE);
+        let blocks = first_block..((split + 1) * SPLIT_PAGES).min(visible.end.div_ceil(PAGE));
         let mut arena = arena.reborrow();
-        let (queries, scores) = (arena.take::<T>(rows * row_len), arena.take::<f32>(rows * PAGE));
-        let probabilities = arena.take::<T>(rows * PAGE);
-        let transposed = arena.take::<u32>(self.transposed_words());
+        let (queries, scores) = (arena.take::<T>(rows * row_len), arena.take::<f32>(rows * blocks.len() * PAGE));
+        let (probabilities, seen) = (arena.take::<T>(rows * blocks.len() * PAGE), arena.take::<[u32; 2]>(rows));
         for (r, query) in queries.chunks_exact_mut(row_len).enumerate() {
             query[..key_dim].copy_from_slice(&self.q[tile.place(g, r) * key_dim..][..key_dim]);
             query[key_dim..].fill(T::from_f32(0.0));
         }
-        found.maxima.fill(f32::NEG_INFINITY);
-        found.sums.fill(0.0);
-        let visible = tile.visible_to_any(g);
-        let first_block = (split * SPLIT_PAGES).max(visible.start / PAGE);
-        let blocks = first_block..((split + 1) * SPLIT_PAGES).min(visible.end.div_ceil(PAGE));
-        for block in blocks {
-            let accumulate = block > first_block;
-            let (keys, values) = head_words(g, per_step, tile.span.pages[block] as usize, tile.kv_head);
-            let keys = &words[keys..][..key_len(key_dim) / per_step];
+        let left = Left {
+            rows,
+            steps: row_len / per_step::<T>(),
+            first: queries.as_ptr().cast(),
+            stride: size_of_val(queries) / rows,
+        };
+        for (block, scores) in blocks.clone().zip(scores.chunks_exact_mut(rows * PAGE)) {
+            // SAFETY: the buffers hold `rows` rows, and the keys are a packed matrix.
+            unsafe {
+                product(&self.kernel, left, self.keys(tile, block).as_ptr(), left.steps, PAGE, scores.as_mut_ptr(), PAGE, false)
+            };
+        }
+        let in_blocks = |position: usize| position.clamp(blocks.start * PAGE, blocks.end * PAGE) - blocks.start * PAGE;
+        let (of_first_head, of_others) = seen.split_at_mut(positions);
+        for (row, seen) in of_first_head.iter_mut().enumerate() {
+            let Range { start, end } = tile.visible(g, row);
+            *seen = [in_blocks(start), in_blocks(end)].map(|key| key as u32);
+        }
+        of_others.chunks_exact_mut(positions).for_each(|of_head| of_head.copy_from_slice(of_first_head));
+        softmax::attention_blocks(self.isa, scores, seen, g.scale, found.maxima, found.sums, probabilities);
+        self.add_values(tile, blocks, probabilities, found, &mut arena);
+    }
+
+    /// The packed keys of a block.
+    fn keys(&self, tile: &QueryTile<'_>, block: usize) -> &[u32] {
+        let per_step = per_step::<T>();
+        let (keys, _) = head_words(self.g, per_step, tile.span.pages[block] as usize, tile.kv_head);
+        &self.words[keys..][..key_len(self.g.head_dim) / per_step]
+    }
+
+    /// The packed values of a block, if they lie so.
+    fn values(&self, tile: &QueryTile<'_>, block: usize) -> &[u32] {
+        let per_step = per_step::<T>();
+        let (_, values) = head_words(self.g, per_step, tile.span.pages[block] as usize, tile.kv_head);
+        &self.words[values..][..value_len(self.g.values.width()) / per_step]
+    }
+
+    /// The products of probabilities, `[rows, blocks, PAGE]`, and the values of these blocks.
+    fn add_values(
+        &self,
+        tile: &QueryTile<'_>,
+        blocks: Range<usize>,
+        probabilities: &[T],
+        found: &mut Found<'_>,
+        arena: &mut Arena<'_>,
+    ) {
+        let (g, d, page_steps) = (self.g, self.g.values.width(), PAGE / per_step::<T>());
+        let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
+        let stride = blocks.len() * PAGE * size_of::<T>();
+        let left_of = |row: usize, rows: usize, block: usize, steps: usize| {
+            let first = probabilities[(row * blocks.len() + block - blocks.start) * PAGE..].as_ptr().cast();
+            Left { rows, steps, first, stride }
+        };
+        let transposed = arena.take::<u32>(self.transposed_words());
+        let mut block = blocks.start;
+        while block < blocks.end {
+            let accumulate = block > blocks.start;
+            // Blocks all of whose values all queries see are one reduction.
+            let parts = match g.values {
+                KvValues::Own(_) => (block..blocks.end).take_while(|&block| self.all_see_all(tile, block)).count(),
+                KvValues::PrefixOfKey(_) => 0,
+            };
+            if parts > 0 {
+                let values = |part: usize| self.values(tile, block + part).as_ptr();
+                let left = left_of(0, rows, block, page_steps);
+                // SAFETY: the buffers hold `rows` rows, and the values are packed matrices.
+                unsafe { product_in_parts(&self.kernel, left, parts, &values, d, found.values.as_mut_ptr(), accumulate) };
+                block += parts;
+                continue;
+            }
             let values = match g.values {
-                KvValues::Own(_) => &words[values..][..value_len(d) / per_step],
+                KvValues::Own(_) => self.values(tile, block),
                 KvValues::PrefixOfKey(_) => {
-                    values_of_keys::<T>(self.isa, keys, g, transposed);
+                    values_of_keys::<T>(self.isa, self.keys(tile, block), g, transposed);
                     &*transposed
                 }
             };
-            let queries =
-                Left { rows, steps: row_len / per_step, first: queries.as_ptr().cast(), stride: size_of_val(queries) / rows };
-            // SAFETY: the buffers hold `rows` rows, and the slices a packed matrix each.
-            unsafe {
-                product(&self.kernel, queries, keys.as_ptr(), row_len / per_step, PAGE, scores.as_mut_ptr(), PAGE, false)
-            };
             let visible_of = |row: usize| visible_slots(tile.visible(g, row), block);
-            for r in 0..rows {
-                let visible = visible_of(r);
-                let (scores, probabilities) = (page_row(scores, r), page_row_mut(probabilities, r));
-                if visible.is_empty() {
-                    probabilities.fill(T::from_f32(0.0));
-                    continue;
-                }
-                let (maximum, sum) = (&mut found.maxima[r], &mut found.sums[r]);
-                let rescale = softmax::attention_block(self.isa, scores, visible, g.scale, maximum, sum, probabilities);
-                if rescale != 1.0 && accumulate {
-                    found.values[r * d..][..d].iter_mut().for_each(|a| *a *= rescale);
-                }
-            }
             // Values that no query of the tile sees are not read. What some see and others do not is multiplied by probabilities of zero for those,
             // and the least likely of values, an infinity, would be NaN.
             let (visible_first, visible_last) = (visible_of(0), visible_of(positions - 1));
-            let stride = PAGE * T::DTYPE.size_bytes();
             // Up to where the window of some query begins, and from where the view of some query ends.
             let not_before = visible_last.start > 0 && values_not_finite::<T>(values, d, 0..visible_last.start);
-            let end_is_one = visible_first.end.is_multiple_of(per_step) && visible_first.end == visible_last.end;
+            let end_is_one = visible_first.end.is_multiple_of(per_step::<T>()) && visible_first.end == visible_last.end;
             let finite = || !values_not_finite::<T>(values, d, visible_first.end..visible_last.end);
             if !not_before && (end_is_one || finite()) {
-                let left =
-                    Left { rows, steps: visible_last.end.div_ceil(per_step), first: probabilities.as_ptr().cast(), stride };
+                let left = left_of(0, rows, block, visible_last.end.div_ceil(per_step::<T>()));
                 // SAFETY: as above.
                 unsafe {
-                    product(&self.kernel, left, values.as_ptr(), PAGE / per_step, d, found.values.as_mut_ptr(), d, accumulate)
+                    product(&self.kernel, left, values.as_ptr(), page_steps, d, found.values.as_mut_ptr(), d, accumulate)
                 };
+                block += 1;
                 continue;
             }
             for p in 0..positions {
@@ -497,14 +578,19 @@ impl<T: Element + Plain> Forward<'_, T> {
                 }
                 let values = values_of::<T>(values, d, &visible);
                 for row in (p..rows).step_by(positions) {
-                    let first = probabilities[row * PAGE..].as_ptr().cast();
-                    let left = Left { rows: 1, steps: visible.end.div_ceil(per_step), first, stride };
+                    let left = left_of(row, 1, block, visible.end.div_ceil(per_step::<T>()));
                     let out = found.values[row * d..].as_mut_ptr();
                     // SAFETY: as above, one row at a time.
-                    unsafe { product(&self.kernel, left, values.as_ptr(), PAGE / per_step, d, out, d, accumulate) };
+                    unsafe { product(&self.kernel, left, values.as_ptr(), page_steps, d, out, d, accumulate) };
                 }
             }
+            block += 1;
         }
+    }
+
+    /// Whether every query of a tile sees every key of a block.
+    fn all_see_all(&self, tile: &QueryTile<'_>, block: usize) -> bool {
+        [0, tile.positions.len() - 1].into_iter().all(|row| visible_slots(tile.visible(self.g, row), block) == (0..PAGE))
     }
 
     /// Joins what the rows of a tile have found in a split to what they have found before it.

@@ -146,6 +146,65 @@ macro_rules! tile_kernel {
                 }
             }
 
+            /// Part after part of a panel's right side.
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn parts_tile<const ROWS: usize>(parts: &[*const u8], t: &Tile) {
+                let mut acc = [[_mm512_setzero_ps(); VECTORS_MAX]; ROWS];
+                // SAFETY: the caller of `TileKernel::block_in_parts` vouches for all operands.
+                unsafe {
+                    let at = |r: usize, v: usize| t.c.add(r * t.c_stride + v * LANES);
+                    if t.accumulate {
+                        for r in 0..ROWS {
+                            for v in 0..VECTORS_MAX {
+                                acc[r][v] = _mm512_loadu_ps(at(r, v));
+                            }
+                        }
+                    }
+                    let mut a_ptr = t.a;
+                    for &part in parts {
+                        let mut b_ptr = part;
+                        for _ in 0..t.steps {
+                            let mut $b = [_mm512_setzero_si512(); VECTORS_MAX];
+                            for v in 0..VECTORS_MAX {
+                                $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
+                            }
+                            for r in 0..ROWS {
+                                let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
+                                for v in 0..VECTORS_MAX {
+                                    let $acc = acc[r][v];
+                                    let $b = $b[v];
+                                    acc[r][v] = $dot;
+                                }
+                            }
+                            a_ptr = a_ptr.wrapping_add(4);
+                            b_ptr = b_ptr.wrapping_add(t.b_stride);
+                        }
+                    }
+                    for r in 0..ROWS {
+                        for v in 0..VECTORS_MAX {
+                            _mm512_storeu_ps(at(r, v), acc[r][v]);
+                        }
+                    }
+                }
+            }
+
+            #[target_feature(enable = $features)]
+            pub(in super::super) unsafe fn run_parts(rows: usize, parts: &[*const u8], t: &Tile) {
+                // SAFETY: passed on from the caller.
+                unsafe {
+                    match rows {
+                        1 => parts_tile::<1>(parts, t),
+                        2 => parts_tile::<2>(parts, t),
+                        3 => parts_tile::<3>(parts, t),
+                        4 => parts_tile::<4>(parts, t),
+                        5 => parts_tile::<5>(parts, t),
+                        6 => parts_tile::<6>(parts, t),
+                        _ => unreachable!("no tile of {rows} rows by a panel"),
+                    }
+                }
+            }
+
             /// Step by step through several panels.
             #[target_feature(enable = $features)]
             #[inline]

@@ -60,6 +60,9 @@ pub(crate) struct Tile {
 /// Computes a tile of `rows` by `vectors * LANES` in chains.
 type ChainFn = unsafe fn(rows: usize, vectors: usize, tile: &Tile);
 
+/// Computes a tile of whole panels whose right side lies in parts, of `tile.steps` steps each: one reduction through all of them.
+type PartsFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &Tile);
+
 /// Computes a tile of whole panels next to each other, `panel_bytes` from the right side of one to that of the next.
 type PanelsFn = unsafe fn(rows: usize, panels: usize, panel_bytes: usize, tile: &Tile);
 
@@ -77,6 +80,8 @@ pub(crate) struct Chains {
     run: ChainFn,
     /// Most rows of a tile for each number of vectors, less one.
     rows_max: [usize; VECTORS_MAX],
+    /// The same chains through right sides in parts.
+    parts: Option<PartsFn>,
     /// The same chains for a few rows with weights that come from memory.
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
@@ -102,15 +107,19 @@ impl TileKernel {
         if dtype == DType::BF16 && (numerics == Numerics::Portable || isa == Isa::Amx) {
             return TileKernel::Granules(granules::kernel(isa));
         }
-        let (run, rows_max, many_panels): (ChainFn, _, _) = match (isa, dtype) {
+        let (run, rows_max, of_avx512): (ChainFn, _, Option<(ManyPanels, PartsFn)>) = match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => (avx512::native::run, avx512::ROWS_MAX, Some(avx512::native::MANY_PANELS)),
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => {
-                (avx512::single::run, avx512::ROWS_MAX, Some(avx512::single::MANY_PANELS))
+            (Isa::Avx512Bf16, DType::BF16) => {
+                (avx512::native::run, avx512::ROWS_MAX, Some((avx512::native::MANY_PANELS, avx512::native::run_parts)))
             }
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512, DType::BF16) => (avx512::widened::run, avx512::ROWS_MAX, Some(avx512::widened::MANY_PANELS)),
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => {
+                (avx512::single::run, avx512::ROWS_MAX, Some((avx512::single::MANY_PANELS, avx512::single::run_parts)))
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512, DType::BF16) => {
+                (avx512::widened::run, avx512::ROWS_MAX, Some((avx512::widened::MANY_PANELS, avx512::widened::run_parts)))
+            }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL, None),
             #[cfg(target_arch = "x86_64")]
@@ -127,7 +136,40 @@ impl TileKernel {
             (Isa::Avx512Bf16, DType::BF16) => (Some(super::int8_avx512::KERNEL), Some(super::int4_avx512::KERNEL)),
             _ => (None, None),
         };
-        TileKernel::Chains(Chains { run, rows_max, many_panels, of_bytes, of_int4 })
+        let (many_panels, parts) = of_avx512.map(|(many_panels, parts)| (many_panels, parts as PartsFn)).unzip();
+        TileKernel::Chains(Chains { run, rows_max, parts, many_panels, of_bytes, of_int4 })
+    }
+
+    /// As [`TileKernel::block`], with a right side that lies in `parts` of `tile.steps` steps each, one after another: the left side goes through all of them. The bits are those of a product with
+    /// each that begins with the result of the one before it.
+    ///
+    /// # Safety
+    /// As there, for each part; `tile.b` is not read.
+    pub(crate) unsafe fn block_in_parts(&self, rows: usize, parts: &[*const u8], tile: &Tile) {
+        match self {
+            TileKernel::Chains(Chains { rows_max, parts: Some(run), .. }) if tile.columns == PANEL && parts.len() > 1 => {
+                let rows_max = rows_max[VECTORS_MAX - 1];
+                // As in `Chains::block`.
+                let tiles = rows.div_ceil(rows_max);
+                let mut row = 0;
+                for i in 0..tiles {
+                    let count = (rows - row).div_ceil(tiles - i);
+                    // SAFETY: `row < rows`, for which the caller vouches.
+                    unsafe {
+                        let (a, c) = (tile.a.add(row * tile.a_stride), tile.c.add(row * tile.c_stride));
+                        run(count, parts, &Tile { a, c, ..*tile });
+                    }
+                    row += count;
+                }
+            }
+            _ => {
+                for (i, &b) in parts.iter().enumerate() {
+                    let (a, accumulate) = (tile.a.wrapping_add(4 * i * tile.steps), tile.accumulate || i > 0);
+                    // SAFETY: passed on from the caller.
+                    unsafe { self.block(rows, &Tile { a, b, accumulate, ..*tile }) };
+                }
+            }
+        }
     }
 
     /// A block of any number of rows by up to one panel of columns: `tile` describes its first row.

@@ -5,18 +5,24 @@
 use crate::cpu::isa::Fma;
 
 /// Adding this to a value of moderate size rounds it to an integer, which is then in the low bits of the mantissa.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// Below this the result is 0. The last results before it are 1.8e-38, still normal numbers: denormal ones would stall some
 /// processors for a hundred cycles each, and masked scores would meet them all the time.
-const SMALLEST: f32 = -86.9;
+pub(super) const SMALLEST: f32 = -86.9;
 
 /// Past this the result is infinite, also when computed from this value.
-const LARGEST: f32 = 89.0;
+pub(super) const LARGEST: f32 = 89.0;
 
 /// `ln 2` in two parts; the first has few enough bits that its product with `n` is exact.
-const LN_2_HIGH: f32 = 0.693_359_4;
-const LN_2_LOW: f32 = -2.121_944_4e-4;
+pub(super) const LN_2_HIGH: f32 = 0.693_359_4;
+pub(super) const LN_2_LOW: f32 = -2.121_944_4e-4;
+
+/// Of the polynomial that `exp(r)` is, less one and `r`, over `r²`: the coefficient of the highest power first.
+pub(super) const POLYNOMIAL: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
+
+/// What makes `n + 126` of the bits of `n + ROUND`: the exponent of `2^(n - 1)`. 2^128 alone is past the largest exponent.
+pub(super) const EXPONENT_SHIFT: u32 = 126u32.wrapping_sub(ROUND.to_bits());
 
 /// `e^x` to within 2 units in the last place. 0 below -86.9, infinite where it overflows, NaN of NaN.
 #[inline(always)]
@@ -26,16 +32,14 @@ pub(crate) fn exp_f32(fma: impl Fma, x: f32) -> f32 {
     let n = shifted - ROUND;
     let r = fma.fma(n, -LN_2_LOW, fma.fma(n, -LN_2_HIGH, clamped));
 
-    let mut p = 1.987_569_1e-4;
-    p = fma.fma(p, r, 1.398_199_9e-3);
-    p = fma.fma(p, r, 8.333_452e-3);
-    p = fma.fma(p, r, 4.166_579_6e-2);
-    p = fma.fma(p, r, 1.666_666_5e-1);
-    p = fma.fma(p, r, 0.5);
+    let mut p = POLYNOMIAL[0];
+    for coefficient in &POLYNOMIAL[1..] {
+        p = fma.fma(p, r, *coefficient);
+    }
     p = fma.fma(p, r * r, r) + 1.0;
 
-    // 2^n in two factors, 2^(n - 1) and 2: 2^128 alone is past the largest exponent.
-    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(126);
+    // 2^n in two factors, 2^(n - 1) and 2.
+    let exponent = shifted.to_bits().wrapping_add(EXPONENT_SHIFT);
     let scaled = p * f32::from_bits(exponent << 23) * 2.0;
     if x < SMALLEST { 0.0 } else { scaled }
 }

@@ -24,6 +24,8 @@ pub(crate) mod norm;
 pub(crate) mod rope;
 pub(crate) mod route;
 pub(crate) mod softmax;
+#[cfg(target_arch = "x86_64")]
+mod softmax_avx512;
 pub(crate) mod swiglu;
 #[cfg(test)]
 mod testing;

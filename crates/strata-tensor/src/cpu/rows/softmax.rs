@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use super::exp::exp_f32;
 use super::lanes::{LANES, filled, tree};
-use crate::Element;
-use crate::cpu::isa::{Fma, multiversion};
+use crate::cpu::isa::{Fma, Isa, multiversion};
+use crate::{DType, Element};
 
 /// Partial sums over a row of logits, and keys in a block of attention: four registers of sixteen lanes, which hide the
 /// latency of the exponential.
@@ -29,18 +29,40 @@ multiversion! {
     pub(crate) fn softmax_gradient<T: Element>(logits: &[f32], log_normalizer: f32, scale: f32, out: &mut [T]) = softmax_gradient_body;
 }
 
+/// The attention of some queries to some blocks of keys. `scores`, `[blocks, queries, BLOCK_KEYS]`, become `probabilities = exp(score * scale - maximum)`, `[queries, blocks, BLOCK_KEYS]`; query `i` sees the
+/// keys `seen[i][0]..seen[i][1]` of all, and those of others have probabilities of zero. `maxima` and `sums` are of each query's scores, scaled, and of its probabilities: negative infinity
+/// and 0 where it sees nothing.
+pub(crate) fn attention_blocks<T: Element>(
+    isa: Isa,
+    scores: &[f32],
+    seen: &[[u32; 2]],
+    scale: f32,
+    maxima: &mut [f32],
+    sums: &mut [f32],
+    probabilities: &mut [T],
+) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.has_avx512_bf16() && T::DTYPE == DType::BF16 {
+        // SAFETY: that is the dtype of `bf16` alone, and the machine has the instructions.
+        unsafe {
+            let probabilities = std::slice::from_raw_parts_mut(probabilities.as_mut_ptr().cast(), probabilities.len());
+            super::softmax_avx512::attention_blocks(scores, seen, scale, maxima, sums, probabilities);
+        }
+        return;
+    }
+    attention_blocks_anywhere(isa, scores, seen, scale, maxima, sums, probabilities);
+}
+
 multiversion! {
-    /// One block of one query's attention. `scores` become `probabilities = exp(score * scale - maximum)`, with zeros outside
-    /// `visible`; `maximum` and `sum` are brought up to date. Returns the factor on what was accumulated under the old maximum
-    /// (0 in the first block, where `maximum` comes in as negative infinity and `sum` as 0).
-    pub(crate) fn attention_block<T: Element>(
-        scores: &[f32; BLOCK_KEYS],
-        visible: Range<usize>,
+    /// [`attention_blocks`] on any machine.
+    fn attention_blocks_anywhere<T: Element>(
+        scores: &[f32],
+        seen: &[[u32; 2]],
         scale: f32,
-        maximum: &mut f32,
-        sum: &mut f32,
-        probabilities: &mut [T; BLOCK_KEYS],
-    ) -> f32 = attention_block_body;
+        maxima: &mut [f32],
+        sums: &mut [f32],
+        probabilities: &mut [T],
+    ) = attention_blocks_body;
 }
 
 multiversion! {
@@ -87,6 +109,11 @@ fn largest(wide: &[f32; WIDE]) -> f32 {
     for l in 0..LANES {
         lanes[l] = larger(larger(wide[l], wide[l + LANES]), larger(wide[l + 2 * LANES], wide[l + 3 * LANES]));
     }
+    largest_lane(lanes)
+}
+
+#[inline(always)]
+fn largest_lane(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for l in 0..width {
@@ -158,32 +185,54 @@ fn softmax_gradient_body<T: Element>(fma: impl Fma, logits: &[f32], log_normaliz
     }
 }
 
-/// The body of [`attention_block`], for kernels that are compiled for an instruction set themselves.
 #[inline(always)]
-pub(crate) fn attention_block_body<T: Element>(
+fn attention_blocks_body<T: Element>(
     fma: impl Fma,
-    scores: &[f32; BLOCK_KEYS],
-    visible: Range<usize>,
+    scores: &[f32],
+    seen: &[[u32; 2]],
     scale: f32,
-    maximum: &mut f32,
-    sum: &mut f32,
-    probabilities: &mut [T; BLOCK_KEYS],
-) -> f32 {
-    let (first, count) = (visible.start as u32, visible.len() as u32);
-    let mut scaled = [0.0; BLOCK_KEYS];
-    for l in 0..BLOCK_KEYS {
-        scaled[l] = if (l as u32).wrapping_sub(first) < count { scores[l] * scale } else { f32::NEG_INFINITY };
+    maxima: &mut [f32],
+    sums: &mut [f32],
+    probabilities: &mut [T],
+) {
+    let (scores, probabilities) = (scores.as_chunks::<BLOCK_KEYS>().0, probabilities.as_chunks_mut::<BLOCK_KEYS>().0);
+    let queries = seen.len();
+    assert!(maxima.len() == queries && sums.len() == queries && probabilities.len() == scores.len());
+    let blocks = scores.len() / queries.max(1);
+    for (query, seen) in seen.iter().enumerate() {
+        let of_query = |block: usize| {
+            let (mut counted, scores) = ([0.0; BLOCK_KEYS], &scores[block * queries + query]);
+            for l in 0..BLOCK_KEYS {
+                let key = (block * BLOCK_KEYS + l) as u32;
+                let is_seen = key.wrapping_sub(seen[0]) < seen[1] - seen[0];
+                counted[l] = if is_seen { scores[l] * scale } else { f32::NEG_INFINITY };
+            }
+            counted
+        };
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        for block in 0..blocks {
+            let wide = of_query(block);
+            for l in 0..LANES {
+                let of_block = larger(larger(wide[l], wide[l + LANES]), larger(wide[l + 2 * LANES], wide[l + 3 * LANES]));
+                lanes[l] = larger(lanes[l], of_block);
+            }
+        }
+        let maximum = largest_lane(lanes);
+        let center = center(maximum);
+        let mut lanes = [0.0; LANES];
+        for block in 0..blocks {
+            let mut wide = of_query(block);
+            let out = &mut probabilities[query * blocks + block];
+            for l in 0..BLOCK_KEYS {
+                wide[l] = exp_f32(fma, wide[l] - center);
+                out[l] = T::from_f32(wide[l]);
+            }
+            for l in 0..LANES {
+                lanes[l] += wide[l] + wide[l + LANES] + wide[l + 2 * LANES] + wide[l + 3 * LANES];
+            }
+        }
+        (maxima[query], sums[query]) = (maximum, tree(lanes));
     }
-    let new_maximum = larger(*maximum, largest(&scaled));
-    let center = center(new_maximum);
-    for l in 0..BLOCK_KEYS {
-        scaled[l] = exp_f32(fma, scaled[l] - center);
-        probabilities[l] = T::from_f32(scaled[l]);
-    }
-    let rescale = exp_f32(fma, *maximum - center);
-    *sum = fma.fma(*sum, rescale, join(&scaled));
-    *maximum = new_maximum;
-    rescale
 }
 
 #[inline(always)]
@@ -299,6 +348,17 @@ mod tests {
         filled(scores, fill)
     }
 
+    /// Maxima, sums and probabilities of queries with these scores, `[queries, blocks * BLOCK_KEYS]`.
+    fn attended<T: Element>(isa: Isa, scores: &[Vec<f32>], seen: &[[u32; 2]]) -> (Vec<f32>, Vec<f32>, Vec<Vec<T>>) {
+        let (queries, keys) = (scores.len(), scores[0].len());
+        let by_blocks: Vec<f32> = (0..keys / BLOCK_KEYS)
+            .flat_map(|block| scores.iter().flat_map(move |row| row[block * BLOCK_KEYS..][..BLOCK_KEYS].iter().copied()))
+            .collect();
+        let (mut maxima, mut sums, mut out) = (vec![9.0; queries], vec![9.0; queries], vec![T::from_f32(9.0); queries * keys]);
+        attention_blocks(isa, &by_blocks, seen, SCALE, &mut maxima, &mut sums, &mut out);
+        (maxima, sums, out.chunks(keys).map(<[T]>::to_vec).collect())
+    }
+
     #[test]
     fn attention_over_blocks_equals_a_softmax_over_all_keys() {
         for keys in [1, 7, 63, 64, 65, 128, 200] {
@@ -306,19 +366,14 @@ mod tests {
             let scaled: Vec<f64> = scores.iter().map(|&s| s as f64 * SCALE as f64).collect();
             let normalizer = log_sum_exp_reference(scaled.iter().copied());
             let expected: Vec<f64> = scaled.iter().map(|s| (s - normalizer).exp()).collect();
+            // What is not seen may be anything.
+            let mut row = scores.clone();
+            row.resize(keys.next_multiple_of(BLOCK_KEYS), f32::NAN);
             on_every_isa(|isa| {
-                let (mut maximum, mut sum, mut all) = (f32::NEG_INFINITY, 0.0, Vec::new());
-                for part in scores.chunks(BLOCK_KEYS) {
-                    let mut out = [9.0; BLOCK_KEYS];
-                    let masked = block(part, f32::NAN);
-                    let rescale = attention_block(isa, &masked, 0..part.len(), SCALE, &mut maximum, &mut sum, &mut out);
-                    assert!(!all.is_empty() || rescale == 0.0);
-                    assert!(out[part.len()..].iter().all(|&p| p == 0.0), "{isa}");
-                    all.iter_mut().for_each(|p| *p *= rescale);
-                    all.extend_from_slice(&out[..part.len()]);
-                }
-                assert_close(&[maximum + sum.ln()], &[normalizer], 1e-6, &format!("{isa}, {keys} keys"));
-                all.iter_mut().for_each(|p| *p /= sum);
+                let (maxima, sums, out) = attended::<f32>(isa, &[row.clone()], &[[0, keys as u32]]);
+                assert!(out[0][keys..].iter().all(|&p| p == 0.0), "{isa}");
+                assert_close(&[maxima[0] + sums[0].ln()], &[normalizer], 1e-6, &format!("{isa}, {keys} keys"));
+                let all: Vec<f32> = out[0][..keys].iter().map(|p| p / sums[0]).collect();
                 assert_close(&all, &expected, 1e-6, &format!("{isa}, {keys} keys"));
                 all
             });
@@ -326,38 +381,73 @@ mod tests {
     }
 
     #[test]
-    fn a_block_with_no_valid_key_changes_nothing() {
+    fn a_query_that_sees_nothing_finds_nothing() {
         for isa in Isa::available() {
-            let (mut maximum, mut sum, mut out) = (f32::NEG_INFINITY, 0.0, [bf16::ONE; BLOCK_KEYS]);
-            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 0..0, SCALE, &mut maximum, &mut sum, &mut out), 0.0);
-            assert_eq!((maximum, sum, out), (f32::NEG_INFINITY, 0.0, [bf16::ZERO; BLOCK_KEYS]));
-            (maximum, sum) = (2.0, 3.0);
-            assert_eq!(attention_block(isa, &[1.0; BLOCK_KEYS], 7..7, SCALE, &mut maximum, &mut sum, &mut out), 1.0);
-            assert_eq!((maximum, sum), (2.0, 3.0));
+            for seen in [[0, 0], [7, 7], [64, 64]] {
+                let (maxima, sums, out) = attended::<bf16>(isa, &[vec![1.0; BLOCK_KEYS]], &[seen]);
+                assert_eq!((maxima[0], sums[0], &out[0][..]), (f32::NEG_INFINITY, 0.0, &[bf16::ZERO; BLOCK_KEYS][..]));
+            }
+        }
+    }
+
+    /// Of any number of queries, with views that begin and end anywhere, and blocks before and behind them.
+    #[test]
+    fn a_query_finds_the_same_bits_alone_in_company_and_among_more_blocks_on_every_instruction_set() {
+        let (queries, keys) = (37, 4 * BLOCK_KEYS);
+        let mut scores: Vec<Vec<f32>> =
+            (0..queries).map(|q| random(keys, q as u64).iter().map(|v| v * 40.0).collect()).collect();
+        (scores[3][70], scores[5][100], scores[6][90], scores[7][64]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -700.0);
+        let seen: Vec<[u32; 2]> = (0..queries as u32)
+            .map(|q| {
+                if q % 5 == 4 {
+                    [64 + q, 128 + q]
+                } else if q % 7 == 3 {
+                    [64, 192]
+                } else {
+                    [64 + q / 4, 192 - q / 3]
+                }
+            })
+            .collect();
+        let bits = |(maxima, sums, out): (Vec<f32>, Vec<f32>, Vec<Vec<bf16>>), query: usize| {
+            let of_row: Vec<u16> = out[query].iter().map(|p| p.to_bits()).collect();
+            (maxima[query].to_bits(), sums[query].to_bits(), of_row)
+        };
+        let mut first: Option<Vec<_>> = None;
+        for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Portable) {
+            let together: Vec<_> = (0..queries).map(|q| bits(attended(isa, &scores, &seen), q)).collect();
+            for (q, expected) in together.iter().enumerate() {
+                assert!(&bits(attended(isa, &scores[q..=q], &seen[q..=q]), 0) == expected, "{isa}: query {q} alone");
+                let middle = vec![scores[q][BLOCK_KEYS..3 * BLOCK_KEYS].to_vec()];
+                let (maximum, sum, out) = bits(attended(isa, &middle, &[seen[q].map(|key| key - 64)]), 0);
+                let of_middle = &expected.2[BLOCK_KEYS..3 * BLOCK_KEYS];
+                assert!((maximum, sum) == (expected.0, expected.1) && out == of_middle, "{isa}: query {q} among fewer blocks");
+            }
+            assert!(first.get_or_insert(together.clone()) == &together, "{isa}");
         }
     }
 
     #[test]
-    fn keys_before_the_visible_ones_count_for_nothing_whatever_they_are() {
+    fn keys_that_are_not_seen_count_for_nothing_whatever_they_are() {
         let (visible, scores, gradient) = (37..50, random(BLOCK_KEYS, 1), random(BLOCK_KEYS, 2));
         let keep = |values: &[f32], other: f32| -> [f32; BLOCK_KEYS] {
             std::array::from_fn(|l| if visible.contains(&l) { values[l] } else { other })
         };
         for isa in Isa::available() {
             let run = |other: f32, visible: Range<usize>| {
-                let (mut maximum, mut sum, mut p, mut ds) = (f32::NEG_INFINITY, 0.0, [9.0; BLOCK_KEYS], [9.0; BLOCK_KEYS]);
+                let (mut q, mut ds) = ([9.0; BLOCK_KEYS], [9.0; BLOCK_KEYS]);
                 let scores = keep(&scores, other);
-                attention_block(isa, &scores, visible.clone(), SCALE, &mut maximum, &mut sum, &mut p);
-                let (mut q, gradient) = ([9.0; BLOCK_KEYS], keep(&gradient, other));
+                let seen = [visible.start as u32, visible.end as u32];
+                let (maxima, sums, p) = attended::<f32>(isa, &[scores.to_vec()], &[seen]);
+                let gradient = keep(&gradient, other);
                 attention_block_backward(isa, &scores, &gradient, visible, SCALE, 0.3, 0.2, &mut q, &mut ds);
-                (maximum, sum, p, q, ds)
+                (maxima, sums, p, q, ds)
             };
             let masked = run(f32::NAN, visible.clone());
             // Scores of negative infinity have a probability of zero without a mask.
-            let (maximum, sum, p, ..) = run(f32::NEG_INFINITY, 0..BLOCK_KEYS);
-            assert_eq!((masked.0, masked.1, masked.2), (maximum, sum, p), "{isa}");
+            let (maxima, sums, p, ..) = run(f32::NEG_INFINITY, 0..BLOCK_KEYS);
+            assert_eq!((&masked.0, &masked.1, &masked.2), (&maxima, &sums, &p), "{isa}");
             let outside = (0..BLOCK_KEYS).filter(|l| !visible.contains(l));
-            assert!(outside.into_iter().all(|l| [masked.2[l], masked.3[l], masked.4[l]] == [0.0; 3]), "{isa}");
+            assert!(outside.into_iter().all(|l| [masked.2[0][l], masked.3[l], masked.4[l]] == [0.0; 3]), "{isa}");
             assert!(visible.clone().all(|l| masked.3[l] > 0.0 && masked.4[l] != 0.0), "{isa}");
         }
     }

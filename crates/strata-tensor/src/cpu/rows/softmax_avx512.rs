@@ -1,0 +1,183 @@
+//! Blocks of attention, see [`attention_blocks`](super::softmax::attention_blocks), with AVX-512 and its conversion to bf16: the bits of the portable code, operation by operation.
+//!
+//! Roofline (Zen 5): the exponentials of a row of 64 keys are 52 multiplications and multiply-adds, two a cycle, beside as many other operations on other pipes: 30 to 40 cycles, where
+//! the products of the row take 256 at a head width of 128.
+
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::exp::{EXPONENT_SHIFT, LARGEST, LN_2_HIGH, LN_2_LOW, POLYNOMIAL, ROUND, SMALLEST};
+use super::softmax::BLOCK_KEYS;
+
+/// Queries at a time: for each a lane.
+const QUERIES: usize = 16;
+/// Vectors of a block.
+const VECTORS: usize = BLOCK_KEYS / 16;
+
+/// As [`attention_blocks`](super::softmax::attention_blocks).
+///
+/// # Safety
+/// The machine must have AVX-512 with BF16.
+///
+/// # Panics
+/// If the slices are not of as many queries each.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+pub(super) unsafe fn attention_blocks(
+    scores: &[f32],
+    seen: &[[u32; 2]],
+    scale: f32,
+    maxima: &mut [f32],
+    sums: &mut [f32],
+    probabilities: &mut [bf16],
+) {
+    let (scores, probabilities) = (scores.as_chunks::<BLOCK_KEYS>().0, probabilities.as_chunks_mut::<BLOCK_KEYS>().0);
+    let queries = seen.len();
+    assert!(maxima.len() == queries && sums.len() == queries && probabilities.len() == scores.len());
+    let blocks = scores.len() / queries.max(1);
+    for first in (0..queries).step_by(QUERIES) {
+        let range = first..queries.min(first + QUERIES);
+        let seen = &seen[range.clone()];
+        let out = &mut probabilities[range.start * blocks..range.end * blocks];
+        let (maxima, sums) = (&mut maxima[range.clone()], &mut sums[range]);
+        some_queries(&scores[first..], queries, seen, scale, maxima, sums, out);
+    }
+}
+
+/// Up to [`QUERIES`], the blocks of whose scores are `stride` apart. What one query waits for, another fills, and lanes are joined for all of them at once.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+fn some_queries(
+    scores: &[[f32; BLOCK_KEYS]],
+    stride: usize,
+    seen: &[[u32; 2]],
+    scale: f32,
+    maxima: &mut [f32],
+    sums: &mut [f32],
+    probabilities: &mut [[bf16; BLOCK_KEYS]],
+) {
+    let (queries, scale) = (seen.len(), _mm512_set1_ps(scale));
+    let blocks = probabilities.len() / queries;
+    // Of most blocks all of them see all.
+    let from = seen.iter().map(|seen| seen[0]).max().unwrap_or(0) as usize;
+    let to = seen.iter().map(|seen| seen[1]).min().unwrap_or(0) as usize;
+    let counted = |query: usize, block: usize| {
+        let (row, keys) = (&scores[block * stride + query], block * BLOCK_KEYS..(block + 1) * BLOCK_KEYS);
+        let mut vectors = [_mm512_setzero_ps(); VECTORS];
+        for (v, vector) in vectors.iter_mut().enumerate() {
+            // SAFETY: a row has as many vectors.
+            *vector = _mm512_mul_ps(unsafe { _mm512_loadu_ps(row.as_ptr().add(16 * v)) }, scale);
+        }
+        if keys.start < from || keys.end > to {
+            for (v, vector) in vectors.iter_mut().enumerate() {
+                *vector = masked(*vector, (keys.start + 16 * v) as u32, seen[query]);
+            }
+        }
+        vectors
+    };
+    let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
+    for block in 0..blocks {
+        for (query, largest) in largest.iter_mut().enumerate().take(queries) {
+            let [a, b, c, d] = counted(query, block);
+            *largest = larger(*largest, larger(larger(a, b), larger(c, d)));
+        }
+    }
+    let largest = across::<false>(largest);
+    let is_finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(largest), _mm512_set1_ps(f32::INFINITY));
+    let mut centers = [0.0; QUERIES];
+    // SAFETY: as many as lanes.
+    unsafe { _mm512_storeu_ps(centers.as_mut_ptr(), _mm512_maskz_mov_ps(is_finite, largest)) };
+    let mut found = [_mm512_setzero_ps(); QUERIES];
+    for (query, found) in found.iter_mut().enumerate().take(queries) {
+        let center = _mm512_set1_ps(centers[query]);
+        for block in 0..blocks {
+            let mut weights = counted(query, block);
+            for weight in &mut weights {
+                *weight = exp(_mm512_sub_ps(*weight, center));
+            }
+            let [a, b, c, d] = weights;
+            let sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(a, b), c), d);
+            *found = _mm512_add_ps(*found, sum);
+            let out = probabilities[query * blocks + block].as_mut_ptr().cast::<__m512bh>();
+            // SAFETY: a row is two vectors of bf16.
+            unsafe {
+                out.write_unaligned(_mm512_cvtne2ps_pbh(b, a));
+                out.add(1).write_unaligned(_mm512_cvtne2ps_pbh(d, c));
+            }
+        }
+    }
+    let found = across::<true>(found);
+    let lanes: __mmask16 = ((1u32 << queries) - 1) as __mmask16;
+    // SAFETY: lanes beyond the queries are not touched.
+    unsafe {
+        _mm512_mask_storeu_ps(maxima.as_mut_ptr(), lanes, largest);
+        _mm512_mask_storeu_ps(sums.as_mut_ptr(), lanes, found);
+    }
+}
+
+/// The scores of sixteen keys from `first` on, with negative infinity for those that are not seen.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+fn masked(scores: __m512, first: u32, [from, to]: [u32; 2]) -> __m512 {
+    let lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    let keys = _mm512_add_epi32(lanes, _mm512_set1_epi32(first.wrapping_sub(from) as i32));
+    let is_seen = _mm512_cmplt_epu32_mask(keys, _mm512_set1_epi32((to - from) as i32));
+    _mm512_mask_blend_ps(is_seen, _mm512_set1_ps(f32::NEG_INFINITY), scores)
+}
+
+/// The larger of two, or `a` if `b` is NaN.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+fn larger(a: __m512, b: __m512) -> __m512 {
+    // The second operand, where one is no number.
+    _mm512_max_ps(b, a)
+}
+
+/// Joins the lanes of each query, by sums or by the larger: those of its second half to those of the first, and so on. Query `r` goes to lane `r`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+fn across<const SUMS: bool>(queries: [__m512; QUERIES]) -> __m512 {
+    let join = |a, b| if SUMS { _mm512_add_ps(a, b) } else { larger(a, b) };
+    let mut halves = [_mm512_setzero_ps(); 8];
+    for k in 0..8 {
+        let (a, b) = (queries[k], queries[k + 8]);
+        halves[k] = join(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+    }
+    let mut quarters = [_mm512_setzero_ps(); 4];
+    for k in 0..4 {
+        let (a, b) = (halves[k], halves[k + 4]);
+        quarters[k] = join(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+    }
+    let mut eighths = [_mm512_setzero_ps(); 2];
+    for k in 0..2 {
+        let (a, b) = (_mm512_castps_pd(quarters[k]), _mm512_castps_pd(quarters[k + 2]));
+        eighths[k] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    let [a, b] = eighths;
+    let joined = join(_mm512_shuffle_ps::<0x88>(a, b), _mm512_shuffle_ps::<0xdd>(a, b));
+    // Queries 0 2 1 3, 8 10 9 11, 4 6 5 7 and 12 14 13 15.
+    let places = _mm512_set_epi32(15, 13, 14, 12, 7, 5, 6, 4, 11, 9, 10, 8, 3, 1, 2, 0);
+    _mm512_permutexvar_ps(places, joined)
+}
+
+/// [`exp_f32`](super::exp::exp_f32) of each lane.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+fn exp(x: __m512) -> __m512 {
+    let all = |value: f32| _mm512_set1_ps(value);
+    // The second operand, where `x` is no number.
+    let clamped = _mm512_min_ps(all(LARGEST), x);
+    let shifted = _mm512_fmadd_ps(clamped, all(std::f32::consts::LOG2_E), all(ROUND));
+    let n = _mm512_sub_ps(shifted, all(ROUND));
+    let r = _mm512_fmadd_ps(n, all(-LN_2_LOW), _mm512_fmadd_ps(n, all(-LN_2_HIGH), clamped));
+    let mut p = all(POLYNOMIAL[0]);
+    for coefficient in &POLYNOMIAL[1..] {
+        p = _mm512_fmadd_ps(p, r, all(*coefficient));
+    }
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), all(1.0));
+    let exponent = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(EXPONENT_SHIFT as i32));
+    let power = _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent));
+    let scaled = _mm512_mul_ps(_mm512_mul_ps(p, power), all(2.0));
+    let is_something = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, all(SMALLEST));
+    _mm512_maskz_mov_ps(is_something, scaled)
+}
