@@ -220,7 +220,10 @@ fn cases() -> impl Iterator<Item = (Layer, DType, &'static [usize])> {
     let short = GEOMETRIES.into_iter().map(|shape| (Layer::plain(shape), &LENGTHS[..]));
     let windows = [1, 2, 40, 64, 65, 129].map(|window| (Layer::new((1, 3, 20), Some(window), window > 50), &LENGTHS[..]));
     let long = [None, Some(1), Some(64), Some(100), Some(257), Some(600)];
-    let long = long.map(|window| (Layer::new((1, 2, 16), window, window == Some(100)), &LONG_LENGTHS[..]));
+    // Values of whole panels, which are one reduction from page to page, and others.
+    let widths = [16, 64, 16, 16, 64, 16];
+    let layer = |(window, width)| (Layer::new((1, 2, width), window, window == Some(100)), &LONG_LENGTHS[..]);
+    let long = long.into_iter().zip(widths).map(layer);
     let sinks = [(2, 2, 64), (1, 1, 2)].map(|shape| (Layer::new(shape, None, true), &LENGTHS[..]));
     let own = [((2, 2, 16), 20), ((1, 3, 36), 7), ((1, 1, 32), 130)];
     let own = own.map(|(shape, width)| (Layer::with_values(shape, KvValues::Own(width)), &LENGTHS[..]));
@@ -303,7 +306,8 @@ fn a_long_sequence_has_the_same_bits_whole_in_chunks_and_by_single_tokens_whoeve
     let len = 2100usize;
     let table: Vec<u32> = (0..len.div_ceil(KV_PAGE_TOKENS) as u32).rev().collect();
     let windows = [None, Some(300), Some(513), Some(1100)];
-    let layers = windows.map(|window| Layer::new((1, 2, 16), window, window == Some(513))).into_iter().chain([Layer::latent()]);
+    let layer = |(window, width)| Layer::new((1, 2, width), window, window == Some(513));
+    let layers = windows.into_iter().zip([64, 16, 64, 16]).map(layer).chain([Layer::latent()]);
     for (layer, dtype) in layers.flat_map(|l| DTYPES.map(|d| (l.clone(), d))) {
         let g = layer.g;
         let qkv = random_qkv(&g, len, dtype);
