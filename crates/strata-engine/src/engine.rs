@@ -12,7 +12,7 @@ use std::time::Duration;
 use strata_model::checkpoint::AdapterFormat;
 use strata_model::lora::RANK_MAX;
 use strata_model::vision::ImageProcessor;
-use strata_model::{Model, PAGE_TOKENS, Tokenizer};
+use strata_model::{Model, PAGE_TOKENS, Tokenizer, Work};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
@@ -155,10 +155,10 @@ impl EngineHandle {
         let storage = DiskStorage::start(base, model.clone(), intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
         let computes_again = Arc::new(AtomicBool::new(false));
+        let speculating = Speculating::of(config.speculation, &Work::of(model.config()));
+        let of_core = speculating.clone();
         let device = Device::new(model, config.machine.join(), computes_again.clone());
         let cache = device.new_cache(budget.cache).map_err(StartError::Device)?;
-        let speculating = Speculating::new(config.speculation);
-        let of_core = speculating.clone();
         spawn(alive.clone(), intake.clone(), move || {
             let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS, of_core);
             run(core, &intake);

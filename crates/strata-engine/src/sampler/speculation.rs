@@ -10,6 +10,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use strata_model::{LinearWork, Work};
+
 use super::job::Sequence;
 use super::{Batcher, Part};
 use crate::api::Client;
@@ -21,9 +23,9 @@ const MATCH: (usize, usize) = (2, 4);
 const LOOKBACK_TOKENS: usize = 8192;
 /// Guesses of a sequence in a step, at most: with the last token as many rows as a block of the kernels has.
 const GUESSES_MAX: usize = 15;
-/// Rows that what every step costs is worth, for this purpose: fewer than kernels show that are bound by memory.
+/// Rows that take as long as reading the matrices of a model does.
 const BASE_ROWS: f32 = 8.0;
-/// How many times what a row costs it must be expected to save.
+/// How many times what a row costs it must be expected to save: where weights have few bits, reading them takes less.
 const MARGIN: f32 = 2.0;
 /// How probable the first guess of a sequence is held to be, and the weight of each outcome.
 const RATE: f32 = 0.5;
@@ -52,13 +54,20 @@ pub struct Speculated {
 #[derive(Debug, Default)]
 pub(crate) struct Speculating {
     speculation: Speculation,
+    base_rows: f32,
     proposed: AtomicU64,
     accepted: AtomicU64,
 }
 
 impl Speculating {
+    /// Of a model whose matrices all tokens of a step pass.
     pub(crate) fn new(speculation: Speculation) -> Arc<Self> {
-        Arc::new(Speculating { speculation, ..Speculating::default() })
+        Arc::new(Speculating { speculation, base_rows: BASE_ROWS, ..Speculating::default() })
+    }
+
+    /// Of a model of this work.
+    pub(crate) fn of(speculation: Speculation, work: &Work) -> Arc<Self> {
+        Arc::new(Speculating { speculation, base_rows: base_rows(work), ..Speculating::default() })
     }
 
     pub(crate) fn speculated(&self) -> Speculated {
@@ -119,8 +128,12 @@ impl<C: Compute> Batcher<C> {
     pub(super) fn speculate(&mut self, parts: &[Part], mut spare: usize, tokens: &mut [(Client, usize)]) {
         let decodes: Vec<usize> =
             parts.iter().filter_map(|part| if let Part::Decode { sequence } = *part { Some(sequence) } else { None }).collect();
+        let base_rows = self.speculating.base_rows;
         decodes.iter().for_each(|&i| self.running[i].guesses.begin(Vec::new()));
-        if self.speculating.speculation == Speculation::Off || self.pool.has_states() || rows_worth(1.0, decodes.len()) == 0 {
+        if self.speculating.speculation == Speculation::Off
+            || self.pool.has_states()
+            || rows_worth(1.0, decodes.len(), base_rows) == 0
+        {
             return;
         }
         for (i, &sequence) in decodes.iter().enumerate() {
@@ -128,7 +141,7 @@ impl<C: Compute> Batcher<C> {
             let Some(job) = self.jobs.get(&s.job) else { continue };
             // The last token of a sample is never an input, and its pages are promised up to there.
             let room = (job.plan.max_tokens - s.tokens.len()).saturating_sub(1);
-            let worth = rows_worth(s.guesses.rate, decodes.len());
+            let worth = rows_worth(s.guesses.rate, decodes.len(), base_rows);
             s.guesses.begin(look_up(&job.plan.prompt, &s.tokens, worth.max(1)));
             let fed = worth.min(s.guesses.tokens.len()).min(room).min(spare / (decodes.len() - i));
             s.guesses.fed = fed;
@@ -156,12 +169,22 @@ impl<C: Compute> Batcher<C> {
     }
 }
 
+/// Rows that cost as much as what a step costs whatever its rows: of experts each row reads its own, so with many of them a row costs as much as a step.
+fn base_rows(work: &Work) -> f32 {
+    let elements =
+        |l: &LinearWork| (l.layers * l.experts.map_or(1, |e| e.active)) as f32 * (l.in_features * l.out_features) as f32;
+    let (experts, shared): (Vec<_>, Vec<_>) = work.linears.iter().chain([&work.unembedding]).partition(|l| l.experts.is_some());
+    let sum = |linears: Vec<&LinearWork>| linears.into_iter().map(elements).sum::<f32>();
+    let (shared, own) = (sum(shared), sum(experts));
+    BASE_ROWS * shared / (shared + own + BASE_ROWS * own)
+}
+
 /// How many guesses are worth a row, each right with probability `rate` if those before it are, in a step that draws for so many sequences.
 ///
-/// A token costs a sequence its part of a step, `(BASE_ROWS + decodes) / decodes` rows: what a right guess saves. A guess costs one. Counts
+/// A token costs a sequence its part of a step, `(base_rows + decodes) / decodes` rows: what a right guess saves. A guess costs one. Counts
 /// of rows decide and no clock does, so that the same requests make the same steps.
-fn rows_worth(rate: f32, decodes: usize) -> usize {
-    let saves = (BASE_ROWS + decodes as f32) / decodes.max(1) as f32;
+fn rows_worth(rate: f32, decodes: usize, base_rows: f32) -> usize {
+    let saves = (base_rows + decodes as f32) / decodes.max(1) as f32;
     let mut probability = 1.0;
     let is_worth = |_: &usize| {
         probability *= rate;
@@ -220,9 +243,19 @@ mod tests {
 
     #[test]
     fn guesses_are_worth_a_row_while_few_draw_and_most_are_right() {
-        assert_eq!((rows_worth(1.0, 1), rows_worth(0.5, 1), rows_worth(0.2, 1)), (GUESSES_MAX, 2, 0));
-        assert_eq!((rows_worth(1.0, 4), rows_worth(0.9, 4), rows_worth(0.5, 4)), (GUESSES_MAX, 3, 0));
-        assert_eq!((rows_worth(1.0, 7), rows_worth(1.0, 8), rows_worth(1.0, 256)), (GUESSES_MAX, 0, 0));
+        let worth = |rate, decodes| rows_worth(rate, decodes, BASE_ROWS);
+        assert_eq!((worth(1.0, 1), worth(0.5, 1), worth(0.2, 1)), (GUESSES_MAX, 2, 0));
+        assert_eq!((worth(1.0, 4), worth(0.9, 4), worth(0.5, 4)), (GUESSES_MAX, 3, 0));
+        assert_eq!((worth(1.0, 7), worth(1.0, 8), worth(1.0, 256)), (GUESSES_MAX, 0, 0));
+    }
+
+    #[test]
+    fn where_rows_read_experts_of_their_own_fewer_guesses_are_worth_it() {
+        let rows = |shape: &str| base_rows(&Work::of(&strata_model::ModelConfig::named_shape(shape).unwrap()));
+        assert_eq!(rows("qwen3-0.6b"), BASE_ROWS);
+        let of_experts = rows("qwen3-30b-a3b");
+        assert!((0.3..1.0).contains(&of_experts), "{of_experts}");
+        assert_eq!(rows_worth(1.0, 1, of_experts), 0);
     }
 
     #[test]
@@ -245,6 +278,6 @@ mod tests {
             guesses.begin(vec![3]);
             guesses.note(4);
         });
-        assert_eq!(rows_worth(guesses.rate, 1), 0);
+        assert_eq!(rows_worth(guesses.rate, 1, BASE_ROWS), 0);
     }
 }
