@@ -97,7 +97,7 @@ fn samples_are_the_bits_that_forward_computes_behind_guesses_too() {
     let request = SampleRequest { temperature: 0.0, ..sample_request(prompt.clone(), 1, 100, 1) };
     snapshot(&engine, "m", 1, "fresh");
     let sequence = sampled(ask(&engine, sample("fresh", request))).sequences.remove(0);
-    assert!(engine.speculated().accepted > 20, "{:?}", engine.speculated());
+    assert!(engine.speculated().accepted > 10, "{:?}", engine.speculated());
     let text: Vec<i64> = prompt.iter().copied().chain(sequence.tokens.iter().map(|&t| t as i64)).collect();
     let exact = losses(ask(&engine, train("m", 2, forward(vec![cross_entropy_datum(&text, 1.0)])))).data.remove(0).logprobs;
     assert_eq!(bits_of(&exact[prompt.len() - 1..]), bits_of(&sequence.logprobs));
@@ -125,13 +125,14 @@ fn guesses_behind_pictures_are_in_their_places() {
 }
 
 #[test]
-fn every_family_without_states_guesses_and_none_with_them() {
+fn models_guess_that_can_go_back_and_whose_tokens_share_what_they_read() {
     let families = [
-        ("qwen3_moe_f32", true),
-        ("gpt_oss_f32", true),
         ("deepseek_latent_bf16", true),
         ("mistral_window_f32", true),
+        // A token's states cannot be taken back.
         ("qwen3_5_f32", false),
+        // Nearly all of it is experts.
+        ("qwen3_moe_f32", false),
     ];
     for (name, guesses) in families {
         let request = SampleRequest { temperature: 0.0, ..sample_request(refrain(4, 4, 30), 2, 60, 1) };
