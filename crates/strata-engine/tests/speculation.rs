@@ -33,18 +33,16 @@ fn refrain(seed: u64, period: usize, n: usize) -> Vec<i64> {
     tokens(seed, period).into_iter().map(|token| token % 79).cycle().take(n).collect()
 }
 
-/// Everything that a sample answers, in bits.
-fn answer(output: &SampleOutput) -> Vec<(Vec<u32>, Vec<u32>, StopReason, Option<Vec<TopK>>)> {
+/// Everything that a sample answers, in bits, one by one.
+type Answer = Vec<(Vec<u32>, Vec<u32>, StopReason, Option<Vec<TopK>>)>;
+
+fn answer(output: &SampleOutput) -> Answer {
     let of = |s: &SampledSequence| (s.tokens.clone(), bits_of(&s.logprobs), s.stop_reason, s.topk.clone());
     output.sequences.iter().map(of).collect()
 }
 
 /// What requests of all kinds of settings answer, alone and then all at once.
-fn run(
-    engine: &EngineHandle,
-    sampler: &str,
-    requests: &[SampleRequest],
-) -> Vec<Vec<(Vec<u32>, Vec<u32>, StopReason, Option<Vec<TopK>>)>> {
+fn run(engine: &EngineHandle, sampler: &str, requests: &[SampleRequest]) -> Vec<Answer> {
     let alone = requests.iter().map(|request| ask(engine, sample(sampler, request.clone()))).collect::<Vec<_>>();
     let together: Vec<_> = requests.iter().map(|request| submit(engine, sample(sampler, request.clone()))).collect();
     let together = together.into_iter().map(|rx| rx.recv().unwrap());

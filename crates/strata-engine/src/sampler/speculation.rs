@@ -61,6 +61,7 @@ pub(crate) struct Speculating {
 
 impl Speculating {
     /// Of a model whose matrices all tokens of a step pass.
+    #[cfg(any(test, feature = "simulation"))]
     pub(crate) fn new(speculation: Speculation) -> Arc<Self> {
         Arc::new(Speculating { speculation, base_rows: BASE_ROWS, ..Speculating::default() })
     }
