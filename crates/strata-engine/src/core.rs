@@ -21,7 +21,7 @@ use crate::fair::{Fair, Standing, Work};
 use crate::files::{Done, Files, Load, LoadFor, Save, SaveFor, Storage};
 use crate::intake::{Control, Intake, Op, QueuedOp};
 use crate::reply::PendingReply;
-use crate::sampler::{Asked, Batcher, Plan, Room};
+use crate::sampler::{Asked, Batcher, Plan, Room, Speculating};
 use crate::snapshot::WeightsId;
 use crate::tenant::{RunningForward, Tenant};
 
@@ -79,12 +79,13 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
         storage: S,
         budget: Budget,
         page_tokens: usize,
+        speculating: Arc<Speculating>,
     ) -> Self {
         let state = State {
             intake,
             tenants: BTreeMap::new(),
             samplers: BTreeMap::new(),
-            batcher: Batcher::new(&compute, cache, budget.cache, page_tokens, &budget),
+            batcher: Batcher::new(&compute, cache, budget.cache, page_tokens, &budget, speculating),
             fair: Fair::default(),
             storage,
             files: Files::new(budget.captured_bytes),
@@ -150,12 +151,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         self.recoveries += 1;
         self.passes.truncate(depth);
         let failure = Failure::Server("the engine hit a bug while this request was in work; its log says where".into());
-        let page_tokens = self.batcher.page_tokens();
+        let (page_tokens, speculating) = (self.batcher.page_tokens(), self.batcher.speculating());
         // The old sampler answers everything it holds as it is dropped, and gives back its memory before the new one asks for as much.
         for size in [Room::default(), self.budget.cache] {
             // A device that has no memory for what it had at the start has nothing to go on with: the engine ends.
             let cache = c.new_cache(size).unwrap_or_else(|error| panic!("no sampler can be made: {error}"));
-            self.batcher = Batcher::new(c, cache, size, page_tokens, &self.budget);
+            self.batcher = Batcher::new(c, cache, size, page_tokens, &self.budget, speculating.clone());
         }
         self.note_seeing();
         let lost = |(_, t): &(&ModelId, &Tenant<C>)| t.in_pass && !self.passes.iter().any(|pass| pass.uids.contains(&t.uid));

@@ -12,7 +12,7 @@ use std::time::Duration;
 use strata_model::checkpoint::AdapterFormat;
 use strata_model::lora::RANK_MAX;
 use strata_model::vision::ImageProcessor;
-use strata_model::{Model, PAGE_TOKENS, Tokenizer};
+use strata_model::{Model, PAGE_TOKENS, Tokenizer, Work};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
@@ -31,7 +31,7 @@ use crate::machine::Machine;
 use crate::maker::Maker;
 use crate::pictures::{Eyes, ModelEyes};
 use crate::reply::Reply;
-use crate::sampler::SamplerLimits;
+use crate::sampler::{SamplerLimits, Speculated, Speculating, Speculation};
 use crate::unfinished::UnfinishedSaves;
 
 /// Of the memory, the part that the logits of a chunk of tokens may take.
@@ -49,6 +49,8 @@ pub struct EngineConfig {
     pub base_model: String,
     /// What it shares with others on the same machine.
     pub machine: Machine,
+    /// Whether samples guess what follows.
+    pub speculation: Speculation,
 }
 
 /// What the server tells clients about the engine.
@@ -80,6 +82,7 @@ struct Shared {
     alive: Arc<AtomicBool>,
     info: EngineInfo,
     computes_again: Arc<AtomicBool>,
+    speculating: Arc<Speculating>,
     unfinished_saves: UnfinishedSaves,
 }
 
@@ -152,25 +155,33 @@ impl EngineHandle {
         let storage = DiskStorage::start(base, model.clone(), intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
         let computes_again = Arc::new(AtomicBool::new(false));
+        let speculating = Speculating::of(config.speculation, &Work::of(model.config()));
+        let of_core = speculating.clone();
         let device = Device::new(model, config.machine.join(), computes_again.clone());
         let cache = device.new_cache(budget.cache).map_err(StartError::Device)?;
         spawn(alive.clone(), intake.clone(), move || {
-            let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS);
+            let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS, of_core);
             run(core, &intake);
         })?;
-        Ok(Self::of(admission, alive, info, computes_again))
+        Ok(Self::of(admission, alive, info, computes_again, speculating))
     }
 
-    fn of(admission: Admission, alive: Arc<AtomicBool>, info: EngineInfo, computes_again: Arc<AtomicBool>) -> Self {
+    fn of(
+        admission: Admission,
+        alive: Arc<AtomicBool>,
+        info: EngineInfo,
+        computes_again: Arc<AtomicBool>,
+        speculating: Arc<Speculating>,
+    ) -> Self {
         let unfinished_saves = UnfinishedSaves::default();
-        EngineHandle { shared: Arc::new(Shared { admission, alive, info, computes_again, unfinished_saves }) }
+        EngineHandle { shared: Arc::new(Shared { admission, alive, info, computes_again, speculating, unfinished_saves }) }
     }
 
     /// A handle on an engine that someone else drives.
     #[cfg(any(test, feature = "simulation"))]
-    pub(crate) fn over(admission: Admission, info: EngineInfo) -> Self {
+    pub(crate) fn over(admission: Admission, info: EngineInfo, speculating: Arc<Speculating>) -> Self {
         let alive = Arc::new(AtomicBool::new(true));
-        Self::of(admission, alive, info, Arc::default())
+        Self::of(admission, alive, info, Arc::default(), speculating)
     }
 
     #[cfg(any(test, feature = "simulation"))]
@@ -186,6 +197,11 @@ impl EngineHandle {
     /// Whether passes from now on compute activations again on the way back, as if there were no memory to keep them. For benchmarks: no bit depends on it.
     pub fn compute_activations_again(&self, again: bool) {
         self.shared.computes_again.store(again, Ordering::Relaxed);
+    }
+
+    /// What came of the guesses of samples since the start.
+    pub fn speculated(&self) -> Speculated {
+        self.shared.speculating.speculated()
     }
 
     /// The account that requests and results are charged to.

@@ -59,3 +59,4 @@ pub use learner::spec_of;
 pub use losses::STABLE_REINFORCE;
 pub use machine::Machine;
 pub use reply::Reply;
+pub use sampler::{Speculated, Speculation};

@@ -32,6 +32,29 @@ pub struct Resources {
     /// Store the base weights in fewer bits than they are computed with, and read fewer in a decode step: int8 takes half the memory of bf16, int4 less than a third.
     #[arg(long, env = "STRATA_QUANTIZE", value_enum)]
     pub quantize: Option<Quantize>,
+    /// Whether samples guess what follows: prompt-lookup tries what followed the same tokens earlier in the sequence, several tokens to a step. The
+    /// tokens that come are the same.
+    #[arg(long, env = "STRATA_SPECULATION", value_enum, default_value_t = Speculation::PromptLookup)]
+    pub speculation: Speculation,
+}
+
+/// How samples guess what follows; see [`strata_engine::Speculation`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Speculation {
+    /// Not at all: a step for each token.
+    Off,
+    /// What followed the last tokens where the sequence had them before.
+    PromptLookup,
+}
+
+impl From<Speculation> for strata_engine::Speculation {
+    fn from(speculation: Speculation) -> Self {
+        match speculation {
+            Speculation::Off => strata_engine::Speculation::Off,
+            Speculation::PromptLookup => strata_engine::Speculation::PromptLookup,
+        }
+    }
 }
 
 /// What base weights are stored in; see [`WeightStorage`].
@@ -246,7 +269,12 @@ fn start_one(
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = config.model_type().to_string();
     let own_tokenizer = load_tokenizer(&source, &config).with_context(|| format!("loading {name}"))?.map(Arc::new);
-    let engine_config = EngineConfig { memory_bytes, base_model: name.clone(), machine: machine.clone() };
+    let engine_config = EngineConfig {
+        memory_bytes,
+        base_model: name.clone(),
+        machine: machine.clone(),
+        speculation: resources.speculation.into(),
+    };
     let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, engine_config));
     let engine = engine.with_context(|| format!("starting the engine of {name}"))?;
     let info = ModelInfo {

@@ -100,6 +100,19 @@ fn sampling_from_several_adapters_is_reported_under_the_documented_keys() {
     }
 }
 
+#[test]
+fn samples_that_repeat_themselves_are_reported_with_their_guesses() {
+    for (speculation, some) in [("prompt-lookup", true), ("off", false)] {
+        let cell = ["sample", "--repeating", "--batch", "1", "--prompt", "40", "--new", "600", "--repeats", "1"];
+        let report = bench_json(&[&cell[..], &["--speculation", speculation]].concat());
+        let case = &report["cases"][0];
+        let settings = serde_json::json!({ "batch": 1, "prompt": 40, "new": 600, "ranks": [], "speculation": speculation });
+        assert_eq!(case["settings"], settings);
+        assert_eq!(case["figures"]["guesses_per_token"]["strata"].as_f64().unwrap() > 0.0, some, "{report}");
+        assert!(case["figures"]["accepted_fraction"].is_object() && case["figures"]["decode_gb_per_s"].is_null());
+    }
+}
+
 const DELTA_FIGURES: [&str; 4] = ["tokens_per_s", "rule_tokens_per_s", "rule_gflop_per_s", "rule_fraction_of_limit"];
 
 #[test]

@@ -16,6 +16,7 @@ use super::draw::{DrawSettings, Drawn};
 use super::pages::Prefix;
 use super::prompt::{Scores, Wanted, topk_bytes};
 use super::room::Room;
+use super::speculation::Guesses;
 use super::stop::{StopProgress, StopRule};
 
 /// What any request holds besides what it brings and what comes of it: its entries in tables and queues.
@@ -367,6 +368,9 @@ pub(crate) struct Sequence {
     pub(crate) registered: usize,
     /// The last prefix of its own whose state it has kept a snapshot of.
     pub(crate) snapshot: Option<Prefix>,
+    /// What it guesses to follow in the step that is planned or was run.
+    pub(crate) guesses: Guesses,
+    ended: bool,
     /// When it started, in the order of all that start, and with how many tokens.
     pub(crate) started: u64,
     pub(crate) tokens_at_start: usize,
@@ -391,6 +395,8 @@ impl Sequence {
             prefix: root,
             registered: 0,
             snapshot: None,
+            guesses: Guesses::default(),
+            ended: false,
             started: 0,
             tokens_at_start: 0,
             last_step: 0,
@@ -423,10 +429,17 @@ impl Sequence {
         if plan.report_samples_topk {
             self.topk.push(drawn.topk);
         }
-        if plan.stop.ends(&self.tokens, &mut self.stop) {
-            return Some(StopReason::Stop);
-        }
-        (self.tokens.len() >= plan.max_tokens).then_some(StopReason::Length)
+        let reason = match plan.stop.ends(&self.tokens, &mut self.stop) {
+            true => Some(StopReason::Stop),
+            false => (self.tokens.len() >= plan.max_tokens).then_some(StopReason::Length),
+        };
+        self.ended = reason.is_some();
+        reason
+    }
+
+    /// Whether the row behind so many of its guesses is its next: all of them were drawn, and it has not ended.
+    pub(crate) fn holds(&self, ahead: usize) -> bool {
+        !self.ended && self.guesses.holds(ahead, self.tokens.last())
     }
 
     pub(crate) fn into_sample(self, plan: &Plan, stop_reason: StopReason) -> SampledSequence {

@@ -14,7 +14,9 @@
 //!
 //! **Steps are shared fairly**: a step of several sessions takes no longer than if each in turn ran a step as small as the smallest of theirs.
 //!
-//! A token's logits depend on its sequence and weights alone, so nothing here changes what is sampled: not the chunks, not the cache, not the company.
+//! **Samples guess** what they have said before, and check several tokens in a step: see [`speculation`].
+//!
+//! A token's logits depend on its sequence and weights alone, so nothing here changes what is sampled: not the chunks, not the guesses, not the cache, not the company.
 
 mod admit;
 mod cost;
@@ -27,6 +29,7 @@ mod prompt;
 mod room;
 mod sight;
 mod snapshots;
+mod speculation;
 mod states;
 mod stop;
 
@@ -51,6 +54,8 @@ use job::{Job, Sequence, Want};
 use plan::span;
 use pool::CachePool;
 pub(crate) use room::Room;
+pub(crate) use speculation::Speculating;
+pub use speculation::{Speculated, Speculation};
 
 /// Samples that run at the same time, at most.
 const SEQUENCES_MAX: usize = 256;
@@ -111,6 +116,7 @@ pub(crate) struct Batcher<C: Compute> {
     lanes: usize,
     /// Counts steps and starts.
     clock: u64,
+    speculating: Arc<Speculating>,
     /// What steps were seen to cost.
     cost: StepCost,
     /// Whether something has changed since admission last found nothing to do.
@@ -141,15 +147,24 @@ enum Part {
     Prompt { job: u64, tokens: usize },
     /// Known tokens of `running[sequence]` that it lost with its pages.
     Again { sequence: usize, tokens: usize },
-    /// The last token of `running[sequence]`.
+    /// The last token of `running[sequence]`, and what it guesses to follow.
     Decode { sequence: usize },
 }
 
 /// Where a row of a step goes.
 enum RowFor {
-    Score { job: u64, position: usize },
-    First { job: u64 },
-    Next { sequence: usize },
+    Score {
+        job: u64,
+        position: usize,
+    },
+    First {
+        job: u64,
+    },
+    /// The token behind so many guesses of the sequence.
+    Next {
+        sequence: usize,
+        ahead: usize,
+    },
 }
 
 /// A step that was run: what each client had of it.
@@ -160,7 +175,14 @@ pub(crate) struct StepDone {
 
 impl<C: Compute> Batcher<C> {
     /// A sampler over a cache of this size.
-    pub(crate) fn new(compute: &C, cache: C::Cache, size: Room, page_tokens: usize, budget: &Budget) -> Self {
+    pub(crate) fn new(
+        compute: &C,
+        cache: C::Cache,
+        size: Room,
+        page_tokens: usize,
+        budget: &Budget,
+        speculating: Arc<Speculating>,
+    ) -> Self {
         Batcher {
             page_tokens,
             cache,
@@ -180,6 +202,7 @@ impl<C: Compute> Batcher<C> {
             running: Vec::new(),
             lanes: 0,
             clock: 0,
+            speculating,
             cost: StepCost::default(),
             may_admit: false,
             broken: Vec::new(),
@@ -227,6 +250,11 @@ impl<C: Compute> Batcher<C> {
     /// Tokens in a page.
     pub(crate) fn page_tokens(&self) -> usize {
         self.page_tokens
+    }
+
+    /// How samples speculate, and what comes of it.
+    pub(crate) fn speculating(&self) -> Arc<Speculating> {
+        self.speculating.clone()
     }
 
     /// Empties the prefix cache, and forgets pictures.
@@ -278,7 +306,7 @@ impl<C: Compute> Batcher<C> {
                 self.advance(&parts);
                 self.let_go_of_sights();
                 self.keep_snapshots(compute, &parts);
-                self.take_results(compute, targets, results);
+                self.take_results(compute, &parts, targets, results);
                 return StepDone { tokens };
             }
             Ok(Ok(results)) => format!("{} results for {} rows", results.len(), targets.len()),
@@ -322,7 +350,7 @@ impl<C: Compute> Batcher<C> {
         self.prefilling.retain(|id| !jobs[id].prefilled());
     }
 
-    fn take_results(&mut self, compute: &C, targets: Vec<RowFor>, results: Vec<RowResult>) {
+    fn take_results(&mut self, compute: &C, parts: &[Part], targets: Vec<RowFor>, results: Vec<RowResult>) {
         let (mut ended, mut failed) = (Vec::new(), Vec::new());
         for (target, result) in targets.into_iter().zip(results) {
             match (target, result) {
@@ -332,17 +360,23 @@ impl<C: Compute> Batcher<C> {
                     }
                 }
                 (RowFor::First { job }, RowResult::Drawn(drawn)) => self.begin_samples(compute, job, drawn),
-                (RowFor::Next { sequence }, RowResult::Drawn(drawn)) => {
+                // What a row behind a wrong guess shows, even that it is not a number, would not have been computed.
+                (RowFor::Next { sequence, ahead }, _) if !self.running[sequence].holds(ahead) => {}
+                (RowFor::Next { sequence, ahead }, RowResult::Drawn(drawn)) => {
                     let s = &mut self.running[sequence];
+                    // The guess that led here is a token of the sequence.
+                    s.cached += usize::from(ahead > 0);
                     let plan = &self.jobs[&s.job].plan;
                     for drawn in drawn {
+                        s.guesses.note(drawn.token);
                         ended.extend(s.push(drawn, plan).map(|reason| (sequence, reason)));
                     }
                 }
-                (RowFor::Next { sequence }, _) => failed.push(self.running[sequence].job),
+                (RowFor::Next { sequence, .. }, _) => failed.push(self.running[sequence].job),
                 (RowFor::Score { job, .. } | RowFor::First { job }, _) => failed.push(job),
             }
         }
+        self.count_guesses(parts);
         // From the back, so that the places before stay what they are: sequences begun in this step are behind all of them.
         ended.sort_unstable_by_key(|&(sequence, _)| Reverse(sequence));
         let mut over = Vec::new();

@@ -24,14 +24,17 @@ impl<C: Compute> Batcher<C> {
         let whole = wants.iter().map(SessionWork::tokens).sum();
         let tokens_of: Vec<usize> = wants.iter().map(SessionWork::tokens).collect();
         // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
-        let company = company_limit(order.iter().zip(tokens_of.iter().copied()), base).unwrap_or(whole);
-        let limit = company.min(longest.max(order.len()));
+        let company = company_limit(order.iter().zip(tokens_of.iter().copied()), base);
+        let limit = company.unwrap_or(whole).min(longest.max(order.len()));
         let quotas = share_among_owners(order, &tokens_of, limit);
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
             let taken = self.take_parts(compute, work, quota, &mut parts);
             tokens.push((client.clone(), taken));
         }
+        let taken: usize = tokens.iter().map(|(_, taken)| taken).sum();
+        let most = company.unwrap_or(usize::MAX).min(longest);
+        self.speculate(&parts, most.saturating_sub(taken), &mut tokens);
         (parts, tokens)
     }
 
@@ -230,16 +233,18 @@ pub(super) fn span<'s, F, S>(
     match *part {
         Part::Decode { sequence } => {
             let s = &running[sequence];
-            let (samples, position) = (vec![s.index], s.tokens.len());
-            targets.push(RowFor::Next { sequence });
+            let guesses = s.guesses.fed();
+            let draw =
+                |ahead| RowTask::Draw { settings: plan.settings, samples: vec![s.index], position: s.tokens.len() + ahead };
+            targets.extend((0..=guesses.len()).map(|ahead| RowFor::Next { sequence, ahead }));
             StepSpan {
                 weights,
-                tokens: vec![s.token(plan, s.cached)],
+                tokens: [&[s.token(plan, s.cached)], guesses].concat(),
                 past: s.cached,
                 length_max: plan.length_max(),
                 held: s.held.clone(),
                 pictures,
-                rows: vec![(0, RowTask::Draw { settings: plan.settings, samples, position })],
+                rows: (0..=guesses.len()).map(|ahead| (ahead, draw(ahead))).collect(),
             }
         }
         Part::Again { sequence, tokens } => {

@@ -17,7 +17,7 @@ use crate::engine::{EngineHandle, EngineInfo};
 use crate::intake::Intake;
 use crate::ledger::Ledger;
 use crate::pictures::Eyes;
-use crate::sampler::{Room, SamplerLimits};
+use crate::sampler::{Room, SamplerLimits, Speculated, Speculating, Speculation};
 
 mod disk;
 pub mod oracle;
@@ -25,6 +25,8 @@ pub mod oracle;
 mod prefixes;
 #[cfg(test)]
 mod shares;
+#[cfg(test)]
+mod speculation;
 mod toy;
 mod world;
 
@@ -111,6 +113,8 @@ pub struct Limits {
     pub ledger_bytes: u64,
     /// Tokens of pictures whose sight is kept; a picture has half of them at most. 0 for a model that reads text alone.
     pub gallery_tokens: usize,
+    /// Whether samples guess what follows.
+    pub speculation: Speculation,
 }
 
 impl Limits {
@@ -128,6 +132,7 @@ impl Limits {
             captured_bytes: 1000,
             ledger_bytes: 64 << 20,
             gallery_tokens: 128,
+            speculation: Speculation::PromptLookup,
         }
     }
 
@@ -216,9 +221,10 @@ impl Engine {
         };
         let toy = Toy::new(shared.clone(), limits.page_tokens, limits.gallery_tokens / 2, limits.activation_tokens);
         let cache = toy.new_cache(limits.cache()).expect("a toy always has memory");
-        let core =
-            Core::new(toy, cache, intake, Disk::new(shared.clone(), contents.clone()), limits.budget(), limits.page_tokens);
-        Engine { core, handle: EngineHandle::over(admission, info), limits, shared, contents }
+        let disk = Disk::new(shared.clone(), contents.clone());
+        let speculating = Speculating::new(limits.speculation);
+        let core = Core::new(toy, cache, intake, disk, limits.budget(), limits.page_tokens, speculating.clone());
+        Engine { core, handle: EngineHandle::over(admission, info, speculating), limits, shared, contents }
     }
 
     /// What a server holds of it.
@@ -276,6 +282,11 @@ impl Engine {
     /// Samples that lost their pages to others.
     pub fn evictions(&self) -> u64 {
         self.core.evictions()
+    }
+
+    /// What came of the guesses of samples.
+    pub fn speculated(&self) -> Speculated {
+        self.handle.speculated()
     }
 
     /// What is wrong with the engine's books, if anything.

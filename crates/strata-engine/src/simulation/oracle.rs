@@ -19,6 +19,9 @@ use crate::sampler::{Alternatives, DrawSettings, Drawn};
 pub const VOCAB: u32 = 24;
 /// Tokens that end a sample by default.
 pub const END_OF_SEQUENCE: [u32; 2] = [3, 11];
+/// Every so many seeds, samples say this again and again, and now and then something else.
+pub(super) const REFRAIN_EVERY: u64 = 3;
+pub(super) const REFRAIN: [u32; 5] = [14, 2, 9, 9, 20];
 /// The weights of the base model.
 pub const BASE: u64 = 0x5eed;
 /// What a sequence is before its first token.
@@ -107,7 +110,10 @@ pub(super) fn draw(row: u64, settings: &DrawSettings, sample: usize, position: u
         true => mix(row, 0xa19),
         false => mix(mix(mix(row, settings.seed), sample as u64), position as u64),
     };
-    let token = (uniform % u64::from(VOCAB)) as u32;
+    let token = match settings.seed.is_multiple_of(REFRAIN_EVERY) && uniform % 16 != 0 {
+        true => REFRAIN[(sample + position) % REFRAIN.len()],
+        false => (uniform % u64::from(VOCAB)) as u32,
+    };
     Drawn { token, logprob: logprob(row, token), topk: top_k(row, settings.report_topk) }
 }
 

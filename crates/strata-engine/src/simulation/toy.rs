@@ -2,7 +2,7 @@
 //! notes whom it works for.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
@@ -59,7 +59,9 @@ pub(super) struct Shared {
     /// What must never happen and has.
     pub(super) violations: RefCell<Vec<String>>,
     /// Requests whose pass or row was made to fail.
-    pub(super) failed: RefCell<std::collections::BTreeSet<u64>>,
+    pub(super) failed: RefCell<BTreeSet<u64>>,
+    /// Requests with a row behind a guess that was made to fail: they fail if they come to it.
+    pub(super) may_fail: RefCell<BTreeSet<u64>>,
     /// Steps that were made to fail.
     pub(super) failed_steps: Cell<u64>,
     /// Bytes of adapters and their copies that are alive.
@@ -105,6 +107,7 @@ impl Shared {
             moment: Cell::default(),
             violations: RefCell::default(),
             failed: RefCell::default(),
+            may_fail: RefCell::default(),
             failed_steps: Cell::default(),
             live_bytes: Cell::default(),
             seeing: Cell::default(),
@@ -289,6 +292,7 @@ impl Toy {
         if span.held.state.is_none() != cache.states.is_empty() {
             return self.shared.violate(format!("state {:?} in a cache with {}", span.held.state, cache.states.len()));
         }
+        let first_row = out.len();
         let mut rows = span.rows.iter();
         let mut next = rows.next();
         for position in 0..last {
@@ -308,8 +312,12 @@ impl Toy {
             }
             folded = oracle::fold(folded, cache.pages[page][offset]);
             while let Some((row, task)) = next.filter(|(row, _)| row + span.past == position) {
-                let _ = row;
-                out.push(self.run_task(folded, task));
+                let result = match before_guess(span, *row, &out[first_row..]) {
+                    Some(Guess::Wrong) => RowResult::NotNumbers,
+                    Some(Guess::Right) => self.run_task(folded, task, &self.shared.may_fail),
+                    None => self.run_task(folded, task, &self.shared.failed),
+                };
+                out.push(result);
                 next = rows.next();
             }
         }
@@ -330,7 +338,8 @@ impl Toy {
         }
     }
 
-    fn run_task(&self, row: u64, task: &RowTask) -> RowResult {
+    /// Notes whose row it makes fail.
+    fn run_task(&self, row: u64, task: &RowTask, failed: &RefCell<BTreeSet<u64>>) -> RowResult {
         match task {
             RowTask::Score { ids, topk, alternatives } => RowResult::Scored(Scored {
                 logprobs: ids.iter().map(|&id| oracle::logprob(row, id)).collect(),
@@ -338,7 +347,7 @@ impl Toy {
                 alternatives: alternatives.map(|a| oracle::alternatives(row, &a)).unwrap_or_default(),
             }),
             RowTask::Draw { settings, .. } if self.shared.chance(self.shared.faults.get().row) => {
-                self.shared.failed.borrow_mut().insert(settings.seed);
+                failed.borrow_mut().insert(settings.seed);
                 RowResult::NotNumbers
             }
             RowTask::Draw { settings, samples, position } => {
@@ -615,6 +624,24 @@ impl Compute for Toy {
             return Err(self.shared.fail());
         }
         Ok(out)
+    }
+}
+
+/// Whether the token of a row was guessed, and is what was drawn.
+enum Guess {
+    Right,
+    Wrong,
+}
+
+/// What the token of a row is that follows these rows of its span. Nobody may look at what a wrong guess leads to.
+fn before_guess<F, S>(span: &StepSpan<'_, F, S>, row: usize, before: &[RowResult]) -> Option<Guess> {
+    match before.last()? {
+        RowResult::Scored(_) => None,
+        RowResult::NotNumbers => Some(Guess::Wrong),
+        RowResult::Drawn(drawn) => match drawn.first().is_some_and(|drawn| drawn.token == span.tokens[row]) {
+            true => Some(Guess::Right),
+            false => Some(Guess::Wrong),
+        },
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 
 use strata_engine::api::*;
-use strata_engine::{EngineConfig, EngineHandle, Machine};
+use strata_engine::{EngineConfig, EngineHandle, Machine, Speculation};
 use strata_model::{Model, ModelSource, Tokenizer};
 use strata_tensor::CpuBackend;
 
@@ -20,7 +20,12 @@ pub fn model(threads: usize) -> Model {
 }
 
 pub fn config(memory_bytes: u64) -> EngineConfig {
-    EngineConfig { memory_bytes, base_model: "strata/tiny-base".into(), machine: Machine::default() }
+    EngineConfig {
+        memory_bytes,
+        base_model: "strata/tiny-base".into(),
+        machine: Machine::default(),
+        speculation: Speculation::PromptLookup,
+    }
 }
 
 pub fn tokenizer() -> Tokenizer {

@@ -9,7 +9,7 @@ use strata_engine::api::{
     AdamParams, CheckpointSource, Client, Datum, LoraSpec, LossInput, LossSpec, LossValues, Request, Response, SaveTarget,
     TrainOp,
 };
-use strata_engine::{EngineConfig, EngineHandle, Machine};
+use strata_engine::{EngineConfig, EngineHandle, Machine, Speculation};
 use strata_model::{Model, ModelSource};
 use strata_tensor::{CpuBackend, DType};
 use tempfile::TempDir;
@@ -99,7 +99,12 @@ fn five_adamw_steps_follow_torch() {
         let engine = EngineHandle::start(
             model,
             None,
-            EngineConfig { memory_bytes: 1 << 30, base_model: "reference".into(), machine: Machine::default() },
+            EngineConfig {
+                memory_bytes: 1 << 30,
+                base_model: "reference".into(),
+                machine: Machine::default(),
+                speculation: Speculation::Off,
+            },
         )
         .expect("the engine starts");
         for entry in std::fs::read_dir(&fixture).expect("a fixture directory") {

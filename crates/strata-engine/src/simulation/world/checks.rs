@@ -434,7 +434,9 @@ impl World {
     fn check_sample(&mut self, asked: usize, sampler: Option<usize>, version: Option<usize>) -> Result<(), String> {
         let a = &self.asked[asked];
         let Request::Sample { sample, .. } = &a.request else { return Ok(()) };
-        let faulty = self.shared.failed.borrow().contains(&(asked as u64 + 1));
+        let number = asked as u64 + 1;
+        let faulty = self.shared.failed.borrow().contains(&number);
+        let may_fail = faulty || self.shared.may_fail.borrow().contains(&number);
         match &a.outcome {
             Some(Ok(Response::Sampled(output))) => {
                 if let Some(wrong) = &a.wrong {
@@ -467,7 +469,7 @@ impl World {
                 let expected = a.wrong.as_ref() == Some(&text)
                     || (step_failed && self.shared.failed_steps.get() > 0)
                     || (self.shared.failed_sights.get() > 0 && text.contains("seeing a picture"))
-                    || (faulty && text.contains("not finite"))
+                    || (may_fail && text.contains("not finite"))
                     || (self.limits.faults.page > 0 && text.contains("the engine stopped"))
                     || (version.is_none() && (matches!(failure, Failure::User(_)) || text.contains("toy")));
                 match expected || self.is_excused(asked, failure) {

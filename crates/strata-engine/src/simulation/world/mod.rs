@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::api::{Client, Image, Outcome, Request, Response, TrainOp};
 use crate::engine::EngineHandle;
 use crate::ledger::Charge;
+use crate::sampler::Speculation;
 
 use super::disk::Contents;
 use super::oracle::{self, Numbers};
@@ -69,6 +70,7 @@ fn random_limits(rng: &mut Rng, seed: u64) -> Limits {
         captured_bytes: rng.below(200),
         ledger_bytes: 14_000 + rng.below(ledger_bytes),
         gallery_tokens: if rng.chance(50) { rng.between(2, 60) } else { 0 },
+        speculation: if seed.is_multiple_of(4) { Speculation::Off } else { Speculation::PromptLookup },
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use anyhow::Context;
 use strata_engine::api::{Client, Failure, LoraSpec, Outcome, Request, Response};
-use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine};
+use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine, Speculated};
 use strata_model::{Model, ModelConfig};
 use strata_tensor::{WeightFormat, random};
 
@@ -35,6 +35,7 @@ impl Engine {
             memory_bytes: common.resources.memory_bytes(),
             base_model: common.shape.clone(),
             machine: Machine::default(),
+            speculation: common.resources.speculation.into(),
         };
         let handle = EngineHandle::start(model, None, engine_config)?;
         Ok(Engine { handle, requests: Cell::new(0), sequences: Cell::new(0), config })
@@ -48,6 +49,11 @@ impl Engine {
     /// Whether training computes activations again that it has memory to keep.
     pub(super) fn compute_activations_again(&self, again: bool) {
         self.handle.compute_activations_again(again);
+    }
+
+    /// What came of guesses so far.
+    pub(super) fn speculated(&self) -> Speculated {
+        self.handle.speculated()
     }
 
     /// Sends a request of a tenant; the outcome comes through the receiver.
@@ -79,8 +85,16 @@ impl Engine {
 
     /// Token ids that look like text to a matmul: any will do, but no two sequences are alike.
     pub(super) fn new_sequence(&self, len: usize) -> Vec<i64> {
+        self.new_refrain(len, len)
+    }
+
+    /// The same, beginning anew every `period` tokens.
+    pub(super) fn new_refrain(&self, len: usize, period: usize) -> Vec<i64> {
         let sequence = next(&self.sequences);
-        (0..len as u64).map(|i| (random::philox(sequence, [i, 0])[0] as usize % self.config.vocab_size) as i64).collect()
+        (0..len as u64)
+            .map(|i| i % period as u64)
+            .map(|i| (random::philox(sequence, [i, 0])[0] as usize % self.config.vocab_size) as i64)
+            .collect()
     }
 }
 

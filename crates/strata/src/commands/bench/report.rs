@@ -75,6 +75,10 @@ pub(super) enum Unit {
     OfArithmetic,
     /// Of the bandwidth; 1 is all of it.
     OfBandwidth,
+    /// Of the tokens that were guessed; 1 is all of them.
+    OfGuesses,
+    /// How many for each token.
+    PerToken,
 }
 
 impl Figure {

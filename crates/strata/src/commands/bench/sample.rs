@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde_json::json;
+use strata_engine::Speculated;
 use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
 
 use super::adapters::Adapters;
@@ -46,6 +47,9 @@ pub(super) struct Rounds {
     /// Rounds of each measurement at most; the best counts, the first is shown too. No round begins after a minute.
     #[arg(long, default_value_t = 10)]
     repeats: usize,
+    /// Have prompts repeat themselves, and take what is most probable: what samples guess then often comes.
+    #[arg(long)]
+    repeating: bool,
 }
 
 /// Sequences that are sampled at a time.
@@ -59,6 +63,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let cells: Vec<Cell> = args.batch.iter().map(|&batch| Cell { batch, prompt: args.prompt }).collect();
     measure(&args.common, &args.adapters, &cells, args.rounds)
 }
+
+/// Tokens after which a repeating prompt begins anew.
+const REFRAIN_TOKENS: usize = 8;
 
 /// How often bandwidth is measured again if a decode step has read faster than what was measured.
 const MORE_LIMITS_MAX: usize = 10;
@@ -89,7 +96,12 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let storage = Quantize::storage(common.resources.quantize);
     let element_bytes = ElementBytes::of(common.dtype.into(), storage);
     let works: Vec<Work> = cells.iter().map(|&cell| Work::of(&sampler, cell, rounds.new, element_bytes)).collect();
-    let fastest_reads = works.iter().zip(&times).map(|(work, t)| work.decode_bytes / t.step / 1e9).fold(0.0, f64::max);
+    let fastest_reads = works
+        .iter()
+        .zip(&times)
+        .filter(|(_, t)| t.guesses.is_none())
+        .map(|(work, t)| work.decode_bytes / t.step / 1e9)
+        .fold(0.0, f64::max);
     // Whatever was exceeded was no limit: others were using the memory while it was measured.
     for _ in 0..MORE_LIMITS_MAX {
         if limits.read_gb_per_s >= fastest_reads {
@@ -105,10 +117,12 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     for ((cell, times), work) in cells.iter().zip(&times).zip(works) {
         let settings =
             [("batch", json!(cell.batch)), ("prompt", json!(cell.prompt)), ("new", json!(rounds.new)), ("ranks", json!(ranks))];
+        let speculation = rounds.repeating.then(|| ("speculation", json!(common.resources.speculation)));
         let figures = times.figures(work, &limit);
-        report
-            .cases
-            .push(Case { settings: settings.map(|(name, value)| (name.to_string(), value)).into_iter().collect(), figures });
+        report.cases.push(Case {
+            settings: settings.into_iter().chain(speculation).map(|(name, value)| (name.to_string(), value)).collect(),
+            figures,
+        });
     }
     text::print(&report, common.json)
 }
@@ -162,12 +176,13 @@ impl<'e> Sampler<'e> {
     }
 
     /// Samples from all prompts at the same time. Answers with the seconds.
-    fn sample(&self, prompts: &[Vec<i64>], new: usize) -> anyhow::Result<f64> {
+    fn sample(&self, prompts: &[Vec<i64>], new: usize, temperature: f32) -> anyhow::Result<f64> {
         let prompts = prompts.to_vec();
         let run = || {
             let send = |(i, prompt)| {
                 let tenant = self.tenant(i);
-                let request = Request::Sample { sampler_id: sampler_name(tenant), sample: request(prompt, i as u64, new) };
+                let request =
+                    Request::Sample { sampler_id: sampler_name(tenant), sample: request(prompt, i as u64, new, temperature) };
                 self.engine.submit(tenant, request)
             };
             let outcomes: Vec<_> = prompts.into_iter().enumerate().map(send).collect();
@@ -188,7 +203,7 @@ fn sampler_name(tenant: usize) -> String {
     format!("sampler-{tenant}")
 }
 
-fn request(prompt: Vec<i64>, seed: u64, new: usize) -> SampleRequest {
+fn request(prompt: Vec<i64>, seed: u64, new: usize, temperature: f32) -> SampleRequest {
     SampleRequest {
         prompt,
         images: Vec::new(),
@@ -196,7 +211,7 @@ fn request(prompt: Vec<i64>, seed: u64, new: usize) -> SampleRequest {
         max_tokens: Some(new),
         seed,
         stop: Stop::Tokens(Vec::new()),
-        temperature: 1.0,
+        temperature,
         top_k: None,
         top_p: 1.0,
         prompt_logprobs: false,
@@ -212,16 +227,20 @@ fn request(prompt: Vec<i64>, seed: u64, new: usize) -> SampleRequest {
 struct Times {
     /// Requests for one token after prompts that nobody has seen.
     prefills: Vec<f64>,
-    /// A decode step of the whole batch.
+    /// A token of each sequence of the batch.
     step: f64,
+    /// What samples that repeat themselves guessed.
+    guesses: Option<Guesses>,
     peers: Vec<peer::Sampled>,
 }
 
 impl Times {
     fn measure(sampler: &Sampler<'_>, mut peer: Option<&mut Peer>, cell: Cell, rounds: Rounds) -> anyhow::Result<Self> {
         let Cell { batch, prompt } = cell;
-        let Rounds { new, repeats } = rounds;
-        let mut times = Times { prefills: Vec::new(), step: f64::INFINITY, peers: Vec::new() };
+        let Rounds { new, repeats, repeating } = rounds;
+        let (period, temperature) = if repeating { (REFRAIN_TOKENS, 0.0) } else { (prompt, 1.0) };
+        let before = sampler.engine.speculated();
+        let mut times = Times { prefills: Vec::new(), step: f64::INFINITY, guesses: None, peers: Vec::new() };
         let (mut shorts, mut longs) = (Vec::new(), Vec::new());
         let start = Instant::now();
         for round in 0..repeats {
@@ -229,16 +248,19 @@ impl Times {
                 break;
             }
             progress(format_args!("sampling after {batch} × {prompt} tokens, round {} of at most {repeats}", round + 1));
-            let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_sequence(prompt)).collect();
-            times.prefills.push(sampler.sample(&prompts, 1)?);
+            let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_refrain(prompt, period)).collect();
+            times.prefills.push(sampler.sample(&prompts, 1, temperature)?);
             // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.
             for _ in 0..DECODES_PER_ROUND {
-                shorts.push(sampler.sample(&prompts, 1)?);
-                longs.push(sampler.sample(&prompts, new)?);
+                shorts.push(sampler.sample(&prompts, 1, temperature)?);
+                longs.push(sampler.sample(&prompts, new, temperature)?);
             }
             if let Some(peer) = peer.as_deref_mut() {
                 times.peers.push(peer.call(&peer::Request::Sample { batch, prompt, new })?);
             }
+        }
+        if repeating {
+            times.guesses = Some(Guesses::between(before, sampler.engine.speculated(), longs.len() * batch * (new - 1)));
         }
         times.step = (least(&longs) - least(&shorts)) / (new - 1) as f64;
         ensure!(
@@ -258,7 +280,7 @@ impl Times {
         let read_rate = |seconds| work.decode_bytes / seconds / 1e9;
         let of_bandwidth = |seconds| read_rate(seconds) / limit.gb_per_s;
         let whole = |(prefill, step): (f64, f64)| work.sequences * work.new / (prefill + step * (work.new - 1.0));
-        vec![
+        let mut figures = vec![
             Figure::new("prefill_tokens_per_s", "prefill, best", Unit::TokensPerSecond, prefill_rate(prefill))
                 .beside(peers_prefill.map(prefill_rate))
                 .in_table(),
@@ -280,7 +302,28 @@ impl Times {
                 whole((prefill, step)),
             )
             .beside(peers_prefill.zip(peers_step).map(whole)),
-        ]
+        ];
+        if let Some(Guesses { accepted, per_token }) = self.guesses {
+            // Steps of several tokens read as much as those of one.
+            figures.retain(|figure| !matches!(figure.unit, Unit::GbPerSecond | Unit::OfBandwidth));
+            figures.push(Figure::new("guesses_per_token", "guesses checked", Unit::PerToken, per_token).in_table());
+            figures.push(Figure::new("accepted_fraction", "guesses that came", Unit::OfGuesses, accepted).in_table());
+        }
+        figures
+    }
+}
+
+/// What came of the guesses of a cell.
+struct Guesses {
+    /// The part that was what was then drawn; 0 if there were none.
+    accepted: f64,
+    per_token: f64,
+}
+
+impl Guesses {
+    fn between(before: Speculated, after: Speculated, tokens: usize) -> Self {
+        let [proposed, accepted] = [after.proposed - before.proposed, after.accepted - before.accepted].map(|n| n as f64);
+        Guesses { accepted: accepted / proposed.max(1.0), per_token: proposed / tokens as f64 }
     }
 }
 

@@ -117,7 +117,8 @@ fn number(unit: Unit, value: f64) -> String {
     match unit {
         Unit::TokensPerSecond | Unit::GflopPerSecond | Unit::GbPerSecond => format!("{value:.1}"),
         Unit::Seconds => format!("{value:.4}"),
-        Unit::OfArithmetic | Unit::OfBandwidth => format!("{:.1}", value * 100.0),
+        Unit::PerToken => format!("{value:.2}"),
+        Unit::OfArithmetic | Unit::OfBandwidth | Unit::OfGuesses => format!("{:.1}", value * 100.0),
     }
 }
 
@@ -129,6 +130,8 @@ fn unit(unit: Unit) -> &'static str {
         Unit::GbPerSecond => "GB/s",
         Unit::OfArithmetic => "% of arithmetic",
         Unit::OfBandwidth => "% of bandwidth",
+        Unit::OfGuesses => "% of guesses",
+        Unit::PerToken => "per token",
     }
 }
 
