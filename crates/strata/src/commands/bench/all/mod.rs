@@ -7,7 +7,7 @@ mod plan;
 mod report;
 
 use std::collections::HashMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde_json::{Value, json};
@@ -26,8 +26,8 @@ use crate::machine;
 
 /// Layers of the model unless it is said how many: of the products of a layer and of the unembedding neither hides the other, and a run takes minutes.
 const LAYERS: usize = 8;
-/// Tokens after which a point has enough passes, however many were asked for.
-const TOKENS_ENOUGH: usize = 8192;
+/// After this long a point has enough passes, however many were asked for: so a run on two cores takes less than ten minutes.
+const POINT_TIME: Duration = Duration::from_secs(6);
 /// Tokens that are sampled to time decode steps: their mean context is but little longer than the prompt.
 const NEW: usize = 32;
 /// How often bandwidth is measured again if a point has read faster than what was measured.
@@ -208,11 +208,15 @@ fn measure_training(
     }
     progress(format_args!("{setting:?}"));
     forget_peak_memory();
-    let rounds = train::Rounds::new(trainer, None, cell, passes(setting, repeats), false)?;
+    let mut seconds = Vec::new();
+    passes(repeats, || {
+        seconds.extend(train::Rounds::new(trainer, None, cell, 1, false)?.seconds);
+        Ok(())
+    })?;
     let ranks = vec![rank; adapters];
     Ok(Ok(Pass {
-        passes: rounds.seconds.len(),
-        seconds: median(&rounds.seconds),
+        passes: seconds.len(),
+        seconds: median(&seconds),
         tokens: setting.num_tokens(),
         flops: counts::train(&engine.config, rank, batch, tokens).model,
         // Forward and on the way back.
@@ -235,21 +239,26 @@ fn measure_sampling(
         return Ok([Err(no_room.to_string()), Err(no_room.to_string())]);
     }
     forget_peak_memory();
-    let rounds = sample::Rounds { new: NEW, repeats: passes(setting, repeats) };
-    let times = sample::Times::measure(sampler, None, cell, rounds)?;
+    let (mut prefills, mut steps) = (Vec::new(), Vec::new());
+    passes(repeats, || {
+        let times = sample::Times::measure(sampler, None, cell, sample::Rounds { new: NEW, repeats: 1 })?;
+        prefills.extend(times.prefills);
+        steps.extend(times.steps);
+        Ok(())
+    })?;
     let peak_memory_bytes = peak_memory_bytes()?;
     let work = sample::Work::of(sampler, cell, NEW, bytes(common));
     let prefill = Pass {
-        passes: times.prefills.len(),
-        seconds: median(&times.prefills),
+        passes: prefills.len(),
+        seconds: median(&prefills),
         tokens: setting.num_tokens(),
         flops: work.prefill_flops,
         bytes: counts::weight_bytes(&engine.config, bytes(common), &vec![rank; adapters.min(batch)], setting.num_tokens()),
         peak_memory_bytes,
     };
-    let seconds = median(&times.steps);
+    let seconds = median(&steps);
     let step = Pass {
-        passes: times.steps.len(),
+        passes: steps.len(),
         seconds,
         tokens: batch,
         flops: work.decode_flops,
@@ -264,9 +273,17 @@ fn measure_sampling(
     Ok([Ok(prefill), decode])
 }
 
-/// Passes of a point.
-fn passes(setting: Setting, repeats: usize) -> usize {
-    (TOKENS_ENOUGH / setting.num_tokens()).clamp(1, repeats)
+/// Has a point pass once, and then as often as was asked for and there is time.
+fn passes(repeats: usize, mut pass: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let start = Instant::now();
+    pass()?;
+    for _ in 1..repeats {
+        if start.elapsed() > POINT_TIME {
+            break;
+        }
+        pass()?;
+    }
+    Ok(())
 }
 
 fn bytes(common: &Common) -> ElementBytes {
@@ -300,8 +317,16 @@ mod tests {
     }
 
     #[test]
-    fn long_passes_are_fewer() {
-        let of = |batch, tokens| passes(Setting { layers: 1, adapters: 1, rank: 1, batch, tokens }, 3);
-        assert_eq!((of(1, 16), of(4, 1024), of(1, 8192), of(64, 1024)), (3, 2, 1, 1));
+    fn a_point_passes_as_often_as_was_asked_for_and_once_at_least() {
+        let count = |repeats| {
+            let mut count = 0;
+            passes(repeats, || {
+                count += 1;
+                Ok(())
+            })
+            .unwrap();
+            count
+        };
+        assert_eq!((count(1), count(3)), (1, 3));
     }
 }

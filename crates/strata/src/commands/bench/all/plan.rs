@@ -87,7 +87,7 @@ pub(super) struct Grid {
 pub(super) const FULL: Grid = Grid {
     train_batches: &[1, 2, 4, 8, 16, 32, 64],
     short_tokens: 32,
-    train_lengths: &[64, 256, 1024, 2048, 4096],
+    train_lengths: &[64, 256, 1024, 4096],
     length_tokens: 4096,
     train_base: [4, 256],
     decode_batches: &[1, 2, 4, 8, 16, 32, 64],
