@@ -18,7 +18,7 @@ import sys
 
 COLUMNS = 4
 PANEL_WIDTH, PANEL_HEIGHT = 225, 150
-LEFT, RIGHT, TOP, BOTTOM = 50, 14, 34, 40
+LEFT, RIGHT, TOP, BOTTOM = 50, 20, 34, 40
 HEAD = 40
 # In the middle between black and white, so that all can be read on both.
 INK, GRID, MEASURED, LIMIT = "#7b8490", "#7b849055", "#2f81f7", "#d97706"

@@ -26,7 +26,7 @@ use crate::machine;
 
 /// Layers of the model unless it is said how many: of the products of a layer and of the unembedding neither hides the other, and a run takes minutes.
 const LAYERS: usize = 8;
-/// After this long a point has enough passes, however many were asked for: so a run on two cores takes less than ten minutes.
+/// After this long a point has enough passes, however many were asked for: on a slow machine it passes once.
 const POINT_TIME: Duration = Duration::from_secs(6);
 /// Tokens that are sampled to time decode steps: their mean context is but little longer than the prompt.
 const NEW: usize = 32;
