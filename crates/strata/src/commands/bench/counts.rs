@@ -101,6 +101,18 @@ pub(super) fn prefill(c: &ModelConfig, rank: Option<usize>, tokens: usize) -> f6
     2.0 * (tokens as f64 * layers + last) + mixer_flops(&work, 1, tokens)
 }
 
+/// A decode step of one sequence that sees `context` tokens. `rank`: that of the adapter, if there is one.
+pub(super) fn decode(c: &ModelConfig, rank: Option<usize>, context: f64) -> f64 {
+    let (work, rank) = (Work::of(c), rank.unwrap_or(0));
+    let matrices = decoder_elements(&work) + elements(&work.unembedding);
+    let pairs = decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
+    let of_layer = |mixer: &MixerWork| match mixer {
+        MixerWork::Attention(of) => 4.0 * context * of.query_width as f64,
+        MixerWork::DeltaNet(g) => delta_rule(g, 1) + 2.0 * (g.kernel * g.conv_width()) as f64,
+    };
+    2.0 * (matrices + pairs) + work.mixers.iter().map(of_layer).sum::<f64>()
+}
+
 /// Bytes of an element of a frozen matrix, and of all else.
 #[derive(Clone, Copy)]
 pub(super) struct ElementBytes {
@@ -124,17 +136,20 @@ fn read_elements(linear: &LinearWork, sequences: usize) -> f64 {
     (linear.layers * linear.in_features * linear.out_features) as f64 * of_layer
 }
 
+/// Bytes of weights that a pass over so many tokens must read: each matrix once, and the pairs of each adapter once.
+pub(super) fn weight_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize], tokens: usize) -> f64 {
+    let work = Work::of(c);
+    let pairs_of = |&rank: &usize| decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
+    let matrices = work.linears.iter().map(|linear| read_elements(linear, tokens)).sum::<f64>() + elements(&work.unembedding);
+    bytes.matrix * matrices + bytes.other as f64 * ranks.iter().map(pairs_of).sum::<f64>()
+}
+
 /// Bytes that a decode step must read: each matrix once, the pairs of each adapter once, and the keys and values of every sequence.
 /// `contexts`: tokens that each sequence sees, on average over the steps.
 pub(super) fn decode_bytes(c: &ModelConfig, bytes: ElementBytes, ranks: &[usize], sequences: usize, context: f64) -> f64 {
-    let work = Work::of(c);
-    let pairs_of = |&rank: &usize| decoder_pair_elements(&work, rank) + pair_elements(&work.unembedding, rank);
-    let pairs: f64 = ranks.iter().map(pairs_of).sum();
-    let (cached, states) = cached_elements(&work, context);
-    let matrices =
-        work.linears.iter().map(|linear| read_elements(linear, sequences)).sum::<f64>() + elements(&work.unembedding);
-    bytes.matrix * matrices
-        + bytes.other as f64 * (pairs + cached * sequences as f64)
+    let (cached, states) = cached_elements(&Work::of(c), context);
+    weight_bytes(c, bytes, ranks, sequences)
+        + bytes.other as f64 * cached * sequences as f64
         + (DType::F32.size_bytes() * sequences) as f64 * states
 }
 
@@ -181,6 +196,13 @@ mod tests {
     fn prefill_is_counted_as_by_hand() {
         assert_eq!(prefill(&tiny(), None, 3), 2.0 * (3.0 * 120.0 + 40.0) + 96.0);
         assert_eq!(prefill(&tiny(), Some(2), 3), 2.0 * (3.0 * (120.0 + 116.0) + 40.0 + 28.0) + 96.0);
+    }
+
+    #[test]
+    fn a_decode_step_is_the_last_token_of_a_prefill() {
+        let last = prefill(&tiny(), Some(2), 3) - prefill(&tiny(), Some(2), 2);
+        // Of both prefills the unembedding of one token is in it.
+        assert_eq!(decode(&tiny(), Some(2), 3.0), last + 2.0 * (40.0 + 28.0));
     }
 
     #[test]

@@ -27,7 +27,11 @@ pub(super) struct Engine {
 impl Engine {
     /// Makes a model and starts an engine over it.
     pub(super) fn start(common: &Common) -> anyhow::Result<Self> {
-        let config = common.config()?;
+        Self::of(common, common.config()?)
+    }
+
+    /// As [`Engine::start`], with this model.
+    pub(super) fn of(common: &Common, config: ModelConfig) -> anyhow::Result<Self> {
         let backend = Arc::new(common.backend()?);
         let format = WeightFormat { compute: common.dtype.into(), storage: Quantize::storage(common.resources.quantize) };
         let model = Model::random(backend, config.clone(), 0, format)?;

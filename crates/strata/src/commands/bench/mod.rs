@@ -4,6 +4,7 @@
 //! as work is in [`counts`], what counts as a limit in [`limits`].
 
 mod adapters;
+mod all;
 mod counts;
 mod delta;
 mod engine;
@@ -47,6 +48,8 @@ enum What {
     Sample(sample::Args),
     /// Train or sample at several batch sizes and lengths, one line each.
     Table(table::Args),
+    /// Find how cost grows: sweeps over batch, length, rank, adapters and layers around one setting.
+    All(all::Args),
     /// Multiply matrices of the model's shapes.
     Matmul(matmul::Args),
     /// Run one layer's gated delta net between its projections, and its rule alone.
@@ -107,11 +110,16 @@ impl Common {
             ensure!(self.layers.is_none(), "--layers cuts named shapes, and {EMBEDDED_NAME} is a model");
             return Ok(ModelSource::Embedded.config()?);
         }
+        self.with_layers(self.layers)
+    }
+
+    /// The named shape with so many of its layers, or all.
+    fn with_layers(&self, layers: Option<usize>) -> anyhow::Result<ModelConfig> {
         let all = ModelConfig::named_shape(&self.shape).with_context(|| {
             let known: Vec<_> = [EMBEDDED_NAME].into_iter().chain(ModelConfig::named_shapes()).collect();
             format!("shape {:?} is not known; there are {}", self.shape, known.join(", "))
         })?;
-        let Some(layers) = self.layers else { return Ok(all) };
+        let Some(layers) = layers else { return Ok(all) };
         ensure!((1..=all.num_layers).contains(&layers), "--layers {layers} is not between 1 and {}", all.num_layers);
         ModelConfig::named_shape_of_layers(&self.shape, layers).context("a shape with fewer layers is one")
     }
@@ -150,6 +158,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         What::Train(args) => train::run(&args),
         What::Sample(args) => sample::run(&args),
         What::Table(args) => table::run(&args),
+        What::All(args) => all::run(&args),
         What::Matmul(args) => matmul::run(&args),
         What::Delta(args) => delta::run(&args),
         What::Limits(common) => {
@@ -189,6 +198,13 @@ fn uniform(backend: &CpuBackend, seed: u64, shape: &[usize], dtype: DType) -> an
     let mut values = vec![0.0; shape.iter().product()];
     random::fill_uniform([seed, 0], 0, 1.0, &mut values);
     Ok(backend.tensor(&values, shape, dtype)?)
+}
+
+/// The middle one of some times, or between the two in the middle; there has to be one.
+fn median(seconds: &[f64]) -> f64 {
+    let mut sorted = seconds.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0
 }
 
 /// The least of some times; infinite if there are none.

@@ -43,13 +43,13 @@ pub(super) struct Args {
 pub(super) struct Rounds {
     /// Tokens to sample after each prompt.
     #[arg(long, default_value_t = 32)]
-    new: usize,
+    pub new: usize,
     /// Rounds of each measurement at most; the best counts, the first is shown too. No round begins after a minute.
     #[arg(long, default_value_t = 10)]
-    repeats: usize,
+    pub repeats: usize,
     /// Have prompts repeat themselves, and take what is most probable: what samples guess then often comes.
     #[arg(long)]
-    repeating: bool,
+    pub repeating: bool,
 }
 
 /// Sequences that are sampled at a time.
@@ -83,7 +83,13 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let (mut times, mut peak) = (Vec::with_capacity(cells.len()), 0);
     for &cell in cells {
         forget_peak_memory();
-        times.push(Times::measure(&sampler, peer.as_mut(), cell, rounds)?);
+        let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds)?;
+        ensure!(
+            measured.step > 0.0,
+            "{} new tokens took no longer than one: too few to time their steps beside whatever else runs here",
+            rounds.new
+        );
+        times.push(measured);
         peak = peak.max(peak_memory_bytes()?);
         // Others use the memory too, now more and now less: what they left to a cell, they may not have left before it.
         limits.measure_reads_again(common.threads()?)?;
@@ -127,7 +133,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     text::print(&report, common.json)
 }
 
-fn check_room(engine: &Engine, cells: &[Cell], new: usize) -> anyhow::Result<()> {
+pub(super) fn check_room(engine: &Engine, cells: &[Cell], new: usize) -> anyhow::Result<()> {
     let info = engine.info();
     for &Cell { batch, prompt } in cells {
         let (length, longest) = (prompt + new, info.max_context_tokens);
@@ -145,14 +151,14 @@ fn check_room(engine: &Engine, cells: &[Cell], new: usize) -> anyhow::Result<()>
 }
 
 /// The tenants that sample, from the base model or from an adapter each.
-struct Sampler<'e> {
+pub(super) struct Sampler<'e> {
     engine: &'e Engine,
     /// Rank of each tenant's adapter; none: there is one tenant, who samples from the base model.
     ranks: &'e [usize],
 }
 
 impl<'e> Sampler<'e> {
-    fn start(engine: &'e Engine, ranks: &'e [usize]) -> anyhow::Result<Self> {
+    pub(super) fn start(engine: &'e Engine, ranks: &'e [usize]) -> anyhow::Result<Self> {
         if ranks.is_empty() {
             engine.call(0, Request::CreateSampler { sampler_id: sampler_name(0), source: None })?;
         }
@@ -224,23 +230,31 @@ fn request(prompt: Vec<i64>, seed: u64, new: usize, temperature: f32) -> SampleR
 }
 
 /// Seconds of one cell, ours and the peer's in turns, so that noise hits both.
-struct Times {
+pub(super) struct Times {
     /// Requests for one token after prompts that nobody has seen.
-    prefills: Vec<f64>,
+    pub prefills: Vec<f64>,
     /// A token of each sequence of the batch.
     step: f64,
+    /// The same by each pair of a short and a long request; noise may have made one negative.
+    pub steps: Vec<f64>,
     /// What samples that repeat themselves guessed.
     guesses: Option<Guesses>,
     peers: Vec<peer::Sampled>,
 }
 
 impl Times {
-    fn measure(sampler: &Sampler<'_>, mut peer: Option<&mut Peer>, cell: Cell, rounds: Rounds) -> anyhow::Result<Self> {
+    pub(super) fn measure(
+        sampler: &Sampler<'_>,
+        mut peer: Option<&mut Peer>,
+        cell: Cell,
+        rounds: Rounds,
+    ) -> anyhow::Result<Self> {
         let Cell { batch, prompt } = cell;
         let Rounds { new, repeats, repeating } = rounds;
         let (period, temperature) = if repeating { (REFRAIN_TOKENS, 0.0) } else { (prompt, 1.0) };
         let before = sampler.engine.speculated();
-        let mut times = Times { prefills: Vec::new(), step: f64::INFINITY, guesses: None, peers: Vec::new() };
+        let mut times =
+            Times { prefills: Vec::new(), step: f64::INFINITY, steps: Vec::new(), guesses: None, peers: Vec::new() };
         let (mut shorts, mut longs) = (Vec::new(), Vec::new());
         let start = Instant::now();
         for round in 0..repeats {
@@ -263,10 +277,7 @@ impl Times {
             times.guesses = Some(Guesses::between(before, sampler.engine.speculated(), longs.len() * batch * (new - 1)));
         }
         times.step = (least(&longs) - least(&shorts)) / (new - 1) as f64;
-        ensure!(
-            times.step > 0.0,
-            "{new} new tokens took no longer than one: too few to time their steps beside whatever else runs here"
-        );
+        times.steps = longs.iter().zip(&shorts).map(|(long, short)| (long - short) / (new - 1) as f64).collect();
         Ok(times)
     }
 
@@ -335,17 +346,18 @@ struct Limit {
 
 /// What there is to do in one cell.
 #[derive(Clone, Copy)]
-struct Work {
+pub(super) struct Work {
     sequences: f64,
     prompt_tokens: f64,
     new: f64,
-    prefill_flops: f64,
+    pub prefill_flops: f64,
     /// Of an average step.
-    decode_bytes: f64,
+    pub decode_flops: f64,
+    pub decode_bytes: f64,
 }
 
 impl Work {
-    fn of(sampler: &Sampler<'_>, cell: Cell, new: usize, bytes: ElementBytes) -> Self {
+    pub(super) fn of(sampler: &Sampler<'_>, cell: Cell, new: usize, bytes: ElementBytes) -> Self {
         let config = &sampler.engine.config;
         // Only adapters that a sequence samples from are read.
         let used = &sampler.ranks[..sampler.ranks.len().min(cell.batch)];
@@ -356,6 +368,7 @@ impl Work {
             prompt_tokens: (cell.batch * cell.prompt) as f64,
             new: new as f64,
             prefill_flops: (0..cell.batch).map(|i| counts::prefill(config, sampler.rank(i), cell.prompt)).sum(),
+            decode_flops: (0..cell.batch).map(|i| counts::decode(config, sampler.rank(i), context)).sum(),
             decode_bytes: counts::decode_bytes(config, bytes, used, cell.batch, context),
         }
     }

@@ -57,10 +57,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     ensure!(weighted || common.compare.is_none(), "--compare: the peer does not know of weights, so --prompt must be 0");
     let engine = Engine::start(common)?;
     check_room(&engine, cells)?;
-    for (tenant, &rank) in ranks.iter().enumerate() {
-        engine.create_adapter(tenant, rank)?;
-    }
-    let mut trainer = Trainer { engine: &engine, tenants: ranks.len(), seq_id: 0 };
+    let mut trainer = Trainer::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
     let limits = Limits::measure(common.threads()?)?;
     forget_peak_memory();
@@ -112,7 +109,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     text::print(&report, common.json)
 }
 
-fn check_room(engine: &Engine, cells: &[Cell]) -> anyhow::Result<()> {
+pub(super) fn check_room(engine: &Engine, cells: &[Cell]) -> anyhow::Result<()> {
     let room = engine.info().max_example_tokens;
     let longest = cells.iter().map(|cell| cell.seq_len).max().unwrap_or(0);
     ensure!(
@@ -123,14 +120,22 @@ fn check_room(engine: &Engine, cells: &[Cell]) -> anyhow::Result<()> {
 }
 
 /// The tenants that train.
-struct Trainer<'e> {
+pub(super) struct Trainer<'e> {
     engine: &'e Engine,
     tenants: usize,
     /// Place of the last operation in the order of each tenant.
     seq_id: u64,
 }
 
-impl Trainer<'_> {
+impl<'e> Trainer<'e> {
+    /// Makes an adapter of each rank, of a tenant of its own.
+    pub(super) fn start(engine: &'e Engine, ranks: &[usize]) -> anyhow::Result<Self> {
+        for (tenant, &rank) in ranks.iter().enumerate() {
+            engine.create_adapter(tenant, rank)?;
+        }
+        Ok(Trainer { engine, tenants: ranks.len(), seq_id: 0 })
+    }
+
     /// Sends an operation of every tenant, and waits for all. Answers with the seconds.
     fn all(&mut self, op: impl Fn() -> TrainOp) -> anyhow::Result<f64> {
         self.seq_id += 1;
@@ -144,6 +149,12 @@ impl Trainer<'_> {
             outcomes.iter().try_for_each(|outcome| wait(outcome).map(drop))
         };
         Ok(timed(run)?.0)
+    }
+
+    /// Gives up the adapters and their memory.
+    pub(super) fn end(self) -> anyhow::Result<()> {
+        (0..self.tenants)
+            .try_for_each(|tenant| self.engine.call(tenant, Request::UnloadModel { model_id: adapter_name(tenant) }).map(drop))
     }
 
     fn forward_backward(&mut self, cell: Cell) -> anyhow::Result<f64> {
@@ -172,14 +183,14 @@ fn datum(engine: &Engine, Cell { seq_len: len, prompt, .. }: Cell) -> Datum {
 }
 
 /// Steps of ours and of the peer in turns, so that noise hits both.
-struct Rounds {
-    seconds: Vec<f64>,
+pub(super) struct Rounds {
+    pub seconds: Vec<f64>,
     optimizer_seconds: Vec<f64>,
     peers: Vec<peer::Trained>,
 }
 
 impl Rounds {
-    fn new(
+    pub(super) fn new(
         trainer: &mut Trainer<'_>,
         mut peer: Option<&mut Peer>,
         cell: Cell,
