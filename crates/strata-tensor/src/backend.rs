@@ -57,9 +57,25 @@ pub struct LoraGradient<'a> {
 }
 
 /// What [`Backend::linear`] keeps for its backward: for each group and projection, in order, `scale · x·Aᵀ` in the compute dtype, `[tokens, rank]`; and
-/// [`Backend::embedding_lora`], for each pair, `scale · A[ids]`.
+/// [`Backend::embedding_lora`], for each pair, `scale · A[ids]`. One behind the other in one allocation: where many adapters share a batch, there are hundreds of a few numbers each.
 #[derive(Default)]
-pub struct LowProducts(pub(crate) Vec<Tensor>);
+pub struct LowProducts {
+    /// Of all of them; `None` if there are none.
+    pub(crate) numbers: Option<Tensor>,
+    /// Rows and rank of each.
+    pub(crate) shapes: Vec<[usize; 2]>,
+}
+
+impl LowProducts {
+    /// Which of the numbers each has.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = ([usize; 2], std::ops::Range<usize>)> {
+        let ends = self.shapes.iter().scan(0, |end, &[rows, rank]| {
+            *end += rows * rank;
+            Some(*end)
+        });
+        self.shapes.iter().copied().zip(ends).map(|(shape, end)| (shape, end - shape[0] * shape[1]..end))
+    }
+}
 
 /// Target tokens, any number for each row; one may occur twice in a row.
 #[derive(Clone, Copy)]

@@ -269,11 +269,13 @@ impl RemoteBackend {
     }
 
     fn fetch_low(&self, low: &LowProducts) -> Result<LowProducts> {
-        Ok(LowProducts(low.0.iter().map(|product| self.fetch(product.as_ref())).collect::<Result<_>>()?))
+        let numbers = low.numbers.as_ref().map(|numbers| self.fetch(numbers.as_ref())).transpose()?;
+        Ok(LowProducts { numbers, shapes: low.shapes.clone() })
     }
 
     fn keep_low(&self, low: &LowProducts) -> Result<LowProducts> {
-        Ok(LowProducts(low.0.iter().map(|product| self.keep_tensor(product)).collect::<Result<_>>()?))
+        let numbers = low.numbers.as_ref().map(|numbers| self.keep_tensor(numbers)).transpose()?;
+        Ok(LowProducts { numbers, shapes: low.shapes.clone() })
     }
 
     fn fetch_bias(&self, layer: &Linear<'_>) -> Result<Option<Tensor>> {

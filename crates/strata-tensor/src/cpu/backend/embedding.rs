@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::linear::{all_of, block, whole};
+use super::linear::{all_of, block, rows_of};
 use super::memory::weights;
 use super::{CpuBackend, rows_mut, with_element};
 use crate::backend::{LoraGradient, LowProducts};
@@ -50,21 +50,23 @@ impl CpuBackend {
         lora: &[EmbeddingLora<'_>],
         y: &mut Tensor,
     ) -> Result<LowProducts> {
-        let mut low_products = Vec::with_capacity(lora.len());
-        for pair in lora {
+        let Some(first) = lora.first() else { return Ok(LowProducts::default()) };
+        let shapes = lora.iter().map(|pair| [pair.tokens.len(), pair.b.in_features()]);
+        let mut low = self.room_for_products(shapes.collect(), first.b.dtype())?;
+        let parts: Vec<Range<usize>> = low.parts().map(|(_, part)| part).collect();
+        for (i, (pair, part)) in lora.iter().zip(parts).enumerate() {
             let (ids, b) = (&ids[pair.tokens.clone()], weights(pair.b)?);
-            let shape = [ids.len(), b.in_features];
-            let mut rows = self.scratch(&shape, DType::F32)?;
+            let mut rows = self.scratch(&[ids.len(), b.in_features], DType::F32)?;
             self.rows_of_table(pair.a, ids, &mut rows)?;
-            let mut low = self.scratch(&shape, b.dtype)?;
-            with_element!(b.dtype, T => self.scale_into::<T>(rows.slice()?, pair.scale, low.slice_mut()?));
+            let numbers = low.numbers.as_mut().expect("there is room");
+            with_element!(b.dtype, T => self.scale_into::<T>(rows.slice()?, pair.scale, &mut numbers.slice_mut()?[part]));
             drop(rows);
             let target = Target { first_row: pair.tokens.start, first_column: 0, accumulate: true };
             let y = all_of(y, &target, ids.len(), b.out_features)?;
-            self.matmul_for(b.dtype).forward(whole(&low)?, b, y, &Addends::default())?;
-            low_products.push(low);
+            let own = rows_of(&low)?.nth(i).expect("of each pair");
+            self.matmul_for(b.dtype).forward(own, b, y, &Addends::default())?;
         }
-        Ok(LowProducts(low_products))
+        Ok(low)
     }
 
     pub(super) fn backward_embedding_lora(
@@ -75,7 +77,7 @@ impl CpuBackend {
         lora: &[EmbeddingLora<'_>],
         gradients: &mut [Option<LoraGradient<'_>>],
     ) -> Result<()> {
-        for ((pair, low), gradient) in lora.iter().zip(&low.0).zip(gradients) {
+        for ((pair, low), gradient) in lora.iter().zip(rows_of(low)?).zip(gradients) {
             let Some(LoraGradient { a, b }) = gradient else { continue };
             let tokens = pair.tokens.clone();
             let sequences: Vec<_> = pair.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();

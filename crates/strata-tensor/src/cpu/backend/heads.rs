@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use super::linear::{Pending, block, pairs};
+use super::linear::{Pending, block, pairs, whole};
 use super::memory::weights;
 use super::{CpuBackend, rows_mut, with_element};
 use crate::backend::{HeadColumns, HeadPart, HeadSide, LoraGradient};
@@ -151,7 +151,7 @@ impl CpuBackend {
         }
         let mut pending = Vec::with_capacity(of_head.len());
         for (low, first_row, right) in &of_head {
-            pending.push(Pending { low, first_row: *first_row, first_column: 0, right: *right });
+            pending.push(Pending { low: whole(low)?, first_row: *first_row, first_column: 0, right: *right });
         }
         let weight = outputs(self, weight, range, &mut weight_copy)?;
         self.product(block(x, 0..x.rows(), from)?, right(weight), None, &pending, result)

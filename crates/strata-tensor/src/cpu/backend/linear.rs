@@ -8,6 +8,7 @@ use super::{CpuBackend, with_element};
 use crate::backend::{LoraGradient, LowProducts};
 use crate::cpu::matmul::{Addend, Addends, Out, RightSide, Rows, Target};
 use crate::cpu::memory::Buffer;
+use crate::cpu::threads::SharedMut;
 use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{DType, Result, Tensor, TensorMut};
@@ -28,10 +29,22 @@ pub(super) fn all_of(out: &mut Tensor, target: &Target, rows: usize, columns: us
     Ok(Out::new(out.slice_mut::<f32>()?, width, target, rows, columns))
 }
 
+/// Low-rank products, in order.
+pub(super) fn rows_of(low: &LowProducts) -> Result<impl Iterator<Item = Rows<'_>>> {
+    let mut all = Vec::with_capacity(low.shapes.len());
+    if let Some(numbers) = &low.numbers {
+        with_element!(numbers.dtype(), T => {
+            let numbers = numbers.slice::<T>()?;
+            all.extend(low.parts().map(|([rows, rank], part)| Rows::new(&numbers[part], rank, 0..rows, 0..rank)));
+        });
+    }
+    Ok(all.into_iter())
+}
+
 /// A low-rank product on its way to a result.
 pub(super) struct Pending<'a> {
     /// Its left side, `[tokens, rank]`.
-    pub(super) low: &'a Tensor,
+    pub(super) low: Rows<'a>,
     pub(super) first_row: usize,
     pub(super) first_column: usize,
     pub(super) right: RightSide<'a>,
@@ -62,13 +75,13 @@ impl LowProduct<'_> {
 struct WeightSums<'a, 'g> {
     x: Rows<'a>,
     sequences: Arc<[Range<usize>]>,
-    pairs: Vec<(&'a Tensor, TensorMut<'g>)>,
+    pairs: Vec<(Rows<'a>, TensorMut<'g>)>,
 }
 
 impl WeightSums<'_, '_> {
     /// In multiply-adds.
     fn cost(&self) -> usize {
-        self.x.rows() * self.x.width() * self.pairs.iter().map(|(low, _)| low.shape().row_len()).sum::<usize>()
+        self.x.rows() * self.x.width() * self.pairs.iter().map(|(low, _)| low.width()).sum::<usize>()
     }
 }
 
@@ -82,25 +95,29 @@ impl CpuBackend {
         pending: &[Pending<'_>],
         out: &mut Tensor,
     ) -> Result<()> {
-        let multiply = |left: Rows<'_>, right, out, addends: &Addends<'_>| match right {
-            RightSide::Weights(w) => self.matmul_for(w.dtype).forward(left, w, out, addends),
-            RightSide::Transposed(w) => self.matmul_for(w.dtype).backward_input(left, w, out, addends),
-        };
         let joins = pending.iter().all(|p| Addend::can_join(p.first_column, &p.right));
         let (joining, alone) = if joins { (pending, &[][..]) } else { (&[][..], pending) };
         let mut padded: Vec<Option<Buffer>> = joining.iter().map(|_| None).collect();
         let mut products = Vec::with_capacity(joining.len());
         for (p, padded) in joining.iter().zip(&mut padded) {
-            let left = whole(p.low)?.whole_steps(padded)?;
+            let left = p.low.whole_steps(padded)?;
             products.push(Addend { first_row: p.first_row, first_column: p.first_column, left, right: p.right });
         }
         let (rows, columns) = (left.rows(), right.columns());
-        multiply(left, right, all_of(out, &Target::overwrite(), rows, columns)?, &Addends::new(bias, products))?;
+        self.multiply(left, right, all_of(out, &Target::overwrite(), rows, columns)?, &Addends::new(bias, products))?;
         for p in alone {
             let out = all_of(out, &p.target(), p.low.rows(), p.right.columns())?;
-            multiply(whole(p.low)?, p.right, out, &Addends::default())?;
+            self.multiply(p.low, p.right, out, &Addends::default())?;
         }
         Ok(())
+    }
+
+    /// `out = left · right`, and what is added to it.
+    fn multiply(&self, left: Rows<'_>, right: RightSide<'_>, out: Out, addends: &Addends<'_>) -> Result<()> {
+        match right {
+            RightSide::Weights(w) => self.matmul_for(w.dtype).forward(left, w, out, addends),
+            RightSide::Transposed(w) => self.matmul_for(w.dtype).backward_input(left, w, out, addends),
+        }
     }
 
     /// `scale · left · right` in `dtype`.
@@ -121,15 +138,15 @@ impl CpuBackend {
         }
         let low_products = self.low_products(&lows, x.dtype())?;
         if let Some(y) = y {
-            let mut pending = Vec::with_capacity(low_products.len());
-            for ((group, p), low) in pairs(&layer.lora).zip(&low_products) {
+            let mut pending = Vec::with_capacity(low_products.shapes.len());
+            for ((group, p), low) in pairs(&layer.lora).zip(rows_of(&low_products)?) {
                 let right = RightSide::Weights(weights(p.b)?);
                 pending.push(Pending { low, first_row: group.tokens.start, first_column: p.first_column, right });
             }
             let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
             self.product(whole(x)?, RightSide::Weights(weights(layer.weight)?), bias, &pending, y)?;
         }
-        Ok(LowProducts(low_products))
+        Ok(low_products)
     }
 
     pub(super) fn backward_linear(
@@ -148,30 +165,31 @@ impl CpuBackend {
                 wanted.push(LowProduct { left, right: RightSide::Transposed(weights(p.b)?), scale: p.scale });
             }
         }
-        let mut made = self.low_products(&wanted, x.dtype())?.into_iter();
+        let made = self.low_products(&wanted, x.dtype())?;
+        let mut made = rows_of(&made)?;
         let is_wanted = gradients.iter().map(|gradient| gradient.is_some() || dx.is_some());
-        let by_low: Vec<Option<Tensor>> = is_wanted.map(|wanted| if wanted { made.next() } else { None }).collect();
+        let by_low: Vec<Option<Rows<'_>>> = is_wanted.map(|wanted| if wanted { made.next() } else { None }).collect();
         if let Some(dx) = dx {
             let mut pending = Vec::with_capacity(by_low.len());
             for ((group, p), low) in pairs(&layer.lora).zip(&by_low) {
-                let low = low.as_ref().expect("all are made for dx");
+                let low = low.expect("all are made for dx");
                 let right = RightSide::Transposed(weights(p.a)?);
                 pending.push(Pending { low, first_row: group.tokens.start, first_column: 0, right });
             }
             self.product(whole(dy)?, RightSide::Transposed(weights(layer.weight)?), None, &pending, dx)?;
         }
-        let mut pairs = low.0.iter().zip(&by_low).zip(gradients);
+        let mut pairs = rows_of(low)?.zip(&by_low).zip(gradients);
         let mut sums = Vec::new();
         for group in &*layer.lora {
             let tokens = group.tokens.clone();
             let sequences: Arc<[Range<usize>]> =
                 group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
-            let mut of_a: Vec<(&Tensor, TensorMut<'_>)> = Vec::new();
+            let mut of_a: Vec<(Rows<'_>, TensorMut<'_>)> = Vec::new();
             for (p, ((low, dlow), gradient)) in group.projections.iter().zip(&mut pairs) {
                 let (Some(dlow), Some(LoraGradient { a, b })) = (dlow, gradient) else { continue };
                 let dy = block(dy, tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
                 sums.push(WeightSums { x: dy, sequences: sequences.clone(), pairs: vec![(low, b.reborrow())] });
-                of_a.push((dlow, a.reborrow()));
+                of_a.push((*dlow, a.reborrow()));
             }
             // All projections read the same rows.
             if !of_a.is_empty() {
@@ -182,9 +200,34 @@ impl CpuBackend {
         self.shared_out(sums, WeightSums::cost, |sums| self.backward_weights(sums.x, &sums.sequences, sums.pairs)).map(drop)
     }
 
+    /// Room for products of these rows and ranks; their numbers are unspecified.
+    pub(super) fn room_for_products(&self, shapes: Vec<[usize; 2]>, dtype: DType) -> Result<LowProducts> {
+        let numbers = shapes.iter().map(|[rows, rank]| rows * rank).sum();
+        Ok(LowProducts { numbers: Some(self.scratch(&[numbers], dtype)?), shapes })
+    }
+
     /// The low-rank products of all groups and projections, in order.
-    fn low_products(&self, lows: &[LowProduct<'_>], dtype: DType) -> Result<Vec<Tensor>> {
-        self.shared_out(lows.iter().collect(), |low| low.cost(), |low| self.low_product(low.left, low.right, low.scale, dtype))
+    fn low_products(&self, lows: &[LowProduct<'_>], dtype: DType) -> Result<LowProducts> {
+        if lows.is_empty() {
+            return Ok(LowProducts::default());
+        }
+        let shapes = lows.iter().map(|low| [low.left.rows(), low.right.columns()]).collect();
+        let mut products = self.room_for_products(shapes, dtype)?;
+        let jobs: Vec<_> = lows.iter().zip(products.parts().collect::<Vec<_>>()).collect();
+        let rounded = products.numbers.as_mut().expect("there is room");
+        let mut sums = self.scratch(rounded.shape().dims(), DType::F32)?;
+        with_element!(dtype, T => {
+            let (all_sums, all_rounded) = (SharedMut::new(sums.slice_mut::<f32>()?), SharedMut::new(rounded.slice_mut::<T>()?));
+            self.shared_out(jobs, |(low, _)| low.cost(), |(low, ([rows, rank], part))| {
+                // SAFETY: each job has a part of its own.
+                let (sums, rounded) = unsafe { (all_sums.part(part.clone()), all_rounded.part(part)) };
+                let out = Out::new(&mut *sums, rank, &Target::overwrite(), rows, rank);
+                self.multiply(low.left, low.right, out, &Addends::default())?;
+                self.scale_into::<T>(sums, low.scale, rounded);
+                Ok(())
+            })?;
+        });
+        Ok(products)
     }
 
     /// Runs all jobs; answers what they do, in order. Those that are large are divided among all threads, one after another; of the others, of which there are as many as there
@@ -227,13 +270,12 @@ impl CpuBackend {
         &self,
         x: Rows<'_>,
         sequences: &[Range<usize>],
-        pairs: Vec<(&Tensor, TensorMut<'_>)>,
+        pairs: Vec<(Rows<'_>, TensorMut<'_>)>,
     ) -> Result<()> {
         let target = Target { accumulate: true, ..Target::overwrite() };
         let (width, dtype) = (x.width(), x.dtype());
         let mut operands = Vec::with_capacity(pairs.len());
         for (low, dw) in pairs {
-            let low = whole(low)?;
             operands.push((low, Out::new(dw.into_slice::<f32>()?, width, &target, low.width(), width)));
         }
         with_element!(dtype, T => self.matmul_for(dtype).backward_weights::<T>(x, sequences, &mut operands))

@@ -176,13 +176,24 @@ fn measure_all(
     let ranks = vec![rank; adapters];
     let trains: Vec<Setting> = settings.iter().filter(|(work, _)| *work == Work::Train).map(|of| of.1).collect();
     if !trains.is_empty() {
-        let mut trainer = train::Trainer::start(engine, &ranks)?;
-        for setting in trains {
-            found.insert((Work::Train, setting), measure_training(common, engine, &mut trainer, setting, repeats)?);
+        match train::Trainer::start(engine, &ranks) {
+            Ok(mut trainer) => {
+                for setting in trains {
+                    found.insert((Work::Train, setting), measure_training(common, engine, &mut trainer, setting, repeats)?);
+                }
+                trainer.end()?;
+            }
+            Err(no_room) => found.extend(trains.into_iter().map(|at| ((Work::Train, at), Err(no_room.to_string())))),
         }
-        trainer.end()?;
     }
-    let sampler = sample::Sampler::start(engine, &ranks)?;
+    let sampler = match sample::Sampler::start(engine, &ranks) {
+        Ok(sampler) => sampler,
+        Err(no_room) => {
+            let others = settings.iter().filter(|key| key.0 != Work::Train);
+            found.extend(others.map(|&key| (key, Err(no_room.to_string()))));
+            return Ok(());
+        }
+    };
     for &(work, setting) in settings {
         // Of one measurement come the prefill and the steps after it.
         if work != Work::Train && !found.contains_key(&(work, setting)) {

@@ -80,6 +80,8 @@ pub(super) struct Grid {
     /// Rank along the other axes.
     rank: usize,
     adapters: &'static [usize],
+    /// Rank of several adapters: all of them are in memory at once, with what their optimizers keep.
+    adapters_rank: usize,
     layers: &'static [usize],
 }
 
@@ -96,6 +98,7 @@ pub(super) const FULL: Grid = Grid {
     ranks: &[1, 4, 16, 32, 64, 128],
     rank: 32,
     adapters: &[1, 4, 16, 64],
+    adapters_rank: 8,
     layers: &[2, 4, 8, 16],
 };
 
@@ -112,6 +115,7 @@ pub(super) const QUICK: Grid = Grid {
     ranks: &[1, 4],
     rank: 4,
     adapters: &[1, 2],
+    adapters_rank: 2,
     layers: &[1, 2],
 };
 
@@ -133,17 +137,18 @@ impl Grid {
         let [batch, tokens] = self.train_base;
         let (train, prompt) = (one(batch, tokens), self.decode_lengths[0]);
         let decode = one(1, prompt);
+        let among = |adapters, tokens| Setting { adapters, rank: self.adapters_rank, ..one(most, tokens) };
         vec![
             curve(Work::Train, Axis::Batch, self.train_batches, &|x| one(x, self.short_tokens)),
             curve(Work::Train, Axis::Length, self.train_lengths, &|x| one(self.length_tokens / x, x)),
             curve(Work::Train, Axis::Rank, self.ranks, &|rank| Setting { rank, ..train }),
-            curve(Work::Train, Axis::Adapters, self.adapters, &|adapters| Setting { adapters, ..one(most, self.short_tokens) }),
+            curve(Work::Train, Axis::Adapters, self.adapters, &|adapters| among(adapters, self.short_tokens)),
             curve(Work::Train, Axis::Layers, &of_layers, &|layers| Setting { layers, ..train }),
             curve(Work::Prefill, Axis::Length, self.prefill_lengths, &|x| one(1, x)),
             curve(Work::Decode, Axis::Batch, self.decode_batches, &|x| one(x, prompt)),
             curve(Work::Decode, Axis::Length, self.decode_lengths, &|x| one(1, x)),
             curve(Work::Decode, Axis::Rank, self.ranks, &|rank| Setting { rank, ..decode }),
-            curve(Work::Decode, Axis::Adapters, self.adapters, &|adapters| Setting { adapters, ..one(most, prompt) }),
+            curve(Work::Decode, Axis::Adapters, self.adapters, &|adapters| among(adapters, prompt)),
             curve(Work::Decode, Axis::Layers, &of_layers, &|layers| Setting { layers, ..decode }),
         ]
     }
