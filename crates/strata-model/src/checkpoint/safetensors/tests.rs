@@ -156,7 +156,7 @@ fn several_files_hold_more_than_one_but_not_all_that_there_could_be() {
         Checkpoint::open(directory(&all).path()).map(|checkpoint| checkpoint.names().count()).map_err(|e| e.to_string())
     };
     assert_eq!(open(3), Ok(3 * TENSORS_MAX));
-    assert!(open(5).unwrap_err().contains("more than 131072"));
+    assert!(open(9).unwrap_err().contains("more than 262144"));
 }
 
 #[test]
