@@ -323,8 +323,8 @@ mod tests {
             }
         }
         assert!(groups.iter().all(|group| group.iter().all(|of| of.1.tenants() == group[0].1.tenants())));
-        // The base, five more ranks, three more numbers of adapters and four more of layers.
-        assert_eq!(groups.len(), 13);
+        // The base, five more ranks, four numbers of adapters of another rank and four more of layers.
+        assert_eq!(groups.len(), 14);
     }
 
     #[test]
