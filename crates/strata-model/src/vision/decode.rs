@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::io::{self, BufRead, Cursor, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use image::{ColorType, DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
+use png::{BitDepth, ColorType, Transformations};
 
 /// The largest file of a picture.
 pub const IMAGE_BYTES_MAX: usize = 32 << 20;
@@ -22,6 +22,17 @@ const JPEG_SCANS_MAX: usize = 64;
 /// The chunks of a PNG that make its pixels. Others may be many, and unpack to anything.
 const PNG_CHUNKS: [&[u8]; 5] = [b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"];
 
+/// What a PNG and a JPEG begin with.
+const PNG_SIGNATURE: [u8; 8] = *b"\x89PNG\r\n\x1a\n";
+const JPEG_SIGNATURE: [u8; 3] = [0xff, 0xd8, 0xff];
+
+/// Kinds of files.
+#[derive(Clone, Copy, PartialEq)]
+enum Format {
+    Png,
+    Jpeg,
+}
+
 /// A picture's pixels, `[height, width, 3]`.
 pub(super) struct Pixels {
     pub(super) bytes: Vec<u8>,
@@ -35,12 +46,13 @@ pub(super) struct Pixels {
 /// A sentence, if it is neither a PNG nor a JPEG, or too large in bytes or pixels, or its head is broken.
 pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
     match format(file)? {
-        ImageFormat::Png => {
+        Format::Png => {
             let file = png_pixels(file);
-            let (width, height) = png(&file)?.dimensions();
+            let mut head = png::Decoder::new(Cursor::new(&file[..]));
+            let (width, height) = head.read_header_info().map_err(broken)?.size();
             check_pixels(width, height)
         }
-        _ => jpeg(file, |head, _| check_pixels(head.width() as u32, head.height() as u32)),
+        Format::Jpeg => jpeg(file, |head, _| check_pixels(head.width() as u32, head.height() as u32)),
     }
 }
 
@@ -51,7 +63,7 @@ pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
 pub fn decoding_bytes(file: &[u8]) -> Result<u64, String> {
     let [height, width] = size(file)?;
     // Of a JPEG its colours alone, row by row, and as much for what is half resized. One of many scans has its coefficients, too. A PNG is copied without what makes no pixels.
-    let per_pixel = if format(file)? == ImageFormat::Png { PNG_BYTES_PER_PIXEL } else { JPEG_BYTES_PER_PIXEL };
+    let per_pixel = if format(file)? == Format::Png { PNG_BYTES_PER_PIXEL } else { JPEG_BYTES_PER_PIXEL };
     Ok(u64::from(height) * u64::from(width) * per_pixel + file.len() as u64)
 }
 
@@ -69,19 +81,22 @@ pub fn check(file: &[u8]) -> Result<(), String> {
 /// As [`size`]; also if what follows the head is broken or missing, or has colours that are not read.
 pub(super) fn decode(file: &[u8]) -> Result<Pixels, String> {
     match format(file)? {
-        ImageFormat::Png => decode_png(file),
-        _ => decode_jpeg(file),
+        Format::Png => decode_png(file),
+        Format::Jpeg => decode_jpeg(file),
     }
 }
 
-fn format(file: &[u8]) -> Result<ImageFormat, String> {
+fn format(file: &[u8]) -> Result<Format, String> {
     if file.len() > IMAGE_BYTES_MAX {
         return Err(format!("a picture of {} bytes; at most {IMAGE_BYTES_MAX} are read", file.len()));
     }
-    match image::guess_format(file) {
-        Ok(format @ (ImageFormat::Png | ImageFormat::Jpeg)) => Ok(format),
-        _ => Err("the picture is neither a PNG nor a JPEG".into()),
+    if file.starts_with(&PNG_SIGNATURE) {
+        return Ok(Format::Png);
     }
+    if file.starts_with(&JPEG_SIGNATURE) {
+        return Ok(Format::Jpeg);
+    }
+    Err("the picture is neither a PNG nor a JPEG".into())
 }
 
 fn check_pixels(width: u32, height: u32) -> Result<[u32; 2], String> {
@@ -98,16 +113,11 @@ fn broken(e: impl std::fmt::Display) -> String {
     format!("the picture cannot be decoded: {e}")
 }
 
-fn png(file: &[u8]) -> Result<impl ImageDecoder + '_, String> {
-    ImageReader::with_format(Cursor::new(file), ImageFormat::Png).into_decoder().map_err(broken)
-}
-
 /// A PNG without what does not make its pixels.
 fn png_pixels(file: &[u8]) -> Vec<u8> {
-    const SIGNATURE: usize = 8;
     // Of each chunk its length, its name and a checksum beside its bytes.
     const AROUND: usize = 12;
-    let (signature, mut rest) = file.split_at(SIGNATURE.min(file.len()));
+    let (signature, mut rest) = file.split_at(PNG_SIGNATURE.len().min(file.len()));
     let mut kept = Vec::with_capacity(file.len());
     kept.extend_from_slice(signature);
     while let [a, b, c, d, name @ ..] = rest {
@@ -124,39 +134,43 @@ fn png_pixels(file: &[u8]) -> Vec<u8> {
 
 fn decode_png(file: &[u8]) -> Result<Pixels, String> {
     let file = png_pixels(file);
-    let mut decoder = png(&file)?;
-    let (width, height) = decoder.dimensions();
-    check_pixels(width, height)?;
-    // Eight bytes for a pixel of four channels of 16 bits, and as much again for what a decoder keeps.
-    let mut limits = Limits::no_limits();
-    limits.max_alloc = Some(u64::from(width) * u64::from(height) * 16 + (1 << 20));
-    decoder.set_limits(limits).map_err(broken)?;
-    if let ColorType::L16 | ColorType::La16 = decoder.color_type() {
+    let mut decoder = png::Decoder::new(Cursor::new(&file[..]));
+    let (width, height) = decoder.read_header_info().map_err(broken)?.size();
+    let [height, width] = check_pixels(width, height)?.map(|pixels| pixels as usize);
+    // A row of four channels of 16 bits, and as much again for what the decoder keeps.
+    decoder.set_limits(png::Limits { bytes: width * height * 16 + (1 << 20) });
+    // Fewer bits than eight become eight, palettes and transparent colours become channels.
+    decoder.set_transformations(Transformations::EXPAND);
+    let mut reader = decoder.read_info().map_err(broken)?;
+    let (color, depth) = reader.output_color_type();
+    if let (ColorType::Grayscale | ColorType::GrayscaleAlpha, BitDepth::Sixteen) = (color, depth) {
         // Pillow takes all but the darkest for white.
         return Err("the picture has greys of 16 bits; of 8 bits they are read".into());
     }
-    let image = DynamicImage::from_decoder(decoder).map_err(broken)?;
-    let (height, width) = (height as usize, width as usize);
-    let has_alpha = image.color().has_alpha();
-    // The high byte of 16 bits, as Pillow takes it.
-    let high = |channels: &[u16]| channels.iter().map(|channel| (channel >> 8) as u8).collect::<Vec<u8>>();
-    let bytes = match (image, has_alpha) {
-        (DynamicImage::ImageRgb16(image), _) => high(image.as_raw()),
-        (DynamicImage::ImageRgba16(image), _) => on_white(&high(image.as_raw())),
-        (image, false) => image.into_rgb8().into_raw(),
-        (image, true) => on_white(image.into_rgba8().as_raw()),
+    let mut channels = vec![0; reader.output_buffer_size().ok_or_else(|| broken("it has too many bytes"))?];
+    reader.next_frame(&mut channels).map_err(broken)?;
+    if depth == BitDepth::Sixteen {
+        // The high byte, which is the first, as Pillow takes it.
+        channels = channels.iter().copied().step_by(2).collect();
+    }
+    let bytes = match color {
+        ColorType::Rgb => channels,
+        ColorType::Rgba => on_white(channels.as_chunks::<4>().0.iter().copied()),
+        ColorType::Grayscale => channels.iter().flat_map(|&grey| [grey; 3]).collect(),
+        ColorType::GrayscaleAlpha => on_white(channels.as_chunks::<2>().0.iter().map(|&[grey, alpha]| [grey, grey, grey, alpha])),
+        ColorType::Indexed => return Err(broken("its palette was not applied")),
     };
     Ok(Pixels { bytes, height, width })
 }
 
 /// Pixels with transparency laid on white, as Pillow rounds it.
-fn on_white(rgba: &[u8]) -> Vec<u8> {
+fn on_white(rgba: impl ExactSizeIterator<Item = [u8; 4]>) -> Vec<u8> {
     let blend = |channel: u8, alpha: u8| {
         let sum = u32::from(channel) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
         ((sum + (sum >> 8)) >> 8) as u8
     };
-    let mut rgb = Vec::with_capacity(rgba.len() / 4 * 3);
-    rgba.as_chunks::<4>().0.iter().for_each(|&[r, g, b, a]| rgb.extend([r, g, b].map(|channel| blend(channel, a))));
+    let mut rgb = Vec::with_capacity(rgba.len() * 3);
+    rgba.for_each(|[r, g, b, a]| rgb.extend([r, g, b].map(|channel| blend(channel, a))));
     rgb
 }
 
