@@ -46,7 +46,7 @@ impl Tokenizer {
     /// If it is not one.
     pub fn from_json(json: &str) -> Result<Self> {
         // The library answers some malformed files with a panic.
-        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
+        let parsed = std::panic::catch_unwind(|| json.parse::<tokenizers::Tokenizer>());
         let parsed = parsed.map_err(|_| Error::Tokenizer("tokenizer.json: the file contradicts itself".into()))?;
         let mut inner = parsed.map_err(|e| error("tokenizer.json", e))?;
         // Files can carry the truncation and padding of their training; transformers leaves both off unless a call asks for them.

@@ -1,64 +1,7 @@
-//! The `strata` command line: one module for each command under `commands`.
-
-mod base_model;
-mod client;
-mod commands;
-mod download;
-mod logging;
-mod machine;
-mod units;
+//! The `strata` program.
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
-
-use commands::{bench, demo, export, import, init_model, inspect, serve, trace};
-
-/// Train and sample LoRA adapters on one base model, through the Tinker API.
-#[derive(Parser)]
-#[command(name = "strata", version, propagate_version = true, arg_required_else_help = true)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
-enum Command {
-    /// Teach the embedded model Pig Latin over the HTTP API, and check what sampling and training compute against each other.
-    Demo(demo::Args),
-    /// Serve a base model through the Tinker API.
-    Serve(serve::Args),
-    /// Write down hidden states, logits, gradients and greedy tokens of a model, for comparison with other implementations.
-    Trace(trace::Args),
-    /// Say what a checkpoint holds and would take, without loading its weights.
-    Inspect(inspect::Args),
-    /// Write an adapter in the form that PEFT or the Tinker tools load, or a checkpoint of the base model with the adapter in its weights.
-    Export(export::Args),
-    /// Make a checkpoint that can be trained and sampled of a PEFT adapter.
-    Import(import::Args),
-    /// Write a checkpoint with random weights.
-    InitModel(init_model::Args),
-    /// Measure training and sampling beside the limits of this machine.
-    Bench(bench::Args),
-}
-
 fn main() -> ExitCode {
-    machine::keep_little_freed_memory();
-    let result = match Cli::parse().command {
-        Command::Demo(args) => demo::run(args),
-        Command::Serve(args) => serve::run(args),
-        Command::Trace(args) => trace::run(args),
-        Command::Inspect(args) => inspect::run(args),
-        Command::Export(args) => export::run(args),
-        Command::Import(args) => import::run(args),
-        Command::InitModel(args) => init_model::run(args),
-        Command::Bench(args) => bench::run(args),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    strata::run()
 }

@@ -157,7 +157,9 @@ fn decode_png(file: &[u8]) -> Result<Pixels, String> {
         ColorType::Rgb => channels,
         ColorType::Rgba => on_white(channels.as_chunks::<4>().0.iter().copied()),
         ColorType::Grayscale => channels.iter().flat_map(|&grey| [grey; 3]).collect(),
-        ColorType::GrayscaleAlpha => on_white(channels.as_chunks::<2>().0.iter().map(|&[grey, alpha]| [grey, grey, grey, alpha])),
+        ColorType::GrayscaleAlpha => {
+            on_white(channels.as_chunks::<2>().0.iter().map(|&[grey, alpha]| [grey, grey, grey, alpha]))
+        }
         ColorType::Indexed => return Err(broken("its palette was not applied")),
     };
     Ok(Pixels { bytes, height, width })
