@@ -49,6 +49,33 @@ def test_policy_losses_are_the_sum_that_the_formula_says(training, name):
     assert output.metrics["loss:sum"] == pytest.approx(expected.sum(), rel=1e-4, abs=1e-4)
 
 
+def test_log_probabilities_of_weight_zero_can_be_done_without(service, base_model):
+    """What is trained is the same to the bit, also where the tokens that count are far apart."""
+    rng = np.random.default_rng(0)
+    tokens = [int(t) for t in rng.integers(0, 250, 301)]
+    weights = [1.0 if i in (170, 171) or i >= 280 else 0.0 for i in range(300)]
+    data = [
+        types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}),
+        types.Datum(types.ModelInput.from_ints(tokens[:40]), {"target_tokens": tokens[1:41], "weights": [0.0] * 40}),
+    ]
+    trained = {}
+    for name, config in {"with": None, "without": {"weightless_logprobs": 0}}.items():
+        client = service.create_lora_training_client(base_model=base_model, rank=8, seed=1).result()
+        passes = [client.forward_backward(data, "cross_entropy", config), client.forward(data, "cross_entropy", config)]
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        passes.append(client.forward(data, "cross_entropy"))
+        trained[name] = [p.result() for p in passes]
+    counts = np.asarray(weights) != 0
+    for with_all, without in zip(trained["with"], trained["without"]):
+        assert with_all.metrics["loss:sum"] == without.metrics["loss:sum"]
+        assert same_bits(logprobs_of(with_all)[counts], logprobs_of(without)[counts])
+    for output in trained["without"][:2]:
+        assert not logprobs_of(output)[~counts].any() and not logprobs_of(output, 1).any()
+    before, _, after = trained["without"]
+    assert logprobs_of(after)[~counts].all() and not same_bits(logprobs_of(after)[counts], logprobs_of(before)[counts])
+    assert same_bits(logprobs_of(after), logprobs_of(trained["with"][2]))
+
+
 def test_gspo_uses_one_ratio_for_a_sequence(training):
     q, advantages = rl_inputs()
     mask = [0.0] * 9 + [1.0] * (N - 9)

@@ -115,10 +115,10 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits<'_>) -> Result<P
     let targets_per_token = targets.len() / n;
     let inputs = match loss {
         // As the field's services do. Of several targets for a token, and of those at a picture, it has to be said which count.
-        Loss::CrossEntropy if !datum.loss_inputs.contains_key("weights") && shape.len() == 1 && pictures.is_empty() => {
+        Loss::CrossEntropy { .. } if !datum.loss_inputs.contains_key("weights") && shape.len() == 1 && pictures.is_empty() => {
             LossInputs::Weights(vec![1.0; n])
         }
-        Loss::CrossEntropy => LossInputs::Weights(numbers(datum, "weights", &shape)?),
+        Loss::CrossEntropy { .. } => LossInputs::Weights(numbers(datum, "weights", &shape)?),
         _ => policy_inputs(datum, loss, &shape)?,
     };
     let loss = DatumLoss { loss, inputs, log_sequence_ratio: 0.0 };

@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use strata_model::lora::{Adapter, LoraConfig, LoraParams, Part};
-use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage, Targets, TokenLoss};
+use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage};
 use strata_tensor::{RowReply, RowRequest};
 
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan};
 use crate::datum::PreparedDatum;
 use crate::learner::{self, Learner, LearnerState};
-use crate::losses::DatumLoss;
 use crate::machine::Turn;
+use crate::pass_targets::PassTargets;
 use crate::pictures::{Picture, PictureId};
 use crate::sampler::{Alternatives, Room, draw};
 use crate::snapshot::WeightsId;
@@ -51,26 +51,24 @@ impl Device {
         }
         fix_sequence_ratios(&self.model, parts, &adapters, seen, between)?;
         let mut batch = PackedBatch::new();
-        let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
-        let mut loss = PassLoss { starts: Vec::new(), losses: Vec::new() };
+        let mut targets = PassTargets::new();
         let mut gradients: Vec<Option<&mut LoraParams>> = Vec::with_capacity(parts.len());
         for (part, adapter) in parts.iter_mut().zip(&adapters) {
             batch.begin_group(Some(adapter));
             for datum in &part.data {
-                loss.starts.push(targets.ids.len());
-                loss.losses.push(&datum.loss);
-                push_datum(datum, seen, &mut batch, &mut targets)?;
+                push_datum(datum, seen, &mut batch)?;
+                targets.push(datum);
             }
             let gradient = part.backward.then(|| part.learner.gradient_mut(&self.model)).transpose();
             gradients.push(gradient.map_err(|failure| PassError::Failed(failure.to_string()))?);
         }
         let done = if gradients.iter().all(Option::is_none) {
-            self.model.forward_with(&batch, &targets, between)
+            self.model.forward_with(&batch, &targets.targets, between)
         } else {
             let kept_layers = self.model.layers_kept_within(kept_bytes, tokens, rank);
-            self.model.forward_backward_with(&batch, &targets, &loss, &mut gradients, kept_layers, between)
+            self.model.forward_backward_with(&batch, &targets.targets, &targets, &mut gradients, kept_layers, between)
         };
-        done.map_err(pass_error)
+        done.map(|computed| targets.answers(computed)).map_err(pass_error)
     }
 }
 
@@ -264,7 +262,6 @@ fn push_datum<'a>(
     datum: &PreparedDatum,
     seen: &'a HashMap<PictureId, Rc<ImageFeatures>>,
     batch: &mut PackedBatch<'a>,
-    targets: &mut Targets,
 ) -> Result<(), PassError> {
     let images = datum.pictures.iter().map(|picture| match seen.get(&picture.id) {
         Some(features) => Ok(placed(picture, Some(features))),
@@ -272,9 +269,6 @@ fn push_datum<'a>(
     });
     let (tokens, images) = (&datum.tokens, images.collect::<Result<Vec<_>, _>>()?);
     batch.push_with_images(tokens, 0, tokens.len(), Held::default(), &images);
-    let start = targets.ids.len();
-    targets.ids.extend_from_slice(&datum.targets);
-    targets.offsets.extend((1..=datum.tokens.len()).map(|t| start + t * datum.targets_per_token));
     Ok(())
 }
 
@@ -296,62 +290,26 @@ fn fix_sequence_ratios(
 ) -> Result<(), PassError> {
     let needs = |datum: &PreparedDatum| datum.loss.loss.needs_sequence_ratio();
     let mut batch = PackedBatch::new();
-    let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
+    let mut targets = PassTargets::new();
     for (part, adapter) in parts.iter().zip(adapters) {
         let mut data = part.data.iter().filter(|d| needs(d)).peekable();
         if data.peek().is_some() {
             batch.begin_group(Some(adapter));
-            data.try_for_each(|d| push_datum(d, seen, &mut batch, &mut targets))?;
+            for datum in data {
+                push_datum(datum, seen, &mut batch)?;
+                targets.push(datum);
+            }
         }
     }
     if batch.is_empty() {
         return Ok(());
     }
-    let logprobs = model.forward_with(&batch, &targets, between).map_err(pass_error)?;
+    let logprobs = model.forward_with(&batch, &targets.targets, between).map_err(pass_error)?;
+    let logprobs = targets.answers(logprobs);
     let mut start = 0;
     for datum in parts.iter_mut().flat_map(|part| &mut part.data).filter(|d| needs(d)) {
         datum.loss.set_sequence_ratio(&logprobs[start..start + datum.targets.len()]);
         start += datum.targets.len();
     }
     Ok(())
-}
-
-/// The losses of all examples of a pass.
-struct PassLoss<'a> {
-    /// First target of each example.
-    starts: Vec<usize>,
-    losses: Vec<&'a DatumLoss>,
-}
-
-impl TokenLoss for PassLoss<'_> {
-    fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]) {
-        let mut datum = self.starts.partition_point(|&start| start <= first).saturating_sub(1);
-        for (i, (out, &logprob)) in gradient.iter_mut().zip(logprobs).enumerate() {
-            let target = first + i;
-            while self.starts.get(datum + 1).is_some_and(|&start| start <= target) {
-                datum += 1;
-            }
-            *out = self.losses[datum].term(target - self.starts[datum], logprob).derivative;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::losses::{Loss, LossInputs};
-
-    #[test]
-    fn derivatives_are_those_of_the_example_that_a_target_belongs_to() {
-        let datum = |weights: &[f32]| DatumLoss {
-            loss: Loss::CrossEntropy,
-            inputs: LossInputs::Weights(weights.to_vec()),
-            log_sequence_ratio: 0.0,
-        };
-        let (a, b) = (datum(&[1.0, 2.0]), datum(&[3.0]));
-        let loss = PassLoss { starts: vec![0, 2], losses: vec![&a, &b] };
-        let mut out = [0.0; 2];
-        loss.gradient(1, &[-1.0, -1.0], &mut out);
-        assert_eq!(out, [-2.0, -3.0]);
-    }
 }

@@ -44,6 +44,7 @@ mod losses;
 mod machine;
 mod maker;
 mod optimizer;
+mod pass_targets;
 mod pictures;
 mod reply;
 mod sampler;

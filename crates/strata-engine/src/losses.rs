@@ -19,17 +19,35 @@
 //! Terms are computed in f64 and rounded once.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// A loss by name, with its settings checked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Loss {
-    CrossEntropy,
+    CrossEntropy {
+        /// Whether log-probabilities are answered where all weights of a token are 0.
+        weightless_logprobs: bool,
+    },
     ImportanceSampling,
-    Ppo { low: f64, high: f64 },
-    Cispo { low: f64, high: f64 },
-    Dro { beta: f64 },
-    Gspo { low: f64, high: f64 },
-    StableReinforce { cap: f64, kl_coeff: f64 },
+    Ppo {
+        low: f64,
+        high: f64,
+    },
+    Cispo {
+        low: f64,
+        high: f64,
+    },
+    Dro {
+        beta: f64,
+    },
+    Gspo {
+        low: f64,
+        high: f64,
+    },
+    StableReinforce {
+        cap: f64,
+        kl_coeff: f64,
+    },
 }
 
 /// The loss whose behaviour policy may be what was recorded of samples.
@@ -51,7 +69,8 @@ impl Loss {
     /// A message for the user if the name or a setting is unknown, or a setting is out of range.
     pub(crate) fn parse(name: &str, config: &BTreeMap<String, f64>) -> Result<Self, String> {
         let known: &[&str] = match name {
-            "cross_entropy" | "importance_sampling" => &[],
+            "cross_entropy" => &["weightless_logprobs"],
+            "importance_sampling" => &[],
             "ppo" | "cispo" | "gspo" => &["clip_low_threshold", "clip_high_threshold"],
             "dro" => &["beta"],
             // Its settings are not published: those without a meaning here are let through.
@@ -83,8 +102,13 @@ impl Loss {
             Some(&v) => Ok(v),
             None => Ok(default),
         };
+        let is_on = |key: &str, default: bool| match config.get(key) {
+            Some(&v) if v == 0.0 || v == 1.0 => Ok(v == 1.0),
+            Some(&v) => Err(format!("loss {name}: {key} is {v}, neither 0 nor 1")),
+            None => Ok(default),
+        };
         Ok(match name {
-            "cross_entropy" => Loss::CrossEntropy,
+            "cross_entropy" => Loss::CrossEntropy { weightless_logprobs: is_on("weightless_logprobs", true)? },
             "importance_sampling" => Loss::ImportanceSampling,
             "ppo" => clip(PPO_CLIP).map(|(low, high)| Loss::Ppo { low, high })?,
             "cispo" => clip(CISPO_CLIP).map(|(low, high)| Loss::Cispo { low, high })?,
@@ -164,7 +188,7 @@ impl DatumLoss {
             return (0.0, 0.0);
         }
         match self.loss {
-            Loss::CrossEntropy => cross_entropy(lp, advantage),
+            Loss::CrossEntropy { .. } => cross_entropy(lp, advantage),
             Loss::ImportanceSampling => {
                 let value = -(lp - q).exp() * advantage;
                 (value, value)
@@ -185,6 +209,16 @@ impl DatumLoss {
                 let factor = -distance.exp().min(cap) * advantage;
                 (factor * lp + 0.5 * kl_coeff * distance * distance, factor + kl_coeff * distance)
             }
+        }
+    }
+
+    /// Whether the log-probabilities of these targets of one token are to be computed.
+    pub(crate) fn asks_for(&self, targets: Range<usize>) -> bool {
+        match (self.loss, &self.inputs) {
+            (Loss::CrossEntropy { weightless_logprobs: false }, LossInputs::Weights(weights)) => {
+                weights[targets].iter().any(|weight| *weight != 0.0)
+            }
+            _ => true,
         }
     }
 
@@ -302,7 +336,11 @@ mod tests {
 
     #[test]
     fn cross_entropy_takes_negative_and_zero_weights() {
-        let d = DatumLoss { loss: Loss::CrossEntropy, inputs: LossInputs::Weights(vec![-0.5, 0.0]), log_sequence_ratio: 0.0 };
+        let d = DatumLoss {
+            loss: Loss::parse("cross_entropy", &config(&[])).unwrap(),
+            inputs: LossInputs::Weights(vec![-0.5, 0.0]),
+            log_sequence_ratio: 0.0,
+        };
         assert_eq!(d.term(0, -2.0), Term { loss: -1.0, derivative: 0.5 });
         assert_eq!(d.term(1, f32::NEG_INFINITY), Term::default());
     }
@@ -319,7 +357,12 @@ mod tests {
         assert!(Loss::parse("custom", &config(&[])).unwrap_err().contains("forward_backward_custom"));
         let refused = Loss::parse("ppo", &config(&[("beta", 1.0)])).unwrap_err();
         assert_eq!(refused, "loss ppo has no setting \"beta\"; its settings are: clip_low_threshold, clip_high_threshold");
-        assert!(Loss::parse("cross_entropy", &config(&[("beta", 1.0)])).unwrap_err().ends_with("its settings are: none"));
+        assert!(Loss::parse("importance_sampling", &config(&[("beta", 1.0)])).unwrap_err().ends_with("its settings are: none"));
+        let cross_entropy = |weightless| Loss::parse("cross_entropy", &config(&[("weightless_logprobs", weightless)]));
+        assert_eq!(cross_entropy(0.0), Ok(Loss::CrossEntropy { weightless_logprobs: false }));
+        assert_eq!(cross_entropy(1.0), Loss::parse("cross_entropy", &config(&[])));
+        let refused = cross_entropy(0.5).unwrap_err();
+        assert_eq!(refused, "loss cross_entropy: weightless_logprobs is 0.5, neither 0 nor 1");
         assert!(Loss::parse("ppo", &config(&[("clip_low_threshold", 2.0)])).is_err());
         assert!(Loss::parse("dro", &config(&[("beta", f64::NAN)])).is_err());
         assert_eq!(Loss::parse("cispo", &config(&[])), Ok(Loss::Cispo { low: 0.0, high: 4.0 }));

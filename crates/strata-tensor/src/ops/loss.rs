@@ -1,8 +1,9 @@
 //! The unembedding with log-softmax, target log-probabilities and their loss, over chunks of tokens.
 //!
 //! The logits of all tokens are never in memory at once: a chunk of them is computed, read, turned into its own gradient and multiplied back, in
-//! one pass over the weight in each direction. On the way back rows whose targets do not count are left out, by whole granules. Chunks end at whole granules of a sequence, so that what gradients of
-//! weights are summed in does not depend on where a chunk ends.
+//! one pass over the weight in each direction. Rows without targets are left out, and on the way back those whose targets do not count, by
+//! whole granules. Chunks begin and end at whole granules of a sequence, so that what gradients of weights are summed in does not depend on
+//! where a chunk ends.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -16,7 +17,8 @@ const OP: &str = "target_logprobs";
 /// Bytes of f32 logits in a chunk, about, unless someone says otherwise: enough rows that the product is bound by arithmetic, and far from
 /// the memory of a batch.
 pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
-/// Rows without a gradient that are computed all the same where there are no more between two that have one: a product of more rows is faster for each.
+/// Rows that nobody needs and that are computed all the same, where there are no more between two that someone does: a product of more rows is
+/// faster for each.
 const DEAD_ROWS_MIN: usize = 2 * TOKEN_GRANULE;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = TOKEN_GRANULE..512;
@@ -46,12 +48,12 @@ pub struct LogprobPass<'p> {
     pub between: &'p mut Between<'p>,
 }
 
-/// Runs of at most `max` rows that split a sequence only between granules of a reduction over tokens.
-pub(super) fn chunks(sequences: &[Range<usize>], rows: usize, max: usize) -> Vec<Range<usize>> {
+/// Runs of at most `max` of `rows` that split a sequence only between granules of a reduction over tokens.
+pub(super) fn chunks(sequences: &[Range<usize>], rows: Range<usize>, max: usize) -> Vec<Range<usize>> {
     let mut chunks: Vec<Range<usize>> = Vec::new();
-    let mut start = 0;
-    while start < rows {
-        let mut end = (start + max).min(rows);
+    let mut start = rows.start;
+    while start < rows.end {
+        let mut end = (start + max).min(rows.end);
         if let Some(cut) = sequences.iter().find(|s| s.start < end && end < s.end) {
             // `max` is at least a granule, so at least one row of the chunk stays.
             end -= (end - cut.start) % TOKEN_GRANULE;
@@ -93,11 +95,31 @@ pub fn target_logprobs(
     if let Some(s) = pass.sequences.iter().find(|s| s.end > x.rows()) {
         return Err(Error::Index { op: OP, what: "tokens", index: s.end, size: x.rows() });
     }
-    let chunks = chunks(pass.sequences, x.rows(), logits_chunk_rows(w.out_features(), pass.chunk_bytes));
+    check_targets(x.rows(), w.out_features(), pass.targets)?;
+    let max = logits_chunk_rows(w.out_features(), pass.chunk_bytes);
+    let has_targets = |row: usize| pass.targets.offsets[row] < pass.targets.offsets[row + 1];
+    let runs = live_runs(pass.sequences, &(0..x.rows()), has_targets).into_iter();
+    let chunks = runs.flat_map(|run| chunks(pass.sequences, run, max)).collect();
     in_chunks(backend, x, w, lora, chunks, pass)
 }
 
-/// [`target_logprobs`] with these runs of rows as chunks.
+fn check_targets(rows: usize, vocab: usize, targets: LogprobTargets<'_>) -> Result<()> {
+    if let Some(&id) = targets.ids.iter().find(|&&id| id as usize >= vocab) {
+        return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: vocab });
+    }
+    let offsets = targets.offsets;
+    let covers = offsets.first() == Some(&0) && offsets.last() == Some(&targets.ids.len()) && offsets.is_sorted();
+    if offsets.len() != rows + 1 || !covers {
+        return Err(Error::Shape {
+            op: OP,
+            expected: format!("ascending offsets of {rows} rows into {} targets", targets.ids.len()),
+            actual: format!("{} offsets from {:?} to {:?}", offsets.len(), offsets.first(), offsets.last()),
+        });
+    }
+    Ok(())
+}
+
+/// [`target_logprobs`] with these runs of rows as chunks, which hold all that have targets.
 pub(super) fn in_chunks(
     backend: &dyn Backend,
     x: &Tensor,
@@ -108,19 +130,6 @@ pub(super) fn in_chunks(
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     let LogprobPass { sequences, targets, mut loss, between, .. } = pass;
     check(OP, x, w.dtype(), w.in_features())?;
-    let vocab = w.out_features();
-    if let Some(&id) = targets.ids.iter().find(|&&id| id as usize >= vocab) {
-        return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: vocab });
-    }
-    let offsets = targets.offsets;
-    let covers = offsets.first() == Some(&0) && offsets.last() == Some(&targets.ids.len()) && offsets.is_sorted();
-    if offsets.len() != x.rows() + 1 || !covers {
-        return Err(Error::Shape {
-            op: OP,
-            expected: format!("ascending offsets of {} rows into {} targets", x.rows(), targets.ids.len()),
-            actual: format!("{} offsets from {:?} to {:?}", offsets.len(), offsets.first(), offsets.last()),
-        });
-    }
     linear::check_groups(OP, lora, x.rows(), w)?;
     let mut logprobs = vec![0.0f32; targets.ids.len()];
     let mut dx = match &loss {
@@ -286,7 +295,7 @@ mod tests {
     #[test]
     fn chunks_cut_sequences_between_granules_only() {
         let sequences = [0..7, 7..160, 160..161, 161..290];
-        let chunks = chunks(&sequences, 290, 40);
+        let chunks = chunks(&sequences, 0..290, 40);
         assert_eq!(chunks.first().unwrap().start, 0);
         assert_eq!(chunks.last().unwrap().end, 290);
         assert!(chunks.windows(2).all(|w| w[0].end == w[1].start));

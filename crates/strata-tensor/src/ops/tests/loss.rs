@@ -1,4 +1,4 @@
-//! Rows whose targets do not count are left out on the way back.
+//! Rows without targets are left out, and on the way back those whose targets do not count.
 
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
@@ -7,7 +7,7 @@ use super::toy::{Gradients, Quadratic};
 use super::{Layer, PAIRS, backend, layer_gradients, tensor};
 use crate::backend::{Backend, LogprobTargets};
 use crate::ops::linear;
-use crate::ops::loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, chunks, in_chunks, live_runs};
+use crate::ops::loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, chunks, in_chunks, live_runs, target_logprobs};
 use crate::tape::{Backward, Linear, LoraGroup, LoraProjection, LoraSite};
 use crate::{DType, Memory, Tensor};
 
@@ -72,10 +72,47 @@ fn what_is_left_out_changes_no_bit_of_what_is_computed() {
         let between = &mut || ControlFlow::Continue(());
         let loss = Some((&loss as &dyn TargetLoss, &mut gradients as _));
         let pass = LogprobPass { sequences: &SEQUENCES, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, between };
-        let chunks = chunks(&SEQUENCES, ROWS, rows);
+        let chunks = chunks(&SEQUENCES, 0..ROWS, rows);
         let (ours, by_x) = in_chunks(&b, &x, layer.w.layer(0), &groups, chunks, pass).unwrap();
         assert_eq!(ours, logprobs, "chunks of {rows}");
         assert_eq!(bits(&by_x.unwrap()), bits(&dx), "chunks of {rows}");
         assert_eq!(of_pairs(&gradients), of_pairs(&expected), "chunks of {rows}");
     }
+}
+
+#[test]
+fn rows_without_targets_are_not_multiplied() {
+    let (b, layer, x) = (backend(), Layer::random(), tensor(&[ROWS, 7], DType::F32, 3));
+    // Targets of the rows that count, and of all.
+    let numbered = |has: &dyn Fn(usize) -> bool| -> (Vec<usize>, Vec<usize>) {
+        let rows: Vec<usize> = (0..ROWS).filter(|&row| has(row)).collect();
+        let offsets = (0..=ROWS).map(|row| rows.partition_point(|&r| r < row)).collect();
+        (rows, offsets)
+    };
+    let computed = |has: &dyn Fn(usize) -> bool| {
+        let (rows, offsets) = numbered(has);
+        let ids: Vec<u32> = rows.iter().map(|&row| row as u32 * 7 % 11).collect();
+        let factors = rows.iter().map(|&row| if counts(row) { 0.01 * row as f32 - 2.0 } else { 0.0 }).collect();
+        let mut gradients = layer_gradients(None);
+        let mut chunks = 0;
+        let between = &mut || {
+            chunks += 1;
+            ControlFlow::Continue(())
+        };
+        let (targets, loss) = (LogprobTargets { ids: &ids, offsets: &offsets }, Quadratic { factors });
+        // Chunks of 32 rows, the fewest there are.
+        let loss = Some((&loss as &dyn TargetLoss, &mut gradients as _));
+        let pass = LogprobPass { sequences: &SEQUENCES, targets, loss, chunk_bytes: 0, between };
+        let (logprobs, by_x) = target_logprobs(&b, &x, layer.w.layer(0), &[], pass).unwrap();
+        let logprobs: Vec<(usize, u32)> = rows.into_iter().zip(logprobs.iter().map(|v| v.to_bits())).collect();
+        let by_x: Vec<u32> = by_x.unwrap().to_f32_vec().iter().map(|v| v.to_bits()).collect();
+        (logprobs, by_x, chunks)
+    };
+    let (of_all, by_all, chunks_of_all) = computed(&|_| true);
+    let (of_some, by_some, chunks_of_some) = computed(&counts);
+    assert_eq!(of_some, of_all.into_iter().filter(|&(row, _)| counts(row)).collect::<Vec<_>>());
+    assert_eq!(by_some, by_all);
+    // 128..232 and 296..330, by granules: the first cuts the sequence that ends at 200 and the one that begins there.
+    assert_eq!((chunks_of_some, chunks_of_all), (6, 12));
+    assert_eq!(computed(&|_| false).2, 0);
 }

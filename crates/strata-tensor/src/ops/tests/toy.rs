@@ -330,7 +330,7 @@ impl Toy {
         }
         let h = tape.rms_norm(&x, self.norms[4].as_ref(), GEOMETRY.eps, self.dtype).unwrap();
         let groups = self.groups(&batch, UNEMBED, 0);
-        let chunks = chunks(&tokens, ids.len(), chunk_rows);
+        let chunks = chunks(&tokens, 0..ids.len(), chunk_rows);
         let w = self.linears[UNEMBED].layer(0);
         let between = &mut || ControlFlow::Continue(());
         let pass = LogprobPass {

@@ -57,7 +57,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     match &args.what {
         What::Train(args) => {
             let cells: Vec<_> =
-                pairs(&args.batch, &args.seq_len)?.map(|(batch, seq_len)| train::Cell { batch, seq_len, prompt: 0 }).collect();
+                pairs(&args.batch, &args.seq_len)?.map(|(batch, seq_len)| train::Cell::of(batch, seq_len)).collect();
             train::measure(&args.common, &args.adapters, &cells, args.steps)
         }
         What::Sample(args) => {

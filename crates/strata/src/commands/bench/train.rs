@@ -1,5 +1,7 @@
 //! `strata bench train`.
 
+use std::collections::BTreeMap;
+
 use anyhow::ensure;
 use serde_json::json;
 use strata_engine::api::{AdamParams, Datum, LossInput, LossSpec, LossValues, Request, TrainOp};
@@ -28,6 +30,9 @@ pub(super) struct Args {
     /// Tokens at the start of each sequence whose weight is 0, as those of a prompt.
     #[arg(long, default_value_t = 0)]
     prompt: usize,
+    /// Ask for no log-probabilities of those tokens: the loss's setting weightless_logprobs is then 0.
+    #[arg(long, requires = "prompt")]
+    no_weightless_logprobs: bool,
     /// Steps; the first is shown apart, of the others the fastest and the mean.
     #[arg(long, default_value_t = 4)]
     steps: usize,
@@ -40,10 +45,21 @@ pub(super) struct Cell {
     pub seq_len: usize,
     /// Of them, at the start, those of weight 0.
     pub prompt: usize,
+    /// Whether log-probabilities of those are asked for.
+    pub weightless_logprobs: bool,
+}
+
+impl Cell {
+    /// Sequences all of whose tokens count.
+    pub(super) fn of(batch: usize, seq_len: usize) -> Self {
+        Cell { batch, seq_len, prompt: 0, weightless_logprobs: true }
+    }
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    measure(&args.common, &args.adapters, &[Cell { batch: args.batch, seq_len: args.seq_len, prompt: args.prompt }], args.steps)
+    let cell =
+        Cell { prompt: args.prompt, weightless_logprobs: !args.no_weightless_logprobs, ..Cell::of(args.batch, args.seq_len) };
+    measure(&args.common, &args.adapters, &[cell], args.steps)
 }
 
 /// Measures each of the cells and prints the report.
@@ -97,6 +113,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
             ("batch", json!(cell.batch)),
             ("seq_len", json!(cell.seq_len)),
             ("prompt", json!(cell.prompt)),
+            ("weightless_logprobs", json!(cell.weightless_logprobs)),
             ("ranks", json!(ranks)),
             ("steps", json!(steps)),
         ];
@@ -159,9 +176,11 @@ impl<'e> Trainer<'e> {
 
     fn forward_backward(&mut self, cell: Cell) -> anyhow::Result<f64> {
         let engine = self.engine;
+        let without = ("weightless_logprobs".to_string(), 0.0);
+        let config: BTreeMap<String, f64> = (!cell.weightless_logprobs).then_some(without).into_iter().collect();
         self.all(|| TrainOp::ForwardBackward {
             data: (0..cell.batch).map(|_| datum(engine, cell)).collect(),
-            loss: LossSpec { name: "cross_entropy".into(), config: Default::default() },
+            loss: LossSpec { name: "cross_entropy".into(), config: config.clone() },
             forward_only: false,
         })
     }

@@ -213,7 +213,7 @@ fn measure_training(
     repeats: usize,
 ) -> anyhow::Result<Result<Pass, String>> {
     let Setting { adapters, rank, batch, tokens, .. } = setting;
-    let cell = train::Cell { batch: batch / adapters, seq_len: tokens, prompt: 0 };
+    let cell = train::Cell::of(batch / adapters, tokens);
     if let Err(no_room) = train::check_room(engine, &[cell]) {
         return Ok(Err(no_room.to_string()));
     }
