@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_model::lora::{Adapter, LoraConfig, LoraParams, Part};
@@ -13,6 +13,7 @@ use strata_tensor::{RowReply, RowRequest};
 use crate::api::{AdamParams, Failure, LoraSpec};
 use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan};
 use crate::datum::PreparedDatum;
+use crate::engine::Switches;
 use crate::learner::{self, Learner, LearnerState};
 use crate::machine::Turn;
 use crate::pass_targets::PassTargets;
@@ -25,13 +26,12 @@ pub(crate) struct Device {
     pub(crate) model: Arc<Model>,
     start: Instant,
     turn: Turn,
-    computes_again: Arc<AtomicBool>,
+    switches: Arc<Switches>,
 }
 
 impl Device {
-    /// `computes_again`: whether passes keep no activations, however much memory there is.
-    pub(crate) fn new(model: Arc<Model>, turn: Turn, computes_again: Arc<AtomicBool>) -> Self {
-        Device { model, start: Instant::now(), turn, computes_again }
+    pub(crate) fn new(model: Arc<Model>, turn: Turn, switches: Arc<Switches>) -> Self {
+        Device { model, start: Instant::now(), turn, switches }
     }
 }
 
@@ -157,7 +157,7 @@ impl Compute for Device {
     }
 
     fn kept_bytes(&self, parts: &[PassPart<'_, Self>], spare_bytes: u64) -> u64 {
-        if self.computes_again.load(Ordering::Relaxed) || !parts.iter().any(|part| part.backward) {
+        if self.switches.computes_again.load(Ordering::Relaxed) || !parts.iter().any(|part| part.backward) {
             return 0;
         }
         let (tokens, rank) = size_of_pass(parts);

@@ -77,11 +77,20 @@ pub struct EngineHandle {
     shared: Arc<Shared>,
 }
 
+/// What benchmarks ask of an engine that is running. No bit of a result depends on it.
+#[derive(Default)]
+pub(crate) struct Switches {
+    /// Whether passes keep no activations, however much memory there is.
+    pub(crate) computes_again: AtomicBool,
+    /// Whether the prefix cache is to be emptied.
+    forgets_prefixes: AtomicBool,
+}
+
 struct Shared {
     admission: Admission,
     alive: Arc<AtomicBool>,
     info: EngineInfo,
-    computes_again: Arc<AtomicBool>,
+    switches: Arc<Switches>,
     speculating: Arc<Speculating>,
     unfinished_saves: UnfinishedSaves,
 }
@@ -154,27 +163,28 @@ impl EngineHandle {
         let base = BaseModel { name: config.base_model, backend, modules, format };
         let storage = DiskStorage::start(base, model.clone(), intake.clone()).map_err(|e| StartError::Thread(e.to_string()))?;
         let alive = Arc::new(AtomicBool::new(true));
-        let computes_again = Arc::new(AtomicBool::new(false));
+        let switches = Arc::new(Switches::default());
         let speculating = Speculating::of(config.speculation, &Work::of(model.config()));
         let of_core = speculating.clone();
-        let device = Device::new(model, config.machine.join(), computes_again.clone());
+        let device = Device::new(model, config.machine.join(), switches.clone());
         let cache = device.new_cache(budget.cache).map_err(StartError::Device)?;
+        let of_thread = switches.clone();
         spawn(alive.clone(), intake.clone(), move || {
             let core = Core::new(device, cache, intake.clone(), storage, budget, PAGE_TOKENS, of_core);
-            run(core, &intake);
+            run(core, &intake, &of_thread);
         })?;
-        Ok(Self::of(admission, alive, info, computes_again, speculating))
+        Ok(Self::of(admission, alive, info, switches, speculating))
     }
 
     fn of(
         admission: Admission,
         alive: Arc<AtomicBool>,
         info: EngineInfo,
-        computes_again: Arc<AtomicBool>,
+        switches: Arc<Switches>,
         speculating: Arc<Speculating>,
     ) -> Self {
         let unfinished_saves = UnfinishedSaves::default();
-        EngineHandle { shared: Arc::new(Shared { admission, alive, info, computes_again, speculating, unfinished_saves }) }
+        EngineHandle { shared: Arc::new(Shared { admission, alive, info, switches, speculating, unfinished_saves }) }
     }
 
     /// A handle on an engine that someone else drives.
@@ -196,7 +206,13 @@ impl EngineHandle {
 
     /// Whether passes from now on compute activations again on the way back, as if there were no memory to keep them. For benchmarks: no bit depends on it.
     pub fn compute_activations_again(&self, again: bool) {
-        self.shared.computes_again.store(again, Ordering::Relaxed);
+        self.shared.switches.computes_again.store(again, Ordering::Relaxed);
+    }
+
+    /// Forgets the prefixes of all samples before the next request is worked on, so that it takes pages that were in use before. For
+    /// benchmarks: a cache that is full for the first time takes memory from the system, and later it does not.
+    pub fn forget_prefixes(&self) {
+        self.shared.switches.forgets_prefixes.store(true, Ordering::Relaxed);
     }
 
     /// What came of the guesses of samples since the start.
@@ -293,9 +309,12 @@ fn spawn(alive: Arc<AtomicBool>, intake: Arc<Intake>, body: impl FnOnce() + Send
 }
 
 /// Runs until the intake closes, and then until what is being saved is written.
-fn run(mut core: Core<Device, DiskStorage>, intake: &Intake) {
+fn run(mut core: Core<Device, DiskStorage>, intake: &Intake, switches: &Switches) {
     let mut released = false;
     while !intake.is_closed() {
+        if switches.forgets_prefixes.swap(false, Ordering::Relaxed) {
+            core.forget_prefixes();
+        }
         if core.turn() {
             released = false;
         } else if !intake.wait((!released).then_some(IDLE_BEFORE_RELEASE)) {

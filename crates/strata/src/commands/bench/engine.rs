@@ -55,6 +55,11 @@ impl Engine {
         self.handle.compute_activations_again(again);
     }
 
+    /// Has the samples that follow take memory that the cache has had before.
+    pub(super) fn forget_prefixes(&self) {
+        self.handle.forget_prefixes();
+    }
+
     /// What came of guesses so far.
     pub(super) fn speculated(&self) -> Speculated {
         self.handle.speculated()

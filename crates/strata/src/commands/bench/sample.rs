@@ -262,6 +262,8 @@ impl Times {
                 break;
             }
             progress(format_args!("sampling after {batch} × {prompt} tokens, round {} of at most {repeats}", round + 1));
+            // As in a server whose cache has been full: memory that the system has to find first is shown by the first round.
+            sampler.engine.forget_prefixes();
             let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_refrain(prompt, period)).collect();
             times.prefills.push(sampler.sample(&prompts, 1, temperature)?);
             // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.
