@@ -362,8 +362,8 @@ impl Model {
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let hidden =
-            self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, Leaves::Activations(0), None, between)?;
+        let mut tape = Tape::inference(self.backend()).with_repeats(inputs.repeats.clone());
+        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(0), None, between)?;
         Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
     }
 
@@ -404,7 +404,7 @@ impl Model {
         }
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let mut tape = Tape::recording(self.backend());
+        let mut tape = Tape::recording(self.backend()).with_repeats(inputs.repeats.clone());
         let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(kept_layers.max(1)), None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
         let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
@@ -428,6 +428,7 @@ impl Model {
             targets: LogprobTargets { ids: &targets.ids, offsets: &targets.offsets },
             loss,
             chunk_bytes: self.logits_chunk_bytes,
+            repeats: inputs.repeats.as_deref(),
             between,
         };
         Ok(target_logprobs(self.backend(), hidden, w, &inputs.lora(0, &[(module, 0)]), pass)?)

@@ -234,3 +234,45 @@ fn what_is_made_of_no_memory_is_an_error() {
     assert!(model.new_kv_cache(4, 0).is_err());
     model.pack_adapter(lora(), &params).unwrap();
 }
+
+/// A loss of tokens of which some do not count.
+struct OfCompletions(Vec<bool>);
+
+impl TokenLoss for OfCompletions {
+    fn gradient(&self, first: usize, _: &[f32], gradient: &mut [f32]) {
+        gradient.iter_mut().zip(&self.0[first..]).for_each(|(g, counts)| *g = if *counts { -1.0 } else { 0.0 });
+    }
+}
+
+#[test]
+fn a_prompt_of_several_completions_is_computed_once() {
+    const PROMPT: usize = 64;
+    const COMPLETION: usize = 32;
+    let backend = remote();
+    let model = Model::random(backend.clone(), config(true), 7, DType::F32).unwrap();
+    let params = LoraParams::init(model.backend(), model.lora_modules(), &lora(), 3).unwrap();
+    let adapter = model.pack_adapter(lora(), &params).unwrap();
+    // Rows that go through each op of a pass, scoring and training.
+    let rows_of = |sequences: &[Vec<u32>]| {
+        let mut batch = PackedBatch::new();
+        batch.begin_group(Some(&adapter));
+        sequences.iter().for_each(|sequence| batch.push_sequence(sequence));
+        let targets =
+            Targets { ids: batch.tokens.iter().map(|t| (t + 5) % 101).collect(), offsets: (0..=batch.len()).collect() };
+        let start = backend.rows_computed();
+        model.forward(&batch, &targets).unwrap();
+        let scored = backend.rows_computed();
+        let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora()).unwrap();
+        let loss = OfCompletions((0..batch.len()).map(|row| row % (PROMPT + COMPLETION) >= PROMPT).collect());
+        model.forward_backward(&batch, &targets, &loss, &mut [Some(&mut gradients)]).unwrap();
+        // Four linear layers and attention of each of two layers, and the unembedding; and of the first layer all but the last again.
+        ((scored - start) / 11, (backend.rows_computed() - scored) / 15)
+    };
+    let of_group = |prompt: &dyn Fn(usize) -> Vec<u32>| -> Vec<Vec<u32>> {
+        (0..3).map(|i| [prompt(i), tokens(COMPLETION, 10 + i)].concat()).collect()
+    };
+    let all = 3 * (PROMPT + COMPLETION);
+    assert_eq!(rows_of(&of_group(&|i| tokens(PROMPT, i))), (all, all));
+    let once = PROMPT + 3 * COMPLETION;
+    assert_eq!(rows_of(&of_group(&|_| tokens(PROMPT, 1))), (once, once));
+}

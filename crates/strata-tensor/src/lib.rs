@@ -29,6 +29,7 @@ mod moe;
 mod ops;
 pub mod random;
 mod recurrent;
+mod repeats;
 mod storage;
 mod tape;
 mod tensor;
@@ -54,6 +55,7 @@ pub use ops::{
     LogprobPass, TargetLoss, attention_pages_bytes, experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,
 };
 pub use recurrent::{DELTA_CHUNK, RecurrentStates};
+pub use repeats::Repeats;
 pub use tape::{Between, EmbeddingLora, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, go_on};
 pub use tensor::{Element, Shape, Tensor, TensorMut, TensorRef};
 pub use weights::{Int4Group, PackedRef, PackedStack, WeightFormat, WeightStorage};

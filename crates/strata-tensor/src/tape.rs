@@ -7,7 +7,7 @@
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
 
-use crate::{Backend, DType, Error, LoraGradient, PackedRef, Result, Tensor, TensorRef};
+use crate::{Backend, DType, Error, LoraGradient, PackedRef, Repeats, Result, Tensor, TensorRef};
 
 /// A value on a tape.
 #[derive(Clone)]
@@ -216,17 +216,34 @@ pub struct Tape<'a> {
     num_ops: usize,
     /// The op whose value nobody reads.
     valueless_op: Option<usize>,
+    /// Rows that are the same as others.
+    repeats: Option<Rc<Repeats>>,
 }
 
 impl<'a> Tape<'a> {
     /// A tape that records nothing.
     pub fn inference(backend: &'a dyn Backend) -> Self {
-        Tape { backend, recording: false, nodes: Vec::new(), num_ops: 0, valueless_op: None }
+        Tape { backend, recording: false, nodes: Vec::new(), num_ops: 0, valueless_op: None, repeats: None }
     }
 
     /// A tape that can go back.
     pub fn recording(backend: &'a dyn Backend) -> Self {
-        Tape { backend, recording: true, nodes: Vec::new(), num_ops: 0, valueless_op: None }
+        Tape { recording: true, ..Tape::inference(backend) }
+    }
+
+    /// The same tape, on which rows of equal values are computed once by ops that cost much. No bit of a result depends on it.
+    pub fn with_repeats(self, repeats: Option<Rc<Repeats>>) -> Self {
+        Tape { repeats, ..self }
+    }
+
+    /// Rows of a value of so many that are the same as others.
+    pub(crate) fn repeats(&self, rows: usize) -> Option<Rc<Repeats>> {
+        self.repeats.clone().filter(|repeats| repeats.rows() == rows)
+    }
+
+    /// Whether ops must be able to go back.
+    pub(crate) fn is_recording(&self) -> bool {
+        self.recording
     }
 
     pub(crate) fn backend(&self) -> &'a dyn Backend {
@@ -277,16 +294,16 @@ impl<'a> Tape<'a> {
     pub fn checkpoint(&mut self, x: &Var, layer: impl Fn(&mut Tape<'a>, &Var) -> Result<Var> + 'a) -> Result<Var> {
         let backend = self.backend;
         let input = Var { value: x.shared(), node: None };
-        let mut first = Tape::inference(backend);
+        let mut first = Tape::inference(backend).with_repeats(self.repeats.clone());
         let y = layer(&mut first, &input)?;
         if !self.recording {
             return Ok(y);
         }
         // The value of the layer is known; the second time only the way to it is wanted.
         let last_op = first.num_ops.checked_sub(1);
-        let (x, x_node) = (x.shared(), x.node);
+        let (x, x_node, repeats) = (x.shared(), x.node, self.repeats.clone());
         Ok(self.push(y.value, move |pass, dy| {
-            let mut inner = Tape { valueless_op: last_op, ..Tape::recording(backend) };
+            let mut inner = Tape { valueless_op: last_op, repeats, ..Tape::recording(backend) };
             let input = match x_node {
                 // A leaf: its backward has nothing more to do, its gradient is what we are after.
                 Some(_) => inner.push(x, |_, _| Ok(())),

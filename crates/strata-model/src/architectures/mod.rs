@@ -22,6 +22,7 @@ mod qwen3;
 mod qwen3_5;
 mod qwen3_moe;
 mod qwen3_vl;
+mod repeats;
 mod vision_tower;
 
 use std::rc::Rc;
@@ -29,7 +30,7 @@ use std::rc::Rc;
 use serde_json::{Map, Value};
 use strata_tensor::{
     AttentionSpan, AxisFrequency, Backend, DType, DeltaGeometry, DeltaSpan, EmbeddingLora, HostRef, Int4Rows, KvValues,
-    LoraGroup, LoraProjection, LoraSite, Rotary, Tensor, TensorRef, WeightFormat,
+    LoraGroup, LoraProjection, LoraSite, Repeats, Rotary, Tensor, TensorRef, WeightFormat,
 };
 
 use crate::batch::ImageRows;
@@ -415,6 +416,8 @@ pub(crate) struct BatchInputs<'a> {
     pub rotary: Rc<Rotary>,
     /// The sequences, as tokens of the batch.
     pub sequences: Vec<std::ops::Range<usize>>,
+    /// Tokens that follow the same tokens as others do, in a batch of whole sequences without a cache.
+    pub repeats: Option<Rc<Repeats>>,
     /// For each group of the batch, its sequences as tokens of the batch.
     group_sequences: Vec<Rc<[std::ops::Range<usize>]>>,
 }
@@ -446,7 +449,8 @@ impl<'a> BatchInputs<'a> {
             .collect();
         let rotary = Rc::new(angles(backend, config.family.config(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
-        Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, group_sequences }))
+        let repeats = repeats::of(batch, |length| config.family.config().rope().is_long(length)).map(Rc::new);
+        Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, repeats, group_sequences }))
     }
 
     /// Rows of what is known of the pictures of the batch, with their tokens; of what `of` answers `None` for, none.

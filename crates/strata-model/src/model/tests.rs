@@ -3,6 +3,7 @@
 mod embedding;
 mod images;
 mod int4;
+mod repeats;
 mod tied;
 
 use std::collections::BTreeMap;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use super::{check, check_f32, check_vector};
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary, Sight};
 use crate::tape::{Tape, Var, in_f32};
-use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, KvValues, Result, Tensor, TensorRef};
+use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, KvValues, Repeats, Result, Tensor, TensorRef};
 
 const OP: &str = "attention";
 
@@ -83,7 +83,8 @@ impl<'a> Tape<'a> {
             v: Some(backend.scratch(&[tokens, g.kv_heads, g.values.width()], dtype)?),
         };
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
-        let Attended { out, log_normalizers } = attend(backend, &split, &g, input.sinks, &input.spans, kv)?;
+        let Attended { out, log_normalizers } =
+            attend(backend, &split, &g, (input.sinks, &input.spans), kv, self.repeats(tokens))?;
         let mut y = out.clone();
         if layout.gate.is_some() {
             let mut gated = backend.scratch(out.shape().dims(), dtype)?;
@@ -140,7 +141,8 @@ impl<'a> Tape<'a> {
         let nodes = [q.node(), k.node(), v.as_ref().and_then(Var::node)];
         let own = |x: Var| x.into_tensor(backend);
         let split = Qkv { q: own(q)?, k: own(k)?, v: v.map(own).transpose()? };
-        let Attended { out, log_normalizers } = attend(backend, &split, &g, sight.sinks, &sight.spans, kv)?;
+        let repeats = self.repeats(split.q.rows());
+        let Attended { out, log_normalizers } = attend(backend, &split, &g, (sight.sinks, &sight.spans), kv, repeats)?;
         if !records {
             return Ok(self.shared_constant(out));
         }
@@ -163,20 +165,24 @@ pub(super) struct Attended {
     pub(super) log_normalizers: Tensor,
 }
 
-/// Adds keys and values to their pages, or to some of this batch alone, and attends to them.
+/// Adds keys and values to their pages, or to some of this batch alone, and attends to them: of queries that repeat others, the first alone.
 pub(super) fn attend(
     backend: &dyn Backend,
     qkv: &Qkv,
     g: &AttentionGeometry,
-    sinks: Option<TensorRef<'_>>,
-    spans: &[AttentionSpan<'_>],
+    (sinks, spans): (Option<TensorRef<'_>>, &[AttentionSpan<'_>]),
     kv: KvAccess<'_>,
+    repeats: Option<Rc<Repeats>>,
 ) -> Result<Attended> {
     let (tokens, dtype) = (qkv.q.rows(), qkv.q.dtype());
     let mut out = backend.scratch(&[tokens, g.out_width()], dtype)?;
     let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
     let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
         backend.write_kv(qkv, g, spans, pages)?;
+        let spans = match &repeats {
+            Some(repeats) => &repeats.without_repeated_queries(spans),
+            None => spans,
+        };
         backend.attention(&qkv.q, g, sinks, spans, pages, &mut out, &mut log_normalizers)
     };
     match kv {
@@ -203,6 +209,10 @@ pub(super) fn attend(
             }
             attend(&batch, &mut pages)?;
         }
+    }
+    if let Some(repeats) = repeats {
+        out = repeats.with_repeated_queries(backend, spans, &out)?;
+        log_normalizers = repeats.with_repeated_queries(backend, spans, &log_normalizers)?;
     }
     Ok(Attended { out: Rc::new(out), log_normalizers })
 }

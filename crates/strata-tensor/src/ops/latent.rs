@@ -129,7 +129,8 @@ impl<'a> Tape<'a> {
         backend.rotate_heads(q.value(), &rotated, &angles, style, Turn::Forth, &mut absorbed)?;
         let (q_node, k_node) = (q.node(), keys.node());
         let qkv = Qkv { q: absorbed, k: keys.into_tensor(backend)?, v: None };
-        let Attended { out, log_normalizers } = attend(backend, &qkv, &g, input.sight.sinks, &input.sight.spans, kv)?;
+        let Attended { out, log_normalizers } =
+            attend(backend, &qkv, &g, (input.sight.sinks, &input.sight.spans), kv, self.repeats(tokens))?;
         let mut y = backend.scratch(&[tokens, g.heads * widths.value], dtype)?;
         backend.head_linear(&out, &input.layer, &widths.values(), HeadSide::FromLatents, &mut y)?;
         let y = Rc::new(y);

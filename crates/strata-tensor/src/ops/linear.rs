@@ -13,7 +13,7 @@ impl<'a> Tape<'a> {
     /// # Errors
     /// If the width or dtype of `x`, the bias or a pair do not fit the weight.
     pub fn linear(&mut self, x: &Var, layer: Linear<'a>) -> Result<Var> {
-        let (y, low) = forward(self.backend(), x.value(), &layer)?;
+        let (y, low) = self.forward_linear(x.value(), &layer)?;
         self.push_linear(None, x, layer, Rc::new(y), low)
     }
 
@@ -31,7 +31,7 @@ impl<'a> Tape<'a> {
         }
         let backend = self.backend();
         let (y, low) = if self.wants_next_value() {
-            let (mut y, low) = forward(backend, x.value(), &layer)?;
+            let (mut y, low) = self.forward_linear(x.value(), &layer)?;
             backend.add(residual.value().as_ref(), y.as_mut())?;
             (y, low)
         } else {
@@ -40,6 +40,17 @@ impl<'a> Tape<'a> {
             (y, backend.linear(x.value(), &layer, None)?)
         };
         self.push_linear(Some(residual), x, layer, Rc::new(y), low)
+    }
+
+    /// The value of a layer, of equal rows once, with what its backward wants if there is one.
+    fn forward_linear(&self, x: &Tensor, layer: &Linear<'a>) -> Result<(Tensor, LowProducts)> {
+        let backend = self.backend();
+        let Some(repeats) = self.repeats(x.rows()) else { return forward(backend, x, layer) };
+        check_layer("linear", x, layer)?;
+        let picked = Linear { lora: repeats.groups(&layer.lora), ..layer.clone() };
+        let (y, _) = forward(backend, &repeats.pick(backend, x)?, &picked)?;
+        let low = if self.is_recording() { backend.linear(x, layer, None)? } else { LowProducts::default() };
+        Ok((repeats.spread(backend, &y)?, low))
     }
 
     /// The value of a layer, and the way back from it.

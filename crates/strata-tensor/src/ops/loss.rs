@@ -4,6 +4,8 @@
 //! one pass over the weight in each direction. Rows without targets are left out, and on the way back those whose targets do not count, by
 //! whole granules. Chunks begin and end at whole granules of a sequence, so that what gradients of weights are summed in does not depend on
 //! where a chunk ends.
+//!
+//! A row that repeats an earlier one and has its targets has its log-probabilities, too: its logits are computed only if the loss depends on them.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -11,7 +13,7 @@ use std::rc::Rc;
 use super::{check, linear};
 use crate::backend::{Backend, LogprobTargets, RowReply, RowRequest, TOKEN_GRANULE};
 use crate::tape::{Backward, Between, Linear, LoraGradients, LoraGroup, go_on};
-use crate::{DType, Error, PackedRef, Result, Tensor};
+use crate::{DType, Error, PackedRef, Repeats, Result, Tensor};
 
 const OP: &str = "target_logprobs";
 /// Bytes of f32 logits in a chunk, about, unless someone says otherwise: enough rows that the product is bound by arithmetic, and far from
@@ -44,6 +46,8 @@ pub struct LogprobPass<'p> {
     pub loss: Option<(&'p dyn TargetLoss, &'p mut dyn LoraGradients)>,
     /// Bytes of f32 logits in a chunk, about. No bit of a result depends on it.
     pub chunk_bytes: usize,
+    /// Rows that are the same as others.
+    pub repeats: Option<&'p Repeats>,
     /// Called after each chunk.
     pub between: &'p mut Between<'p>,
 }
@@ -97,10 +101,37 @@ pub fn target_logprobs(
     }
     check_targets(x.rows(), w.out_features(), pass.targets)?;
     let max = logits_chunk_rows(w.out_features(), pass.chunk_bytes);
-    let has_targets = |row: usize| pass.targets.offsets[row] < pass.targets.offsets[row + 1];
-    let runs = live_runs(pass.sequences, &(0..x.rows()), has_targets).into_iter();
-    let chunks = runs.flat_map(|run| chunks(pass.sequences, run, max)).collect();
-    in_chunks(backend, x, w, lora, chunks, pass)
+    let parts = parts(pass.sequences, x.rows(), pass.targets, pass.repeats);
+    in_chunks(backend, x, w, lora, (parts, max), pass)
+}
+
+/// What is done with some rows.
+#[derive(Debug, PartialEq)]
+pub(super) enum Part {
+    /// Their logits are computed.
+    Computed(Range<usize>),
+    /// Those that have targets have the log-probabilities of rows before them.
+    Copied(Range<usize>),
+}
+
+/// All rows that have targets, in order: they are computed, but for those that repeat earlier ones with the same targets.
+fn parts(sequences: &[Range<usize>], rows: usize, targets: LogprobTargets<'_>, repeats: Option<&Repeats>) -> Vec<Part> {
+    let of_row = |row: usize| &targets.ids[targets.offsets[row]..targets.offsets[row + 1]];
+    let is_copied =
+        |row: usize| repeats.map(|r| r.first(row)).is_some_and(|first| first != row && of_row(first) == of_row(row));
+    let mut parts = Vec::new();
+    let mut end = 0;
+    for run in live_runs(sequences, &(0..rows), |row| !of_row(row).is_empty() && !is_copied(row)) {
+        parts.push(Part::Copied(end..run.start));
+        end = run.end;
+        parts.push(Part::Computed(run));
+    }
+    parts.push(Part::Copied(end..rows));
+    parts.retain(|part| match part {
+        Part::Computed(_) => true,
+        Part::Copied(rows) => targets.offsets[rows.start] < targets.offsets[rows.end],
+    });
+    parts
 }
 
 fn check_targets(rows: usize, vocab: usize, targets: LogprobTargets<'_>) -> Result<()> {
@@ -119,16 +150,16 @@ fn check_targets(rows: usize, vocab: usize, targets: LogprobTargets<'_>) -> Resu
     Ok(())
 }
 
-/// [`target_logprobs`] with these runs of rows as chunks, which hold all that have targets.
+/// [`target_logprobs`] by these parts, in chunks of so many rows.
 pub(super) fn in_chunks(
     backend: &dyn Backend,
     x: &Tensor,
     w: PackedRef<'_>,
     lora: &[LoraGroup<'_>],
-    chunks: Vec<Range<usize>>,
+    (parts, max): (Vec<Part>, usize),
     pass: LogprobPass<'_>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
-    let LogprobPass { sequences, targets, mut loss, between, .. } = pass;
+    let LogprobPass { sequences, targets, mut loss, repeats, between, .. } = pass;
     check(OP, x, w.dtype(), w.in_features())?;
     linear::check_groups(OP, lora, x.rows(), w)?;
     let mut logprobs = vec![0.0f32; targets.ids.len()];
@@ -136,21 +167,54 @@ pub(super) fn in_chunks(
         Some(_) => Some(backend.zeros(&[x.rows(), w.in_features()], DType::F32)?),
         None => None,
     };
-    for rows in chunks {
-        let of_chunk = &mut logprobs[targets.offsets[rows.start]..targets.offsets[rows.end]];
-        let loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)> = match &mut loss {
-            Some((loss, gradients)) => Some((*loss, &mut **gradients)),
-            None => None,
-        };
-        let gradients = chunk(backend, x, (w, lora), (rows, sequences), targets, of_chunk, loss)?;
-        if let Some(dx) = dx.as_mut() {
-            for (rows, gradient) in gradients {
-                backend.copy(gradient.as_ref(), dx.rows_mut(rows))?;
+    for part in parts {
+        let runs = match part {
+            Part::Computed(rows) => vec![rows],
+            Part::Copied(rows) => {
+                let repeats = repeats.expect("rows are copied because they repeat others");
+                copy_logprobs(repeats, &rows, targets, &mut logprobs);
+                loss.as_ref().map_or(Vec::new(), |(loss, _)| runs_of_loss(*loss, sequences, &rows, targets, &logprobs))
             }
+        };
+        for rows in runs.into_iter().flat_map(|run| chunks(sequences, run, max)) {
+            let of_chunk = &mut logprobs[targets.offsets[rows.start]..targets.offsets[rows.end]];
+            let loss: Option<(&dyn TargetLoss, &mut dyn LoraGradients)> = match &mut loss {
+                Some((loss, gradients)) => Some((*loss, &mut **gradients)),
+                None => None,
+            };
+            let gradients = chunk(backend, x, (w, lora), (rows, sequences), targets, of_chunk, loss)?;
+            if let Some(dx) = dx.as_mut() {
+                for (rows, gradient) in gradients {
+                    backend.copy(gradient.as_ref(), dx.rows_mut(rows))?;
+                }
+            }
+            go_on(between)?;
         }
-        go_on(between)?;
     }
     Ok((logprobs, dx))
+}
+
+/// Gives rows that have targets the log-probabilities of those that they repeat.
+fn copy_logprobs(repeats: &Repeats, rows: &Range<usize>, targets: LogprobTargets<'_>, logprobs: &mut [f32]) {
+    let of_row = |row: usize| targets.offsets[row]..targets.offsets[row + 1];
+    for row in rows.clone().filter(|&row| !of_row(row).is_empty()) {
+        logprobs.copy_within(of_row(repeats.first(row)), of_row(row).start);
+    }
+}
+
+/// The runs of `rows`, whose log-probabilities are known, on which the loss depends.
+fn runs_of_loss(
+    loss: &dyn TargetLoss,
+    sequences: &[Range<usize>],
+    rows: &Range<usize>,
+    targets: LogprobTargets<'_>,
+    logprobs: &[f32],
+) -> Vec<Range<usize>> {
+    let own = targets.offsets[rows.start]..targets.offsets[rows.end];
+    let mut by_logprob = vec![0.0f32; own.len()];
+    loss.gradient(own.start, &logprobs[own.clone()], &mut by_logprob);
+    let of_row = |row: usize| targets.offsets[row] - own.start..targets.offsets[row + 1] - own.start;
+    live_runs(sequences, rows, |row| by_logprob[of_row(row)].iter().any(|g| *g != 0.0))
 }
 
 /// The log-probabilities of the targets of `rows`, and the gradient of their loss by those rows of `x`, by runs: that of the others is 0.

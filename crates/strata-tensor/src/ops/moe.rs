@@ -6,7 +6,7 @@ use super::linear::check_groups;
 use super::{check, check_f32, check_vector};
 use crate::moe::{Dispatch, Experts, Routed, RouterScores, Routing};
 use crate::tape::{Linear, LoraSite, Tape, Var, in_dtype, in_f32};
-use crate::{DType, Error, Result};
+use crate::{Backend, DType, Error, Repeats, Result, Tensor};
 
 impl<'a> Tape<'a> {
     /// Chooses experts by f32 `logits: [tokens, experts]`, and weighs them. Gradients reach the logits through the weights.
@@ -68,7 +68,10 @@ impl<'a> Tape<'a> {
         let dispatch = check_experts(op, x, routed, &layer)?;
         let mut y = backend.scratch(&[tokens, layer.down.weight.out_features()], DType::F32)?;
         if self.wants_next_value() {
-            backend.experts(x.value(), routed.weights.value(), &dispatch, &layer, &mut y)?;
+            match self.repeats(tokens) {
+                Some(repeats) => y = experts_once(backend, op, x.value(), routed, &layer, &repeats)?,
+                None => backend.experts(x.value(), routed.weights.value(), &dispatch, &layer, &mut y)?,
+            }
             if let Some(residual) = residual {
                 backend.add(residual.value().as_ref(), y.as_mut())?;
             }
@@ -145,6 +148,28 @@ pub fn experts_bytes_per_token(hidden: usize, intermediate: usize, top_k: usize,
     let choices = top_k * (size_of::<usize>() + 2 * size_of::<u32>() + 2 * wide);
     // The gradient of the output, rounded, and that of the input.
     hidden * (narrow + wide) + between_layers.max(last_product) + choices
+}
+
+/// What experts make of all rows, of equal ones once.
+fn experts_once(
+    backend: &dyn Backend,
+    op: &'static str,
+    x: &Tensor,
+    routed: &Routed,
+    layer: &Experts<'_>,
+    repeats: &Repeats,
+) -> Result<Tensor> {
+    let (x, weights) = (repeats.pick(backend, x)?, repeats.pick(backend, routed.weights.value())?);
+    let top_k = weights.shape().row_len();
+    let dispatch = Dispatch::new(op, &repeats.pick_numbers(&routed.experts, top_k), x.rows(), top_k, layer.num_experts)?;
+    let layer = Experts {
+        gate_up: Linear { lora: repeats.groups(&layer.gate_up.lora), ..layer.gate_up.clone() },
+        down: Linear { lora: repeats.groups(&layer.down.lora), ..layer.down.clone() },
+        ..layer.clone()
+    };
+    let mut y = backend.scratch(&[x.rows(), layer.down.weight.out_features()], DType::F32)?;
+    backend.experts(&x, &weights, &dispatch, &layer, &mut y)?;
+    repeats.spread(backend, &y)
 }
 
 /// Refuses what cannot be chosen.

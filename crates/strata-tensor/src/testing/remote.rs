@@ -20,6 +20,7 @@ use crate::{
 pub struct RemoteBackend {
     cpu: CpuBackend,
     far: Arc<Far>,
+    rows: AtomicUsize,
 }
 
 /// The memory of a remote backend.
@@ -141,12 +142,17 @@ impl Table {
 impl RemoteBackend {
     /// A device as fast as `cpu`.
     pub fn new(cpu: CpuBackend) -> Self {
-        RemoteBackend { cpu, far: Arc::default() }
+        RemoteBackend { cpu, far: Arc::default(), rows: AtomicUsize::new(0) }
     }
 
     /// Allocations so far.
     pub fn allocations(&self) -> usize {
         self.far.allocations.load(Ordering::Relaxed)
+    }
+
+    /// Rows of values of linear layers and of experts, and queries of attention, so far.
+    pub fn rows_computed(&self) -> usize {
+        self.rows.load(Ordering::Relaxed)
     }
 
     /// Tensors, stacks and caches that there are.
@@ -492,7 +498,10 @@ impl Backend for RemoteBackend {
         };
         match y {
             None => run(None)?,
-            Some(y) => self.change(y, |y| run(Some(y)))?,
+            Some(y) => {
+                self.rows.fetch_add(x.rows(), Ordering::Relaxed);
+                self.change(y, |y| run(Some(y)))?
+            }
         }
         self.keep_low(&low)
     }
@@ -615,6 +624,7 @@ impl Backend for RemoteBackend {
         out: &mut Tensor,
         log_normalizers: &mut Tensor,
     ) -> Result<()> {
+        self.rows.fetch_add(spans.iter().map(|span| span.tokens.len()).sum(), Ordering::Relaxed);
         let (q, sinks) = (self.fetch(q.as_ref())?, sinks.map(|sinks| self.fetch(sinks)).transpose()?);
         let sinks = sinks.as_ref().map(Tensor::as_ref);
         let mut out_here = self.fetch(out.as_ref())?;
@@ -768,6 +778,7 @@ impl Backend for RemoteBackend {
     }
 
     fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()> {
+        self.rows.fetch_add(x.rows(), Ordering::Relaxed);
         let (x, weights, biases) = (self.fetch(x.as_ref())?, self.fetch(weights.as_ref())?, self.fetch_biases(layer)?);
         self.change(y, |y| self.cpu.experts(&x, &weights, dispatch, &self.far.table().experts(layer, &biases)?, y))
     }

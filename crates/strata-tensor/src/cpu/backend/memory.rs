@@ -3,6 +3,7 @@
 use half::bf16;
 
 use super::delta::states_mut;
+use super::rows_mut;
 use super::{CpuBackend, with_element};
 use crate::cpu::memory::{Buffer, set_memory_limit, trim_pool};
 use crate::cpu::threads::SharedMut;
@@ -131,12 +132,21 @@ impl Memory for CpuBackend {
 
     fn gather(&self, source: TensorRef<'_>, rows: &[usize], out: &mut Tensor) -> Result<()> {
         check_len("gather", rows.len() * source.shape().row_len(), out.as_ref())?;
-        for (i, &row) in rows.iter().enumerate() {
-            if row >= source.shape().leading() {
-                return Err(Error::Index { op: "gather", what: "rows", index: row, size: source.shape().leading() });
-            }
-            self.copy(source.row(row), out.row_mut(i))?;
+        if let Some(&row) = rows.iter().find(|&&row| row >= source.shape().leading()) {
+            return Err(Error::Index { op: "gather", what: "rows", index: row, size: source.shape().leading() });
         }
+        if source.dtype() != out.dtype() {
+            return Err(Error::DType { op: "gather", expected: out.dtype(), actual: source.dtype() });
+        }
+        let row_bytes = source.shape().row_len() * source.dtype().size_bytes();
+        let (source, out) = (source.bytes()?, SharedMut::new(out.as_mut().into_bytes()?));
+        self.over_rows(rows.len(), row_bytes, |range| {
+            // SAFETY: tasks have rows of their own.
+            let out = unsafe { rows_mut(&out, &range, row_bytes) };
+            for (&row, out) in rows[range].iter().zip(out.chunks_exact_mut(row_bytes.max(1))) {
+                out.copy_from_slice(&source[row * row_bytes..][..row_bytes]);
+            }
+        });
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use super::toy::{Gradients, Quadratic};
 use super::{Layer, PAIRS, backend, layer_gradients, tensor};
 use crate::backend::{Backend, LogprobTargets};
 use crate::ops::linear;
-use crate::ops::loss::{LOGITS_CHUNK_BYTES, LogprobPass, TargetLoss, chunks, in_chunks, live_runs, target_logprobs};
+use crate::ops::loss::{LOGITS_CHUNK_BYTES, LogprobPass, Part, TargetLoss, in_chunks, live_runs, target_logprobs};
 use crate::tape::{Backward, Linear, LoraGroup, LoraProjection, LoraSite};
 use crate::{DType, Memory, Tensor};
 
@@ -71,9 +71,9 @@ fn what_is_left_out_changes_no_bit_of_what_is_computed() {
         let mut gradients = layer_gradients(None);
         let between = &mut || ControlFlow::Continue(());
         let loss = Some((&loss as &dyn TargetLoss, &mut gradients as _));
-        let pass = LogprobPass { sequences: &SEQUENCES, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, between };
-        let chunks = chunks(&SEQUENCES, 0..ROWS, rows);
-        let (ours, by_x) = in_chunks(&b, &x, layer.w.layer(0), &groups, chunks, pass).unwrap();
+        let pass =
+            LogprobPass { sequences: &SEQUENCES, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, repeats: None, between };
+        let (ours, by_x) = in_chunks(&b, &x, layer.w.layer(0), &groups, (vec![Part::Computed(0..ROWS)], rows), pass).unwrap();
         assert_eq!(ours, logprobs, "chunks of {rows}");
         assert_eq!(bits(&by_x.unwrap()), bits(&dx), "chunks of {rows}");
         assert_eq!(of_pairs(&gradients), of_pairs(&expected), "chunks of {rows}");
@@ -102,7 +102,7 @@ fn rows_without_targets_are_not_multiplied() {
         let (targets, loss) = (LogprobTargets { ids: &ids, offsets: &offsets }, Quadratic { factors });
         // Chunks of 32 rows, the fewest there are.
         let loss = Some((&loss as &dyn TargetLoss, &mut gradients as _));
-        let pass = LogprobPass { sequences: &SEQUENCES, targets, loss, chunk_bytes: 0, between };
+        let pass = LogprobPass { sequences: &SEQUENCES, targets, loss, chunk_bytes: 0, repeats: None, between };
         let (logprobs, by_x) = target_logprobs(&b, &x, layer.w.layer(0), &[], pass).unwrap();
         let logprobs: Vec<(usize, u32)> = rows.into_iter().zip(logprobs.iter().map(|v| v.to_bits())).collect();
         let by_x: Vec<u32> = by_x.unwrap().to_f32_vec().iter().map(|v| v.to_bits()).collect();

@@ -620,7 +620,7 @@ fn logprobs(
         Some((loss, gradients)) => Some((loss, gradients)),
         None => None,
     };
-    let pass = LogprobPass { sequences, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, between: &mut between };
+    let pass = LogprobPass { sequences, targets, loss, chunk_bytes: LOGITS_CHUNK_BYTES, repeats: None, between: &mut between };
     target_logprobs(b, x, w, lora, pass)
 }
 

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use super::frequencies;
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest, Sight};
-use crate::ops::loss::{chunks, in_chunks};
+use crate::ops::loss::{Part, in_chunks};
 use crate::ops::*;
 use crate::tape::{EmbeddingLora, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var};
 use crate::testing::{normal, packed};
@@ -330,7 +330,7 @@ impl Toy {
         }
         let h = tape.rms_norm(&x, self.norms[4].as_ref(), GEOMETRY.eps, self.dtype).unwrap();
         let groups = self.groups(&batch, UNEMBED, 0);
-        let chunks = chunks(&tokens, 0..ids.len(), chunk_rows);
+        let parts = vec![Part::Computed(0..ids.len())];
         let w = self.linears[UNEMBED].layer(0);
         let between = &mut || ControlFlow::Continue(());
         let pass = LogprobPass {
@@ -338,9 +338,10 @@ impl Toy {
             targets,
             loss: Some((loss, gradients)),
             chunk_bytes: LOGITS_CHUNK_BYTES,
+            repeats: None,
             between,
         };
-        let (logprobs, dh) = in_chunks(b, h.value(), w, &groups, chunks, pass).unwrap();
+        let (logprobs, dh) = in_chunks(b, h.value(), w, &groups, (parts, chunk_rows), pass).unwrap();
         tape.backward(h, dh.unwrap(), gradients).unwrap();
         logprobs
     }

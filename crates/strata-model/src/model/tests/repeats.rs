@@ -1,0 +1,148 @@
+//! Sequences of one batch that begin alike: the beginning is computed once, and no bit changes.
+
+use super::*;
+
+/// What the loss is multiplied with, target for target.
+struct Weighted(Vec<f32>);
+
+impl TokenLoss for Weighted {
+    fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]) {
+        let weights = &self.0[first..];
+        gradient.iter_mut().zip(logprobs).zip(weights).for_each(|((g, l), w)| *g = -w * (1.0 - l / 64.0));
+    }
+}
+
+/// Of one prompt: a completion, one that goes another way, one that leaves that again, the first once more, and a part of the prompt alone.
+fn one_prompt() -> Vec<Vec<u32>> {
+    let (prompt, first, second) = (tokens(50, 1), tokens(45, 2), tokens(40, 3));
+    let third = [&second[..10], &tokens(9, 4)].concat();
+    vec![
+        [&prompt[..], &first].concat(),
+        [&prompt[..], &second].concat(),
+        [&prompt[..], &third].concat(),
+        [&prompt[..], &first].concat(),
+        prompt[..21].to_vec(),
+    ]
+}
+
+/// The token that follows each, which those that repeat do not share at the end of what they share. Every fifth token has no target, and every seventh two.
+fn targets_of(sequences: &[Vec<u32>]) -> Targets {
+    let mut targets = Targets { ids: Vec::new(), offsets: vec![0] };
+    for sequence in sequences {
+        for (i, token) in sequence.iter().enumerate() {
+            let of_token = [sequence[(i + 1) % sequence.len()], (token + 9) % 301];
+            let count = if i % 5 == 4 { 0 } else { 1 + usize::from(i % 7 == 6) };
+            targets.ids.extend(&of_token[..count]);
+            targets.offsets.push(targets.ids.len());
+        }
+    }
+    targets
+}
+
+/// Weights that are 0 in prompts, or nowhere, or here and there.
+fn weights_of(targets: usize, kind: usize) -> Weighted {
+    let weight = |i: usize| match kind {
+        0 if i % 90 < 50 => 0.0,
+        1 => 1.0,
+        2 if i * i % 11 < 7 => 0.0,
+        _ => 1.0 + (i % 3) as f32,
+    };
+    Weighted((0..targets).map(weight).collect())
+}
+
+/// Adapters with their ranks, and sequences of each.
+type Groups<'a> = [(&'a Adapter, usize, Vec<Vec<u32>>)];
+
+fn packed<'a>(groups: &Groups<'a>) -> PackedBatch<'a> {
+    let mut batch = PackedBatch::new();
+    for (adapter, _, sequences) in groups {
+        batch.begin_group(Some(adapter));
+        sequences.iter().for_each(|sequence| batch.push_sequence(sequence));
+    }
+    batch
+}
+
+/// Log-probabilities of all groups, and the gradients of each.
+fn together(model: &Model, groups: &Groups<'_>, kind: usize, kept_layers: usize) -> (Vec<u32>, Vec<Vec<u32>>) {
+    let batch = packed(groups);
+    let targets = targets_of(&groups.iter().flat_map(|(.., sequences)| sequences.clone()).collect::<Vec<_>>());
+    let mut sums: Vec<LoraParams> = groups.iter().map(|(_, rank, _)| zeros(model, *rank)).collect();
+    let mut gradients: Vec<Option<&mut LoraParams>> = sums.iter_mut().map(Some).collect();
+    let loss = weights_of(targets.ids.len(), kind);
+    let go_on = &mut || ControlFlow::Continue(());
+    let logprobs = model.forward_backward_with(&batch, &targets, &loss, &mut gradients, kept_layers, go_on).unwrap();
+    let scored = model.forward(&batch, &targets).unwrap();
+    assert_eq!(bits(&scored), bits(&logprobs));
+    (bits(&logprobs), sums.iter().map(|sum| gradient_bits(model, sum)).collect())
+}
+
+/// The same, a sequence at a time.
+fn alone(model: &Model, groups: &Groups<'_>, kind: usize) -> (Vec<u32>, Vec<Vec<u32>>) {
+    let all = targets_of(&groups.iter().flat_map(|(.., sequences)| sequences.clone()).collect::<Vec<_>>());
+    let weights = weights_of(all.ids.len(), kind).0;
+    let (mut logprobs, mut gradients, mut row) = (Vec::new(), Vec::new(), 0);
+    for (adapter, rank, sequences) in groups {
+        let mut sum = zeros(model, *rank);
+        for sequence in sequences {
+            let batch = packed(&[(*adapter, *rank, vec![sequence.clone()])]);
+            let offsets = &all.offsets[row..=row + sequence.len()];
+            let own = offsets[0]..offsets[sequence.len()];
+            let targets =
+                Targets { ids: all.ids[own.clone()].to_vec(), offsets: offsets.iter().map(|o| o - own.start).collect() };
+            let loss = Weighted(weights[own].to_vec());
+            logprobs.extend(bits(&model.forward_backward(&batch, &targets, &loss, &mut [Some(&mut sum)]).unwrap()));
+            row += sequence.len();
+        }
+        gradients.push(gradient_bits(model, &sum));
+    }
+    (logprobs, gradients)
+}
+
+fn zeros(model: &Model, rank: usize) -> LoraParams {
+    LoraParams::zeros(model.backend(), model.lora_modules(), &lora(rank)).unwrap()
+}
+
+fn shares(model: &Model, groups: &Groups<'_>) -> bool {
+    BatchInputs::new(model.backend(), model.config(), &packed(groups)).unwrap().repeats.is_some()
+}
+
+#[test]
+fn of_every_family_sequences_that_begin_alike_have_the_bits_that_each_has_alone() {
+    for config in [config()].into_iter().chain(families()) {
+        for (compute, storage) in
+            [(DType::F32, WeightStorage::Dense), (DType::BF16, WeightStorage::Dense), (DType::BF16, WeightStorage::Int8)]
+        {
+            for threads in [1, 3] {
+                let context = format!("{compute} {storage:?}, {threads} threads, {:?}", config.family);
+                let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), threads));
+                let mut model = Model::random(backend, config.clone(), 7, WeightFormat { compute, storage }).unwrap();
+                let ((_, first), (_, second)) = (adapter(&model, 4), adapter(&model, 6));
+                // The other adapter reads the same prompt: what it makes of it is its own.
+                let groups = [(&*first, 4, one_prompt()), (&*second, 6, one_prompt()[..2].to_vec())];
+                assert!(shares(&model, &groups), "{context}");
+                for kind in 0..3 {
+                    let expected = alone(&model, &groups, kind);
+                    for kept_layers in [0, 2, config.num_layers] {
+                        assert!(
+                            together(&model, &groups, kind, kept_layers) == expected,
+                            "{kept_layers} layers kept, loss {kind}, {context}"
+                        );
+                    }
+                    let chunk_bytes = model.logits_chunk_bytes;
+                    model.set_logits_chunk_bytes(0);
+                    assert!(together(&model, &groups, kind, 0) == expected, "small chunks, loss {kind}, {context}");
+                    model.set_logits_chunk_bytes(chunk_bytes);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn adapters_share_nothing() {
+    let model = model();
+    let ((_, first), (_, second)) = (adapter(&model, 4), adapter(&model, 6));
+    let sequence = vec![tokens(70, 1)];
+    assert!(!shares(&model, &[(&*first, 4, sequence.clone()), (&*second, 6, sequence.clone())]));
+    assert!(shares(&model, &[(&*first, 4, [sequence.clone(), sequence].concat())]));
+}
