@@ -33,6 +33,9 @@ pub(super) struct Args {
     /// Ask for no log-probabilities of those tokens: the loss's setting weightless_logprobs is then 0.
     #[arg(long, requires = "prompt")]
     no_weightless_logprobs: bool,
+    /// Have all sequences of a request begin with the same such tokens, as the completions of one prompt do.
+    #[arg(long, requires = "prompt")]
+    shared_prompt: bool,
     /// Steps; the first is shown apart, of the others the fastest and the mean.
     #[arg(long, default_value_t = 4)]
     steps: usize,
@@ -47,18 +50,24 @@ pub(super) struct Cell {
     pub prompt: usize,
     /// Whether log-probabilities of those are asked for.
     pub weightless_logprobs: bool,
+    /// Whether they are the same in all sequences of a request.
+    pub shared_prompt: bool,
 }
 
 impl Cell {
     /// Sequences all of whose tokens count.
     pub(super) fn of(batch: usize, seq_len: usize) -> Self {
-        Cell { batch, seq_len, prompt: 0, weightless_logprobs: true }
+        Cell { batch, seq_len, prompt: 0, weightless_logprobs: true, shared_prompt: false }
     }
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let cell =
-        Cell { prompt: args.prompt, weightless_logprobs: !args.no_weightless_logprobs, ..Cell::of(args.batch, args.seq_len) };
+    let cell = Cell {
+        prompt: args.prompt,
+        weightless_logprobs: !args.no_weightless_logprobs,
+        shared_prompt: args.shared_prompt,
+        ..Cell::of(args.batch, args.seq_len)
+    };
     measure(&args.common, &args.adapters, &[cell], args.steps)
 }
 
@@ -114,6 +123,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
             ("seq_len", json!(cell.seq_len)),
             ("prompt", json!(cell.prompt)),
             ("weightless_logprobs", json!(cell.weightless_logprobs)),
+            ("shared_prompt", json!(cell.shared_prompt)),
             ("ranks", json!(ranks)),
             ("steps", json!(steps)),
         ];
@@ -178,11 +188,12 @@ impl<'e> Trainer<'e> {
         let engine = self.engine;
         let without = ("weightless_logprobs".to_string(), 0.0);
         let config: BTreeMap<String, f64> = (!cell.weightless_logprobs).then_some(without).into_iter().collect();
-        self.all(|| TrainOp::ForwardBackward {
-            data: (0..cell.batch).map(|_| datum(engine, cell)).collect(),
-            loss: LossSpec { name: "cross_entropy".into(), config: config.clone() },
-            forward_only: false,
-        })
+        let data = || {
+            let prompt = cell.shared_prompt.then(|| engine.new_sequence(cell.prompt));
+            (0..cell.batch).map(|_| datum(engine, cell, prompt.as_deref())).collect()
+        };
+        let loss = LossSpec { name: "cross_entropy".into(), config };
+        self.all(|| TrainOp::ForwardBackward { data: data(), loss: loss.clone(), forward_only: false })
     }
 
     fn optim_step(&mut self) -> anyhow::Result<f64> {
@@ -190,8 +201,12 @@ impl<'e> Trainer<'e> {
     }
 }
 
-fn datum(engine: &Engine, Cell { seq_len: len, prompt, .. }: Cell) -> Datum {
-    let text = engine.new_sequence(len + 1);
+/// An example; `shared`: what it begins with.
+fn datum(engine: &Engine, Cell { seq_len: len, prompt, .. }: Cell, shared: Option<&[i64]>) -> Datum {
+    let mut text = engine.new_sequence(len + 1);
+    if let Some(shared) = shared {
+        text[..prompt].copy_from_slice(shared);
+    }
     let (tokens, targets) = (text[..len].to_vec(), text[1..].to_vec());
     let input = |values| LossInput { shape: vec![len], values };
     let loss_inputs = [
