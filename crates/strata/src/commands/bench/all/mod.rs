@@ -28,6 +28,10 @@ use crate::machine;
 const LAYERS: usize = 8;
 /// After this long a point has enough passes, however many were asked for: on a slow machine it passes once.
 const POINT_TIME: Duration = Duration::from_secs(6);
+/// So long a point goes on whose passes are short, if it passes more than once: a median of three tenths of a second says what the neighbours did then.
+const LEAST_POINT_TIME: Duration = Duration::from_secs(1);
+/// How many times as often as was asked for it then passes at most.
+const MORE_PASSES_MAX: usize = 8;
 /// Tokens that are sampled to time decode steps: their mean context is but little longer than the prompt.
 const NEW: usize = 32;
 /// How often bandwidth is measured again if a point has read faster than what was measured.
@@ -41,7 +45,7 @@ const WEIGHTS_FRACTION: f64 = 0.5;
 pub(super) struct Args {
     #[command(flatten)]
     common: Common,
-    /// Passes of each point at most; the median counts. Of long ones there are fewer.
+    /// Passes of each point; the median counts. Of long ones there are fewer, of short ones more.
     #[arg(long, default_value_t = 3)]
     repeats: usize,
     /// Few and small points of the shape in this binary: to see that all of it runs, in seconds.
@@ -284,12 +288,14 @@ fn measure_sampling(
     Ok([Ok(prefill), decode])
 }
 
-/// Has a point pass once, and then as often as was asked for and there is time.
+/// Has a point pass once, and then as often as was asked for and there is time; more often if that was soon done.
 fn passes(repeats: usize, mut pass: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
     let start = Instant::now();
     pass()?;
-    for _ in 1..repeats {
-        if start.elapsed() > POINT_TIME {
+    let more = if repeats > 1 { MORE_PASSES_MAX * repeats } else { 1 };
+    for done in 1..more {
+        let enough = if done < repeats { POINT_TIME } else { LEAST_POINT_TIME };
+        if start.elapsed() > enough {
             break;
         }
         pass()?;
@@ -328,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_point_passes_as_often_as_was_asked_for_and_once_at_least() {
+    fn a_point_passes_as_often_as_was_asked_for_or_more_often_and_once_at_least() {
         let count = |repeats| {
             let mut count = 0;
             passes(repeats, || {
@@ -338,6 +344,7 @@ mod tests {
             .unwrap();
             count
         };
-        assert_eq!((count(1), count(3)), (1, 3));
+        assert_eq!(count(1), 1);
+        assert!((3..=3 * MORE_PASSES_MAX).contains(&count(3)));
     }
 }
