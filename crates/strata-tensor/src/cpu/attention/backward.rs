@@ -3,14 +3,15 @@
 //! With P the probabilities and dP = dO·Vᵀ: dV = Pᵀ·dO, dS = P∘(dP − rowsum(dO∘O)), dQ = dS·K, dK = dSᵀ·Q.
 //!
 //! The square of queries by keys of one sequence and key head is cut into blocks of [`BLOCK_PAGES`] by as many pages, which are taken diagonal by diagonal from
-//! the one where queries attend to themselves. No two blocks of a diagonal have a query or a key in common, so all threads work on it at once, and yet each
-//! gradient is one chain: that of a query over blocks of keys backwards, pages of keys within a block, that of a key over blocks of queries, the heads that share it, pages of queries.
+//! the one where queries attend to themselves. No two blocks of a diagonal have a query or a key in common, so all threads work on it at once; a block of the next one
+//! waits for no more than the two of its queries and of its keys. And yet each gradient is one chain: that of a query over blocks of keys backwards, pages of keys within a block, that of a key over blocks of queries, the heads that share it, pages of queries.
 //! Nothing depends on other sequences or on who computes what. Pages that a window puts out of each other's sight are passed over.
 //!
 //! What a block needs of queries and keys, in the layouts of its products, is made once for all of them. Sequences and key heads are taken a few at a
 //! time, enough for all threads, so that memory does not grow with their number.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Left, PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, product, row_len, visible_slots, write_key};
 use crate::backend::{AttentionGeometry, AttentionSpan};
@@ -26,8 +27,12 @@ use crate::{Element, Result};
 
 /// Pages of the side of a block of queries by keys. Part of the order of every sum.
 const BLOCK_PAGES: usize = 4;
-/// Pages of queries, for each thread, that are worth a round of their own.
-const ROUND_PAGES_PER_THREAD: usize = 8;
+/// Pages of queries, for each thread, that are worth a round of their own: with them a sequence of some thousand tokens has threads wait for a
+/// sixteenth of the time at most.
+const ROUND_PAGES_PER_THREAD: usize = 16;
+
+/// How often a thread looks again whether what it waits for is there before it lets another have the core.
+const SPINS_BEFORE_YIELD: u32 = 256;
 
 /// What the backward pass reads and writes; queries are `[tokens, heads, head_dim]`, keys `[tokens, kv_heads, head_dim]`.
 pub(crate) struct AttentionGradient<'a, T> {
@@ -211,6 +216,55 @@ pub(crate) fn backward<T: Element + Plain>(
     backward.round(pool, &round, num_pages)
 }
 
+/// A block of keys by the block of queries so many further on.
+#[derive(Clone, Copy)]
+struct Block {
+    /// Place of the unit in the round.
+    unit: usize,
+    keys: usize,
+    diagonal: usize,
+}
+
+impl Block {
+    /// The blocks of units of so many blocks and diagonals, diagonal after diagonal: one that another needs comes before it.
+    fn all(units: impl Iterator<Item = (usize, usize)> + Clone) -> Vec<Block> {
+        let num_diagonals = units.clone().map(|(_, diagonals)| diagonals).max().unwrap_or(0);
+        let of_unit = |diagonal: usize, unit: usize, (blocks, diagonals): (usize, usize)| {
+            let count = if diagonal < diagonals { blocks - diagonal } else { 0 };
+            (0..count).map(move |keys| Block { unit, keys, diagonal })
+        };
+        (0..num_diagonals)
+            .flat_map(|diagonal| units.clone().enumerate().flat_map(move |(unit, size)| of_unit(diagonal, unit, size)))
+            .collect()
+    }
+
+    /// The blocks of keys that must have been taken by the diagonal before it: its own, and that whose queries come to it next.
+    fn needs(&self) -> Range<usize> {
+        if self.diagonal == 0 { 0..0 } else { self.keys..self.keys + 2 }
+    }
+}
+
+/// Waits until so many diagonals of a block of keys are done. Whoever does them has begun: tasks are taken in order.
+fn wait_for(done: &AtomicUsize, diagonals: usize) {
+    let mut spins = 0u32;
+    while done.load(Ordering::Acquire) < diagonals {
+        spins += 1;
+        if spins.is_multiple_of(SPINS_BEFORE_YIELD) { std::thread::yield_now() } else { std::hint::spin_loop() }
+    }
+}
+
+/// Says that a block is done when it goes away.
+struct Done<'d> {
+    diagonals: &'d AtomicUsize,
+    are: usize,
+}
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.diagonals.store(self.are, Ordering::Release);
+    }
+}
+
 struct Inputs<'a, T> {
     q: &'a [T],
     k: &'a [T],
@@ -242,18 +296,18 @@ impl<T: Element + Plain> Pass<'_, T> {
             // SAFETY: each task has a page of its own.
             unsafe { self.prepare(unit, page, &pages) };
         });
-        for diagonal in 0..units.iter().map(|unit| unit.num_diagonals(self.g)).max().unwrap_or(0) {
-            let blocks: Vec<(&Unit<'_>, usize)> = units
-                .iter()
-                .filter(|unit| diagonal < unit.num_diagonals(self.g))
-                .flat_map(|unit| (0..unit.num_blocks().saturating_sub(diagonal)).map(move |keys| (unit, keys)))
-                .collect();
-            pool.run(blocks.len(), &|i| {
-                let (unit, keys) = blocks[i];
-                // SAFETY: no two blocks of a diagonal share a page of queries, or one of keys.
-                unsafe { self.block(unit, keys, keys + diagonal, &pages) };
-            });
-        }
+        let blocks = Block::all(units.iter().map(|unit| (unit.num_blocks(), unit.num_diagonals(self.g))));
+        // Of each block of keys, the diagonals that are done.
+        let done: Vec<Vec<AtomicUsize>> =
+            units.iter().map(|unit| (0..unit.num_blocks()).map(|_| AtomicUsize::new(0)).collect()).collect();
+        pool.run(blocks.len(), &|i| {
+            let Block { unit, keys, diagonal } = blocks[i];
+            blocks[i].needs().for_each(|keys| wait_for(&done[unit][keys], diagonal));
+            // Also if it panics: others wait for it.
+            let _done = Done { diagonals: &done[unit][keys], are: diagonal + 1 };
+            // SAFETY: of two blocks that share a page of queries, or one of keys, the later has waited for the one before it.
+            unsafe { self.block(&units[unit], keys, keys + diagonal, &pages) };
+        });
         pool.run(places.len(), &|i| {
             let (unit, page) = places[i];
             // SAFETY: each task has a page of its own.
@@ -472,5 +526,54 @@ impl<T: Element + Plain> Pages<T> {
         // SAFETY: the caller's promise.
         let bytes = unsafe { self.bytes.part(start..start + Queries::<T>::bytes(g)) };
         Queries::take(&mut Arena::new(bytes), g)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Counts of the main diagonal and of other blocks, in products of pages.
+    const COSTS: [usize; 2] = [BLOCK_PAGES * (BLOCK_PAGES + 1) / 2, BLOCK_PAGES * BLOCK_PAGES];
+
+    /// How many times as long as without waiting a round of `units` equal units takes on so many threads that take tasks in order.
+    fn time(units: usize, num_blocks: usize, num_diagonals: usize, threads: usize) -> f64 {
+        let blocks = Block::all((0..units).map(|_| (num_blocks, num_diagonals)));
+        let mut ends = vec![vec![(0, 0); num_blocks]; units];
+        let (mut free, mut total) = (vec![0; threads], 0);
+        for block in blocks {
+            let thread = (0..threads).min_by_key(|&thread| free[thread]).unwrap();
+            let mut start = free[thread];
+            for keys in block.needs() {
+                let (diagonals, end) = ends[block.unit][keys];
+                assert!(diagonals >= block.diagonal, "a block comes before one that it needs");
+                start = start.max(end);
+            }
+            let cost = COSTS[block.diagonal.min(1)];
+            free[thread] = start + cost;
+            ends[block.unit][block.keys] = (block.diagonal + 1, start + cost);
+            total += cost;
+        }
+        let last = free.into_iter().max().unwrap();
+        (last * threads) as f64 / total as f64
+    }
+
+    #[test]
+    fn all_threads_work_on_one_sequence() {
+        const KV_HEADS: usize = 8;
+        for threads in [2, 4, 16] {
+            for tokens in [4096usize, 8192, 32_768] {
+                let pages = tokens.div_ceil(PAGE);
+                let units = (ROUND_PAGES_PER_THREAD * threads / pages).clamp(1, KV_HEADS);
+                let (blocks, windowed) = (pages.div_ceil(BLOCK_PAGES), 5);
+                for diagonals in [blocks, windowed] {
+                    let time = time(units, blocks, diagonals, threads);
+                    assert!(
+                        time < 1.1,
+                        "{time} times the work of a thread: {tokens} tokens, {diagonals} diagonals, {threads} threads"
+                    );
+                }
+            }
+        }
     }
 }
