@@ -137,7 +137,7 @@ fn decode_png(file: &[u8]) -> Result<Pixels, String> {
     let mut decoder = png::Decoder::new(Cursor::new(&file[..]));
     let (width, height) = decoder.read_header_info().map_err(broken)?.size();
     let [height, width] = check_pixels(width, height)?.map(|pixels| pixels as usize);
-    // A row of four channels of 16 bits, and as much again for what the decoder keeps.
+    // Eight bytes for a pixel of four channels of 16 bits, and as much again for what the decoder keeps.
     decoder.set_limits(png::Limits { bytes: width * height * 16 + (1 << 20) });
     // Fewer bits than eight become eight, palettes and transparent colours become channels.
     decoder.set_transformations(Transformations::EXPAND);
