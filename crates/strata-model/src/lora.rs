@@ -373,28 +373,30 @@ impl Adapter {
         config: LoraConfig,
         params: &LoraParams,
     ) -> Result<Arc<Self>> {
-        let (mut pairs, mut embedding) = (Vec::with_capacity(modules.len()), None);
+        let (mut shapes, mut embedding) = (Vec::new(), None);
         for (index, (module, stack)) in modules.iter().zip(&params.stacks).enumerate() {
+            let Some(stack) = stack else { continue };
             let shape = config.shape_of(index, module);
-            let stack = match stack {
-                Some(stack) if module.part == Part::Embedding => {
-                    embedding = Some(pack_embedding(backend, dtype, module, shape, stack)?);
-                    None
-                }
-                stack => stack.as_ref(),
-            };
-            let Some(stack) = stack else {
+            if module.part == Part::Embedding {
+                embedding = Some(pack_embedding(backend, dtype, module, shape, stack)?);
+            } else {
+                shapes.push([module.entries(), module.in_features, shape.rank]);
+                shapes.push([module.entries(), shape.rank, module.out_features]);
+            }
+        }
+        let mut packed = backend.packed_together(&shapes, dtype.into())?.into_iter();
+        let mut pairs = Vec::with_capacity(modules.len());
+        for (index, (module, stack)) in modules.iter().zip(&params.stacks).enumerate() {
+            let Some(stack) = stack.as_ref().filter(|_| module.part != Part::Embedding) else {
                 pairs.push(None);
                 continue;
             };
-            let PairShape { rank, scale } = config.shape_of(index, module);
-            let mut a = backend.packed(module.entries(), module.in_features, rank, dtype.into())?;
-            let mut b = backend.packed(module.entries(), rank, module.out_features, dtype.into())?;
+            let (mut a, mut b) = packed.next().zip(packed.next()).expect("there are two for each pair");
             for layer in 0..module.entries() {
                 backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
                 backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
             }
-            pairs.push(Some(PackedPair { a, b, scale }));
+            pairs.push(Some(PackedPair { a, b, scale: config.shape_of(index, module).scale }));
         }
         Ok(Arc::new(Adapter { config, pairs, embedding }))
     }

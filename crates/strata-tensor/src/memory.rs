@@ -56,6 +56,15 @@ pub trait Memory {
     /// A stack of zero weights. The memory is not touched until it is written.
     fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<PackedStack>;
 
+    /// As [`Memory::packed`], a stack for each `[num_layers, in_features, out_features]`: of those that are read one after another, as an adapter's are, though each is small. A device
+    /// may have them in one allocation, which is free when all of them are.
+    fn packed_together(&self, shapes: &[[usize; 3]], format: WeightFormat) -> Result<Vec<PackedStack>> {
+        shapes
+            .iter()
+            .map(|&[num_layers, in_features, out_features]| self.packed(num_layers, in_features, out_features, format))
+            .collect()
+    }
+
     /// Bytes that such a stack takes, padding included.
     fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> usize;
 

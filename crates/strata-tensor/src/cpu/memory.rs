@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::{Element, Error, Result};
 
@@ -20,6 +20,9 @@ const POOLED_MIN_BYTES: usize = 64 << 10;
 /// From here on, map pages and ask for huge ones: a matrix of this size is streamed, and page walks would cost bandwidth.
 #[cfg(target_os = "linux")]
 const MAPPED_MIN_BYTES: usize = 4 << 20;
+/// Of most processors. Mappings begin at a multiple of it, else their first and last bytes are not in huge pages.
+#[cfg(target_os = "linux")]
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// What the pool holds at most unless someone says how much memory there is.
 const HELD_MAX_BYTES: usize = 256 << 20;
 
@@ -189,14 +192,28 @@ impl Allocation {
     #[cfg(target_os = "linux")]
     fn map(capacity: usize) -> Option<Self> {
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let mapped = capacity.checked_add(HUGE_PAGE_BYTES)?;
         // SAFETY: a new anonymous mapping touches no memory of ours.
-        let ptr = unsafe { libc::mmap(std::ptr::null_mut(), capacity, protection, flags, -1, 0) };
-        if ptr == libc::MAP_FAILED {
+        let all = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };
+        if all == libc::MAP_FAILED {
             return None;
         }
-        // SAFETY: the range is ours; the advice cannot change its contents, and a refusal is harmless.
-        unsafe { libc::madvise(ptr, capacity, libc::MADV_HUGEPAGE) };
-        Some(Allocation { ptr: NonNull::new(ptr.cast())?, capacity })
+        let all: *mut u8 = all.cast();
+        // What is mapped before and behind goes back; the system maps whole pages.
+        let before = all.align_offset(HUGE_PAGE_BYTES);
+        let behind = (before + capacity).next_multiple_of(ALIGN_BYTES);
+        let ptr = all.wrapping_add(before);
+        // SAFETY: all ranges are parts of the new mapping; the advice cannot change its contents, and a refusal of it is harmless, as is one to unmap.
+        unsafe {
+            if before > 0 {
+                libc::munmap(all.cast(), before);
+            }
+            if behind < mapped {
+                libc::munmap(all.add(behind).cast(), mapped - behind);
+            }
+            libc::madvise(ptr.cast(), capacity, libc::MADV_HUGEPAGE);
+        }
+        Some(Allocation { ptr: NonNull::new(ptr)?, capacity })
     }
 
     /// Gives the memory back to the system.
@@ -224,8 +241,18 @@ fn capacity_for(len: usize) -> Option<usize> {
 
 /// Owned bytes, aligned to [`ALIGN_BYTES`], all initialised.
 pub(crate) struct Buffer {
-    allocation: Option<Allocation>,
+    /// They are its own, though the allocation may be shared.
+    bytes: NonNull<[u8]>,
+    shared: Arc<Shared>,
 }
+
+// SAFETY: a buffer is owned memory without thread affinity.
+unsafe impl Send for Buffer {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Buffer {}
+
+/// An allocation and the buffers in it, each a part of its own.
+struct Shared(Option<Allocation>);
 
 impl Buffer {
     /// A buffer of at least `len` zero bytes.
@@ -243,23 +270,44 @@ impl Buffer {
         Ok(Buffer::of(allocate(len)?.0))
     }
 
+    /// Buffers of at least so many zero bytes each, next to each other in one allocation: together in huge pages, although each may be smaller than one.
+    pub(crate) fn zeroed_together(lens: &[usize]) -> Result<Vec<Self>> {
+        let mut end = 0usize;
+        let mut parts = Vec::with_capacity(lens.len());
+        for &len in lens {
+            let first = end;
+            end = len
+                .checked_next_multiple_of(ALIGN_BYTES)
+                .and_then(|len| end.checked_add(len))
+                .ok_or(Error::OutOfMemory { bytes: len })?;
+            parts.push(first..end);
+        }
+        let whole = Buffer::zeroed(end)?;
+        let part = |part: std::ops::Range<usize>| {
+            // SAFETY: parts of the whole, which no one has any more, and which do not overlap.
+            let first = unsafe { whole.bytes.cast::<u8>().add(part.start) };
+            Buffer { bytes: NonNull::slice_from_raw_parts(first, part.len()), shared: whole.shared.clone() }
+        };
+        Ok(parts.into_iter().map(part).collect())
+    }
+
     fn of(allocation: Allocation) -> Self {
-        Buffer { allocation: Some(allocation) }
+        let bytes = NonNull::slice_from_raw_parts(allocation.ptr, allocation.capacity);
+        Buffer { bytes, shared: Arc::new(Shared(Some(allocation))) }
     }
 
     /// Gives the memory of the whole pages of the system within `range` back to it, where it can; all of `range` reads as zeros from then on.
     pub(crate) fn release_range(&mut self, range: std::ops::Range<usize>) {
-        let allocation = self.allocation();
-        assert!(range.start <= range.end && range.end <= allocation.capacity);
+        assert!(range.start <= range.end && range.end <= self.len());
         #[cfg(target_os = "linux")]
-        if allocation.capacity >= MAPPED_MIN_BYTES {
+        if self.shared.allocation().capacity >= MAPPED_MIN_BYTES {
             // SAFETY: asks for a number.
             let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
             let whole = range.start.next_multiple_of(page_bytes)..range.end / page_bytes * page_bytes;
             if whole.start < whole.end {
+                let first = self[whole.start..].as_mut_ptr();
                 // SAFETY: whole pages of an anonymous private mapping of ours, borrowed exclusively; they become zeros.
-                let done =
-                    unsafe { libc::madvise(allocation.ptr.as_ptr().add(whole.start).cast(), whole.len(), libc::MADV_DONTNEED) };
+                let done = unsafe { libc::madvise(first.cast(), whole.len(), libc::MADV_DONTNEED) };
                 if done == 0 {
                     self[range.start..whole.start].fill(0);
                     self[whole.end..range.end].fill(0);
@@ -276,9 +324,11 @@ impl Buffer {
         // SAFETY: so many bytes, aligned for every element type, any of which is a number.
         unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), len) }
     }
+}
 
+impl Shared {
     fn allocation(&self) -> &Allocation {
-        self.allocation.as_ref().expect("a buffer owns its allocation until it is dropped")
+        self.0.as_ref().expect("it is there until it is dropped")
     }
 }
 
@@ -318,9 +368,9 @@ fn allocate(len: usize) -> Result<(Allocation, bool)> {
     }
 }
 
-impl Drop for Buffer {
+impl Drop for Shared {
     fn drop(&mut self) {
-        let Some(allocation) = self.allocation.take() else { return };
+        let Some(allocation) = self.0.take() else { return };
         let live = LIVE_BYTES.fetch_sub(allocation.capacity, Ordering::Relaxed).saturating_sub(allocation.capacity);
         if allocation.capacity < POOLED_MIN_BYTES {
             return allocation.release();
@@ -334,17 +384,15 @@ impl Drop for Buffer {
 impl Deref for Buffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        let allocation = self.allocation();
-        // SAFETY: `capacity` bytes, initialised at allocation, owned by this buffer.
-        unsafe { std::slice::from_raw_parts(allocation.ptr.as_ptr(), allocation.capacity) }
+        // SAFETY: initialised at allocation, and this buffer's alone.
+        unsafe { self.bytes.as_ref() }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        let allocation = self.allocation();
         // SAFETY: as in `deref`, and the buffer is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(allocation.ptr.as_ptr(), allocation.capacity) }
+        unsafe { self.bytes.as_mut() }
     }
 }
 
@@ -396,6 +444,39 @@ mod tests {
         assert_eq!(release(pool.put(allocation(90 << 10), 0)), [100 << 10]);
         pool.limit = Limit::All(0);
         assert_eq!(release(pool.evict(0)), [90 << 10]);
+    }
+
+    #[test]
+    fn buffers_made_together_are_each_their_own_and_go_back_together() {
+        for lens in [[5000, 1, 100_000], [3 << 20, 0, 3 << 20]] {
+            let mut buffers = Buffer::zeroed_together(&lens).unwrap();
+            for (i, (buffer, len)) in buffers.iter_mut().zip(lens).enumerate() {
+                assert!(buffer.as_ptr() as usize % ALIGN_BYTES == 0 && (len..len + ALIGN_BYTES).contains(&buffer.len()));
+                assert!(buffer.iter().all(|&b| b == 0));
+                buffer.fill(i as u8 + 1);
+            }
+            assert!(buffers[0].as_ptr().wrapping_add(buffers[0].len()) == buffers[1].as_ptr());
+            let shared = Arc::downgrade(&buffers[0].shared);
+            let last = buffers.pop().unwrap();
+            for (i, buffer) in buffers.iter().enumerate() {
+                assert!(buffer.iter().all(|&b| b == i as u8 + 1));
+            }
+            drop(buffers);
+            assert!(shared.strong_count() == 1 && last.iter().all(|&b| b == 3));
+            drop(last);
+            assert_eq!(shared.strong_count(), 0);
+        }
+        assert!(matches!(Buffer::zeroed_together(&[usize::MAX, 1]), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(Buffer::zeroed_together(&[1 << 63, 1 << 63]), Err(Error::OutOfMemory { .. })));
+        assert!(Buffer::zeroed_together(&[]).unwrap().is_empty());
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn what_is_mapped_begins_at_a_huge_page() {
+        for len in [MAPPED_MIN_BYTES, 5 << 20, 9_000_001] {
+            assert_eq!(Buffer::zeroed(len).unwrap().as_ptr() as usize % HUGE_PAGE_BYTES, 0, "{len}");
+        }
     }
 
     #[test]

@@ -43,7 +43,19 @@ impl PackedStack {
     /// A stack of zero weights. The memory is not touched until it is packed into.
     pub(crate) fn zeros(num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<Self> {
         let buffer = Buffer::zeroed(Self::bytes(num_layers, in_features, out_features, format))?;
-        Ok(PackedStack { in_features, out_features, format, memory: Memory::Own(buffer) })
+        Ok(Self::of([num_layers, in_features, out_features], format, buffer))
+    }
+
+    /// As [`PackedStack::zeros`] of each `[num_layers, in_features, out_features]`, all in one allocation.
+    pub(crate) fn zeros_together(shapes: &[[usize; 3]], format: WeightFormat) -> Result<Vec<Self>> {
+        let bytes: Vec<usize> =
+            shapes.iter().map(|&[layers, inputs, outputs]| Self::bytes(layers, inputs, outputs, format)).collect();
+        let buffers = Buffer::zeroed_together(&bytes)?;
+        Ok(shapes.iter().zip(buffers).map(|(&shape, buffer)| Self::of(shape, format, buffer)).collect())
+    }
+
+    fn of([_, in_features, out_features]: [usize; 3], format: WeightFormat, buffer: Buffer) -> Self {
+        PackedStack { in_features, out_features, format, memory: Memory::Own(buffer) }
     }
 
     /// A stack that lies in memory of the host.

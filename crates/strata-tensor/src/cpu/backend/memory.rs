@@ -83,6 +83,12 @@ impl CpuBackend {
         });
     }
 
+    fn new_stack(&self, shape: [usize; 3], format: WeightFormat, stack: packed::PackedStack) -> PackedStack {
+        let [num_layers, in_features, out_features] = shape;
+        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, format);
+        PackedStack { num_layers, in_features, out_features, dtype: format.compute, size_bytes, storage: Storage::new(stack) }
+    }
+
     fn new_pages(num_pages: usize, layout: KvLayout, dtype: DType, memory: kv::KvPages) -> KvPages {
         KvPages { num_pages, layout, dtype, storage: Storage::new(memory) }
     }
@@ -164,9 +170,13 @@ impl Memory for CpuBackend {
     }
 
     fn packed(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> Result<PackedStack> {
-        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, format);
-        let storage = Storage::new(packed::PackedStack::zeros(num_layers, in_features, out_features, format)?);
-        Ok(PackedStack { num_layers, in_features, out_features, dtype: format.compute, size_bytes, storage })
+        let stack = packed::PackedStack::zeros(num_layers, in_features, out_features, format)?;
+        Ok(self.new_stack([num_layers, in_features, out_features], format, stack))
+    }
+
+    fn packed_together(&self, shapes: &[[usize; 3]], format: WeightFormat) -> Result<Vec<PackedStack>> {
+        let stacks = packed::PackedStack::zeros_together(shapes, format)?;
+        Ok(shapes.iter().zip(stacks).map(|(&shape, stack)| self.new_stack(shape, format, stack)).collect())
     }
 
     fn packed_bytes(&self, num_layers: usize, in_features: usize, out_features: usize, format: WeightFormat) -> usize {
@@ -244,9 +254,8 @@ impl Memory for CpuBackend {
         format: WeightFormat,
         bytes: SharedBytes,
     ) -> Result<PackedStack> {
-        let size_bytes = self.packed_bytes(num_layers, in_features, out_features, format);
-        let storage = Storage::new(packed::PackedStack::over(num_layers, in_features, out_features, format, bytes)?);
-        Ok(PackedStack { num_layers, in_features, out_features, dtype: format.compute, size_bytes, storage })
+        let stack = packed::PackedStack::over(num_layers, in_features, out_features, format, bytes)?;
+        Ok(self.new_stack([num_layers, in_features, out_features], format, stack))
     }
 
     fn fill_packed(&self, stack: &mut PackedStack, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) -> Result<()> {
