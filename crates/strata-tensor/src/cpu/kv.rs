@@ -5,7 +5,7 @@
 //! Values that are the first numbers of keys have no memory of their own: they are transposed in cache from the keys, as weights are for a backward pass.
 
 use super::memory::Buffer;
-use super::packed::layer_len;
+use super::packed::LANES;
 use crate::{DType, Error, KV_PAGE_TOKENS, KvLayout, KvValues, Result};
 
 /// Keys and values of one layer, `[num_pages][num_kv_heads]` packed pages of each.
@@ -62,12 +62,12 @@ impl KvPages {
 
 /// Elements of the keys of one page and head.
 pub(crate) fn key_len(head_dim: usize) -> usize {
-    layer_len(head_dim, KV_PAGE_TOKENS)
+    head_dim.next_multiple_of(2) * KV_PAGE_TOKENS
 }
 
 /// Elements of the values of one page and head, laid out for products.
 pub(crate) fn value_len(width: usize) -> usize {
-    layer_len(KV_PAGE_TOKENS, width)
+    KV_PAGE_TOKENS * width.next_multiple_of(LANES)
 }
 
 /// Elements of a page and head beside its keys.

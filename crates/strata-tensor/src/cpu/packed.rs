@@ -2,7 +2,7 @@
 //!
 //! A weight `[out, in]` is cut into panels of [`PANEL`] outputs. In bf16 a panel is `[in/2][PANEL][2]`: two consecutive inputs of
 //! one output lie together, as the pairwise dot-product instructions want them; in f32 it is `[in][PANEL]`. The last panel is only as wide as
-//! it must be (a multiple of [`LANES`]). Inputs are padded to even with zeros. The forward pass streams panels
+//! it must be, see [`dense_width`]. Inputs are padded to even with zeros. The forward pass streams panels
 //! front to back, for one row as for a thousand; the backward pass transposes blocks of them in cache. There is no second copy.
 //! Weights that are stored in fewer bits have panels of their own kinds, see `matmul::int8` and `matmul::int4`.
 
@@ -12,8 +12,17 @@ use crate::{DType, Error, Result, SharedBytes, WeightFormat, WeightStorage};
 
 /// Outputs in a full panel.
 pub(crate) const PANEL: usize = 64;
-/// Outputs in one vector register of the widest kernels; panels are padded to this.
+/// Outputs in one vector register of the widest kernels, which read whole ones.
 pub(crate) const LANES: usize = 16;
+
+/// Matrices begin at lines of the cache.
+const LINE_BYTES: usize = 64;
+
+/// Outputs that a panel of dense weights is padded to. Half a vector: pairs of a small rank are read from memory for each token, and padding is read with them. Who reads a whole vector at the
+/// end reads on into the next step, and behind the last into what a matrix has there for it.
+pub(crate) fn dense_width(columns: usize) -> usize {
+    columns.next_multiple_of(LANES / 2)
+}
 
 /// A stack of packed weights `[num_layers]` of shape `[out_features, in_features]` each.
 pub(crate) struct PackedStack {
@@ -129,15 +138,16 @@ impl PackedStack {
 /// Bytes of one packed matrix, padding included.
 fn layer_bytes(in_features: usize, out_features: usize, format: WeightFormat) -> usize {
     match format.storage {
-        WeightStorage::Dense => layer_len(in_features, out_features).saturating_mul(format.compute.size_bytes()),
+        WeightStorage::Dense => {
+            let width = dense_width(out_features);
+            let bytes =
+                in_features.saturating_mul(format.compute.size_bytes()).div_ceil(4).saturating_mul(width).saturating_mul(4);
+            let read_beyond = (width.next_multiple_of(LANES) - width) * 4;
+            bytes.saturating_add(read_beyond).checked_next_multiple_of(LINE_BYTES).unwrap_or(usize::MAX)
+        }
         WeightStorage::Int8 => int8::matrix_bytes(in_features, out_features),
         WeightStorage::Int4(group) => int4::matrix_bytes(group, in_features, out_features),
     }
-}
-
-/// Elements of one packed matrix, padding included.
-pub(crate) fn layer_len(in_features: usize, out_features: usize) -> usize {
-    in_features.next_multiple_of(2).saturating_mul(out_features.next_multiple_of(LANES))
 }
 
 /// A packed weight `[out_features, in_features]`, borrowed.

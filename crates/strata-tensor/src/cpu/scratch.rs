@@ -15,6 +15,8 @@ unsafe impl Plain for u32 {}
 // SAFETY: as above.
 unsafe impl Plain for [u32; 2] {}
 // SAFETY: as above.
+unsafe impl Plain for usize {}
+// SAFETY: as above.
 unsafe impl Plain for f32 {}
 // SAFETY: as above.
 unsafe impl Plain for f64 {}

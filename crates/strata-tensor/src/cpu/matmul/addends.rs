@@ -86,6 +86,11 @@ impl<'a> Addends<'a> {
         near.clone().zip(&self.products[near])
     }
 
+    /// What of the right sides is added to these rows of a panel, as far as it is read as it lies.
+    pub(super) fn read_for(&self, rows: &Range<usize>, panel: usize) -> impl Iterator<Item = &'a [u8]> {
+        self.of_rows(rows).filter_map(move |(_, addend)| addend.right.panel_bytes(addend.panel(panel * PANEL)?))
+    }
+
     /// Bytes of the arena of a task.
     pub(super) fn scratch_bytes(&self) -> usize {
         taken_bytes::<u32>(self.words())
@@ -109,9 +114,6 @@ impl<'a> Addends<'a> {
         }
     }
 }
-
-/// How many addends before its turn one is fetched.
-const FETCHED_AHEAD: usize = 4;
 
 /// What a task adds to its panel.
 pub(super) struct PanelAddends<'a, 's> {
@@ -146,14 +148,7 @@ impl<'a, 's> PanelAddends<'a, 's> {
             }
         }
         let addends = self.addends;
-        // Of many adapters each brings a few cache lines from somewhere else.
-        let mut coming = addends.of_rows(&rows).skip(FETCHED_AHEAD);
         for (i, addend) in addends.of_rows(&rows) {
-            if let Some((_, coming)) = coming.next()
-                && let Some(panel) = coming.panel(first_column)
-            {
-                coming.right.fetch(panel);
-            }
             let own = rows.start.max(addend.first_row)..rows.end.min(addend.first_row + addend.left.rows);
             let Some(panel) = addend.panel(first_column).filter(|_| !own.is_empty()) else { continue };
             let left = &addend.left;

@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::{FETCHED_BYTES, Fetch, ManyPanels, Tile, VECTORS_MAX};
+use super::kernel::{CHUNK_STEPS, FETCHED_BYTES, Fetch, ManyPanels, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
@@ -20,6 +20,7 @@ const OWN_AHEAD_BYTES: usize = 4096;
 const NOTHING: u8 = 0;
 const OWN: u8 = 1;
 const NEXT: u8 = 2;
+const CHUNKS: u8 = 3;
 
 macro_rules! tile_kernel {
     ($name:ident, $features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
@@ -50,7 +51,11 @@ macro_rules! tile_kernel {
                         Fetch::Next(next) => next,
                         _ => t.b,
                     };
-                    for _ in 0..t.steps {
+                    let mut chunks = match t.fetch {
+                        Fetch::Chunks(chunks) => (*chunks).iter(),
+                        _ => [].iter(),
+                    };
+                    for step in 0..t.steps {
                         let mut $b = [_mm512_setzero_si512(); VECTORS];
                         for v in 0..VECTORS {
                             $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
@@ -63,6 +68,14 @@ macro_rules! tile_kernel {
                                 _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(line).cast());
                             }
                             next = next.wrapping_add(FETCHED_BYTES);
+                        }
+                        if FETCH == CHUNKS {
+                            if step % CHUNK_STEPS == 0
+                                && let Some(&chunk) = chunks.next()
+                            {
+                                next = std::ptr::without_provenance(chunk);
+                            }
+                            _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(step % CHUNK_STEPS * 64).cast());
                         }
                         for r in 0..ROWS {
                             let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
@@ -108,6 +121,7 @@ macro_rules! tile_kernel {
                             Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
                             Fetch::Own => whole_panel::<OWN>(rows, t),
                             Fetch::Next(_) => whole_panel::<NEXT>(rows, t),
+                            Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
                         },
                         (3, 1) => tile::<1, 3, NOTHING>(t),
                         (3, 2) => tile::<2, 3, NOTHING>(t),

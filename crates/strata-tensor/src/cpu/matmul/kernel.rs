@@ -28,7 +28,13 @@ pub(crate) enum Fetch {
     Own,
     /// [`FETCHED_BYTES`] for each step from there on.
     Next(*const u8),
+    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses, into the second-level cache: where there is more to do than to fetch.
+    Chunks(*const [usize]),
 }
+
+/// Steps of a tile that fetch a chunk, and its bytes.
+pub(super) const CHUNK_STEPS: usize = 8;
+pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * 64;
 
 /// What a tile fetches at each step of what comes after it: half of a right side's step, so that two tiles fetch all of it.
 pub(super) const FETCHED_BYTES: usize = VECTORS_MAX * LANES * 4 / 2;
@@ -42,7 +48,7 @@ pub(crate) struct Tile {
     pub a: *const u8,
     /// Bytes from one row of the left side to the next.
     pub a_stride: usize,
-    /// Right side: `steps` rows of `vectors * LANES` steps.
+    /// Right side: `steps` rows, from each of which `vectors * LANES` steps can be read.
     pub b: *const u8,
     /// Bytes from one step of the right side to the next.
     pub b_stride: usize,
@@ -176,7 +182,7 @@ impl TileKernel {
     ///
     /// # Safety
     /// All operands must be readable, and the result writable, for `rows` rows; `tile.columns` is at most 64, and the right
-    /// side is padded to whole vectors. The machine must have the instruction set.
+    /// side can be read in whole vectors. The machine must have the instruction set.
     pub(crate) unsafe fn block(&self, rows: usize, tile: &Tile) {
         // SAFETY: passed on from the caller.
         unsafe {
@@ -192,7 +198,7 @@ impl Chains {
     /// How `next`, the right side that comes after this one and is as large, is fetched best while `rows` rows are computed. It is worth its time where
     /// a few tiles compute with what is fetched.
     pub(super) fn fetch(&self, rows: usize, next: *const u8) -> Fetch {
-        match rows.div_ceil(self.rows_max[VECTORS_MAX - 1]) {
+        match self.tiles(rows) {
             // Only kernels of AVX-512 fetch.
             _ if self.many_panels.is_none() => Fetch::Nothing,
             0 | 1 => Fetch::Own,
@@ -201,11 +207,25 @@ impl Chains {
         }
     }
 
+    /// Tiles of whole panels that so many rows are computed in.
+    fn tiles(&self, rows: usize) -> usize {
+        rows.div_ceil(self.rows_max[VECTORS_MAX - 1])
+    }
+
+    /// Chunks that tiles of so many rows and steps fetch while they compute: none where they are few.
+    pub(super) fn chunks(&self, rows: usize, steps: usize) -> usize {
+        if self.many_panels.is_some() { self.tiles(rows) * (steps / CHUNK_STEPS) } else { 0 }
+    }
+
     /// # Safety
     /// As [`TileKernel::block`].
     pub(super) unsafe fn block(&self, rows: usize, tile: &Tile) {
         let vectors = tile.columns.div_ceil(LANES);
         let rows_max = self.rows_max[vectors - 1];
+        if rows <= rows_max && !matches!(tile.fetch, Fetch::Chunks(_)) {
+            // SAFETY: passed on from the caller.
+            return unsafe { (self.run)(rows, vectors, tile) };
+        }
         // Rows are dealt evenly: 32 rows in tiles of 6 would leave a last tile of 2, too few chains to hide the latency of an add.
         let tiles = rows.div_ceil(rows_max);
         let mut row = 0;
@@ -219,6 +239,13 @@ impl Chains {
                 part.fetch = match tile.fetch {
                     Fetch::Next(_) if i >= 2 => Fetch::Nothing,
                     Fetch::Next(next) => Fetch::Next(next.wrapping_add(i * tile.steps * FETCHED_BYTES)),
+                    Fetch::Chunks(all) => {
+                        let each = tile.steps / CHUNK_STEPS;
+                        match (*all).chunks(each.max(1)).nth(i) {
+                            Some(part) => Fetch::Chunks(part),
+                            None => Fetch::Nothing,
+                        }
+                    }
                     fetch => fetch,
                 };
                 (self.run)(count, vectors, &part);

@@ -40,7 +40,7 @@ use std::ops::Range;
 use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
 use int8::{BytesKernel, BytesTile};
-use kernel::{Chains, ManyPanels};
+use kernel::{CHUNK_BYTES, Chains, ManyPanels};
 pub(crate) use kernel::{Fetch, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
 use operands::{Right, panel_columns, part_panel_bytes, steps};
@@ -77,6 +77,32 @@ const TASKS_PER_THREAD: usize = 4;
 
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
+
+/// Chunks that are fetched while a run of rows is computed, at most.
+const CHUNKS_MAX: usize = 1024;
+
+/// Chunks to fetch.
+struct ChunkList<'a> {
+    chunks: &'a mut [usize],
+    len: usize,
+}
+
+impl ChunkList<'_> {
+    /// Adds memory as far as there is room; answers what is left.
+    fn add(&mut self, bytes: Range<usize>) -> Range<usize> {
+        let mut at = bytes.start;
+        while at < bytes.end && self.len < self.chunks.len() {
+            self.chunks[self.len] = at;
+            self.len += 1;
+            at += CHUNK_BYTES;
+        }
+        at.min(bytes.end)..bytes.end
+    }
+
+    fn fetch(&self) -> Fetch {
+        if self.len == 0 { Fetch::Nothing } else { Fetch::Chunks(&raw const self.chunks[..self.len]) }
+    }
+}
 
 /// The matrix products of one arithmetic on one pool of threads.
 pub(crate) struct Matmul<'a> {
@@ -180,13 +206,17 @@ impl<'a> Matmul<'a> {
         self.over_panels(left.rows, out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
             let words = block_steps * columns.next_multiple_of(LANES);
-            with_scratch(taken_bytes::<u32>(words) + addends.scratch_bytes(), |mut arena| {
-                let scratch = arena.take(words);
+            let chunks_max = chains.chunks(rows.len(), block_steps.min(num_steps)).min(CHUNKS_MAX);
+            let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + addends.scratch_bytes();
+            with_scratch(scratch_bytes, |mut arena| {
+                let (scratch, chunks) = (arena.take(words), arena.take(chunks_max));
                 let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
                     let block = right(panel, steps.clone(), scratch);
                     let mut fetch = Fetch::Nothing;
+                    // What follows of the right side, as far as no one has fetched it.
+                    let mut ahead = 0..0;
                     if block.is_streamed {
                         // Threads take panels in turns.
                         let next_panel = panel + self.pool.num_threads();
@@ -198,8 +228,23 @@ impl<'a> Matmul<'a> {
                             block.first
                         };
                         fetch = chains.fetch(rows.len(), next);
+                        ahead = next.addr()..next.addr() + steps.len() * block.stride;
                     }
-                    let product = |rows: Range<usize>| {
+                    let is_last = steps.end == num_steps;
+                    let mut product = |rows: Range<usize>| {
+                        if fetch == Fetch::Nothing {
+                            let mut chunks = ChunkList {
+                                chunks: &mut chunks[..chains.chunks(rows.len(), steps.len()).min(chunks_max)],
+                                len: 0,
+                            };
+                            if is_last {
+                                addends.read_for(&rows, panel).for_each(|bytes| {
+                                    drop(chunks.add(bytes.as_ptr().addr()..bytes.as_ptr().addr() + bytes.len()))
+                                });
+                            }
+                            ahead = chunks.add(ahead.clone());
+                            fetch = chunks.fetch();
+                        }
                         let tile = Tile {
                             steps: steps.len(),
                             a: left.bytes[rows.start * left.stride + first * 4..].as_ptr(),
@@ -214,8 +259,11 @@ impl<'a> Matmul<'a> {
                         };
                         // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
                         unsafe { chains.block(rows.len(), &tile) };
+                        if let Fetch::Chunks(_) = fetch {
+                            fetch = Fetch::Nothing;
+                        }
                     };
-                    if steps.end < num_steps {
+                    if !is_last {
                         product(rows.clone());
                     } else {
                         addends.runs(rows.clone(), |rows| {

@@ -6,7 +6,7 @@ use super::pack::unpack;
 use super::{int4, int8, transpose};
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
-use crate::cpu::packed::{LANES, PANEL, PackedRef};
+use crate::cpu::packed::{LANES, PANEL, PackedRef, dense_width};
 use crate::cpu::threads::SharedMut;
 use crate::{DType, Element, Result, WeightStorage};
 
@@ -136,7 +136,7 @@ pub(crate) fn panel_bytes(w: &PackedRef<'_>) -> usize {
     part_panel_bytes(w.storage, w.dtype, w.in_features, PANEL)
 }
 
-/// Bytes of a panel of `width` outputs, a multiple of [`LANES`].
+/// Bytes of a panel of `width` outputs, padding included.
 pub(super) fn part_panel_bytes(storage: WeightStorage, dtype: DType, in_features: usize, width: usize) -> usize {
     match storage {
         WeightStorage::Dense => steps(in_features, dtype) * width * 4,
@@ -166,10 +166,6 @@ impl RightBlock {
 pub(super) trait Right: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync {}
 impl<F: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync> Right for F {}
 
-/// Of a panel, what is fetched at once at most: beyond it the processor has seen where it goes.
-#[cfg(target_arch = "x86_64")]
-const FETCHED_BYTES_MAX: usize = 1024;
-
 /// Packed weights as the right side of a product.
 #[derive(Clone, Copy)]
 pub(crate) enum RightSide<'a> {
@@ -179,7 +175,18 @@ pub(crate) enum RightSide<'a> {
     Transposed(PackedRef<'a>),
 }
 
-impl RightSide<'_> {
+impl<'a> RightSide<'a> {
+    /// A panel, if it is read as it lies.
+    pub(super) fn panel_bytes(&self, panel: usize) -> Option<&'a [u8]> {
+        match self {
+            RightSide::Weights(w) if w.storage == WeightStorage::Dense => {
+                let width = dense_width(panel_columns(panel, w.out_features));
+                Some(&w.bytes[panel * panel_bytes(w)..][..part_panel_bytes(w.storage, w.dtype, w.in_features, width)])
+            }
+            _ => None,
+        }
+    }
+
     pub(crate) fn columns(&self) -> usize {
         match self {
             RightSide::Weights(w) => w.out_features,
@@ -203,22 +210,6 @@ impl RightSide<'_> {
         }
     }
 
-    /// Has the processor fetch the beginning of a panel, if that is read as it lies. A hint.
-    pub(super) fn fetch(&self, panel: usize) {
-        #[cfg(target_arch = "x86_64")]
-        if let RightSide::Weights(w) = self
-            && w.storage == WeightStorage::Dense
-        {
-            let bytes = &w.bytes[panel * panel_bytes(w)..];
-            for line in bytes[..bytes.len().min(FETCHED_BYTES_MAX)].chunks(64) {
-                // SAFETY: every x86-64 processor has this instruction, and it changes nothing.
-                unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast()) };
-            }
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = panel;
-    }
-
     /// See [`Right`].
     pub(super) fn block(&self, isa: Isa, panel: usize, range: Range<usize>, scratch: &mut [u32]) -> RightBlock {
         let columns = panel_columns(panel, self.columns());
@@ -226,9 +217,12 @@ impl RightSide<'_> {
         match self {
             RightSide::Weights(w) => match w.storage {
                 WeightStorage::Dense => {
-                    let (num_steps, stride) = (steps(w.in_features, w.dtype), width * 4);
-                    let panel = &w.bytes[panel * PANEL * num_steps * 4..][..num_steps * stride];
-                    RightBlock { first: panel[range.start * stride..range.end * stride].as_ptr(), stride, is_streamed: true }
+                    let stride = dense_width(columns) * 4;
+                    // Whole vectors are read, beyond the last step too.
+                    let panel = &w.bytes[panel * panel_bytes(w)..];
+                    assert!(range.end <= self.steps());
+                    assert!(range.is_empty() || (range.end - 1) * stride + width * 4 <= panel.len());
+                    RightBlock { first: panel[range.start * stride..].as_ptr(), stride, is_streamed: true }
                 }
                 WeightStorage::Int8 | WeightStorage::Int4(_) => {
                     unpack(isa, w, panel, width, range, scratch);

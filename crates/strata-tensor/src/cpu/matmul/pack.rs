@@ -8,7 +8,7 @@ use half::bf16;
 use super::operands::{panel_bytes, panel_columns, part_panel_bytes, steps};
 use super::{int4, int8, panels};
 use crate::cpu::isa::{Fma, Isa, multiversion};
-use crate::cpu::packed::{LANES, PANEL, PackedMut, PackedRef};
+use crate::cpu::packed::{LANES, PANEL, PackedMut, PackedRef, dense_width};
 use crate::cpu::threads::{Pool, SharedMut};
 use crate::{DType, Element, Error, Int4Group, Int4Rows, Result, WeightStorage};
 
@@ -150,7 +150,7 @@ fn pack_dense_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: 
     let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
     pool.run(panels.len(), &|task| {
         let panel = panels.start + task;
-        let width = panel_columns(panel, out_features).next_multiple_of(LANES);
+        let width = dense_width(panel_columns(panel, out_features));
         let start = panel * PANEL * num_steps;
         // SAFETY: each task has a panel to itself.
         let panel_words = unsafe { words.part(start..start + num_steps * width) };
@@ -170,7 +170,7 @@ pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: 
         SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
     pool.run(n.div_ceil(PANEL), &|panel| {
         let columns_here = panel_columns(panel, n);
-        let width = columns_here.next_multiple_of(LANES);
+        let width = dense_width(columns_here);
         let start = panel * PANEL * num_steps;
         // SAFETY: each task has a panel to itself.
         let panel_words = unsafe { words.part(start..start + num_steps * width) };
@@ -186,7 +186,8 @@ pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: 
 pub(crate) fn unpack_row<T: Element>(w: PackedRef<'_>, output: usize, out: &mut [f32]) {
     let num_steps = steps(w.in_features, w.dtype);
     let panel = output / PANEL;
-    let width = panel_columns(panel, w.out_features).next_multiple_of(LANES);
+    let columns = panel_columns(panel, w.out_features);
+    let width = columns.next_multiple_of(LANES);
     let stored = &w.bytes[panel * panel_bytes(&w)..];
     let output_here = output % PANEL;
     match w.storage {
@@ -202,7 +203,7 @@ pub(crate) fn unpack_row<T: Element>(w: PackedRef<'_>, output: usize, out: &mut 
     }
     let start = (panel * PANEL * num_steps + output % PANEL) * 4;
     for (s, values) in out.chunks_mut(4 / T::DTYPE.size_bytes()).enumerate() {
-        let at = start + s * width * 4;
+        let at = start + s * dense_width(columns) * 4;
         let word = u32::from_le_bytes(w.bytes[at..at + 4].try_into().expect("a word is four bytes"));
         match T::DTYPE {
             DType::F32 => values[0] = f32::from_bits(word),

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::cpu::isa::Isa;
-use crate::cpu::packed::{LANES, PANEL, PackedRef};
+use crate::cpu::packed::{LANES, PANEL, PackedRef, dense_width};
 use crate::{DType, WeightStorage};
 
 /// Writes inputs `inputs` (at most a panel, beginning at a multiple of [`PANEL`]) of the output steps `out_steps` to `block`: one row of
@@ -26,13 +26,17 @@ pub(crate) fn block(isa: Isa, w: PackedRef<'_>, inputs: Range<usize>, out_steps:
         let panel = output / PANEL;
         let in_panel = output % PANEL;
         let count = (PANEL - in_panel).min(outputs_end - output);
-        let width = super::panel_columns(panel, w.out_features).next_multiple_of(LANES);
-        let source = match w.storage {
-            WeightStorage::Dense => &words[panel * PANEL * num_steps..][in_steps.start * width..num_steps * width],
+        let columns = super::panel_columns(panel, w.out_features);
+        let (width, source) = match w.storage {
+            WeightStorage::Dense => {
+                let width = dense_width(columns);
+                (width, &words[panel * PANEL * num_steps..][in_steps.start * width..num_steps * width])
+            }
             WeightStorage::Int8 | WeightStorage::Int4(_) => {
+                let width = columns.next_multiple_of(LANES);
                 unpacked = [0; PANEL * PANEL];
                 super::pack::unpack(isa, &w, panel, width, in_steps.clone(), &mut unpacked);
-                &unpacked[..in_steps.len() * width]
+                (width, &unpacked[..in_steps.len() * width])
             }
         };
         let first_row = output / per_step - out_steps.start;
