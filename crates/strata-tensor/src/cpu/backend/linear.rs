@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex};
 use super::memory::weights;
 use super::{CpuBackend, with_element};
 use crate::backend::{LoraGradient, LowProducts};
-use crate::cpu::matmul::{Addend, Addends, Out, RightSide, Rows, Target};
+use crate::cpu::matmul::{Addend, Addends, Out, RightSide, Rows, SINGLE_ROWS, Target};
 use crate::cpu::memory::Buffer;
+use crate::cpu::packed::PackedRef;
+use crate::cpu::rows::convert;
 use crate::cpu::threads::SharedMut;
 use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
@@ -70,6 +72,11 @@ impl LowProduct<'_> {
         self.left.rows() * self.left.width() * self.right.columns()
     }
 }
+
+/// A product, its rows and rank, and its part of the numbers.
+type LowJob<'l, 'a> = (&'l LowProduct<'a>, ([usize; 2], Range<usize>));
+/// A product of one row, its right side, and the rest.
+type SingleRow<'l, 'a> = (&'l LowProduct<'a>, PackedRef<'a>, ([usize; 2], Range<usize>));
 
 /// Gradients of one side of some pairs: see [`CpuBackend::backward_weights`].
 struct WeightSums<'a, 'g> {
@@ -213,11 +220,25 @@ impl CpuBackend {
         }
         let shapes = lows.iter().map(|low| [low.left.rows(), low.right.columns()]).collect();
         let mut products = self.room_for_products(shapes, dtype)?;
-        let jobs: Vec<_> = lows.iter().zip(products.parts().collect::<Vec<_>>()).collect();
+        let parts: Vec<_> = products.parts().collect();
         let rounded = products.numbers.as_mut().expect("there is room");
         let mut sums = self.scratch(rounded.shape().dims(), DType::F32)?;
+        let (single, jobs) = self.single_rows(lows.iter().zip(parts).collect());
         with_element!(dtype, T => {
             let (all_sums, all_rounded) = (SharedMut::new(sums.slice_mut::<f32>()?), SharedMut::new(rounded.slice_mut::<T>()?));
+            self.pool.run(single.len(), &|task| {
+                let out = |rank: usize, part: &Range<usize>| {
+                    // SAFETY: each product has a part of its own.
+                    Out::new(unsafe { all_sums.part(part.clone()) }, rank, &Target::overwrite(), 1, rank)
+                };
+                let products: Vec<_> = single[task].iter().map(|(low, w, (shape, part))| (low.left, *w, out(shape[1], part))).collect();
+                self.matmul_for(dtype).single_rows(&products);
+                for (low, _, (_, part)) in &single[task] {
+                    // SAFETY: as above, and the product is done.
+                    let (sums, rounded) = unsafe { (all_sums.part(part.clone()), all_rounded.part(part.clone())) };
+                    convert::scale(self.isa, sums, low.scale, rounded);
+                }
+            });
             self.shared_out(jobs, |(low, _)| low.cost(), |(low, ([rows, rank], part))| {
                 // SAFETY: each job has a part of its own.
                 let (sums, rounded) = unsafe { (all_sums.part(part.clone()), all_rounded.part(part)) };
@@ -228,6 +249,28 @@ impl CpuBackend {
             })?;
         });
         Ok(products)
+    }
+
+    /// Takes out products of one row, as a decode step has for each adapter, in groups that are computed together.
+    #[allow(clippy::type_complexity)]
+    fn single_rows<'l, 'a>(&self, jobs: Vec<LowJob<'l, 'a>>) -> (Vec<Vec<SingleRow<'l, 'a>>>, Vec<LowJob<'l, 'a>>) {
+        let common = |(low, _): &LowJob<'l, 'a>| match low.right {
+            RightSide::Weights(w) => Some((self.matmul_for(w.dtype).single_row(&low.left, &w)?, w)),
+            RightSide::Transposed(_) => None,
+        };
+        let (mut single, mut others) = (Vec::new(), Vec::new());
+        for job in jobs {
+            match common(&job) {
+                Some((common, w)) => single.push((common, (job.0, w, job.1))),
+                None => others.push(job),
+            }
+        }
+        single.sort_by_key(|(common, _)| *common);
+        let alike = single.chunk_by(|a, b| a.0 == b.0);
+        // A few are shared out rather than computed together.
+        let at_once = |alike: &[_]| alike.len().div_ceil(self.pool.num_threads()).min(SINGLE_ROWS);
+        let groups = alike.flat_map(|alike| alike.chunks(at_once(alike)));
+        (groups.map(|group| group.iter().map(|(_, job)| job.clone()).collect()).collect(), others)
     }
 
     /// Runs all jobs; answers what they do, in order. Those that are large are divided among all threads, one after another; of the others, of which there are as many as there

@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::{CHUNK_STEPS, FETCHED_BYTES, Fetch, ManyPanels, Tile, VECTORS_MAX};
+use super::kernel::{CHUNK_STEPS, FETCHED_BYTES, Fetch, ManyPanels, SINGLE_ROWS, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
@@ -281,8 +281,53 @@ macro_rules! tile_kernel {
                 }
             }
 
+            /// Step by step through the right sides of as many rows.
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn single_rows<const VECTORS: usize>(tiles: &[Tile; SINGLE_ROWS]) {
+                let mut acc = [[_mm512_setzero_ps(); VECTORS]; SINGLE_ROWS];
+                // SAFETY: the caller of `SingleRowsFn` vouches for all operands; a masked lane is not touched.
+                unsafe {
+                    let (a, mut b) = (tiles.map(|t| t.a), tiles.map(|t| t.b));
+                    let strides = tiles.map(|t| t.b_stride);
+                    for step in 0..tiles[0].steps {
+                        for t in 0..SINGLE_ROWS {
+                            let $a = _mm512_set1_epi32(a[t].add(step * 4).cast::<i32>().read_unaligned());
+                            for v in 0..VECTORS {
+                                let $b = _mm512_loadu_si512(b[t].add(v * 64).cast());
+                                let $acc = acc[t][v];
+                                acc[t][v] = $dot;
+                            }
+                            b[t] = b[t].wrapping_add(strides[t]);
+                        }
+                    }
+                    for (t, acc) in tiles.iter().zip(acc) {
+                        for (v, acc) in acc.into_iter().enumerate() {
+                            let columns = t.columns.saturating_sub(v * LANES).min(LANES);
+                            let mask = ((1u32 << columns) - 1) as __mmask16;
+                            _mm512_mask_storeu_ps(t.c.wrapping_add(v * LANES), mask, acc);
+                        }
+                    }
+                }
+            }
+
+            #[target_feature(enable = $features)]
+            pub(in super::super) unsafe fn run_single_rows(vectors: usize, tiles: &[Tile; SINGLE_ROWS]) {
+                // SAFETY: passed on from the caller.
+                unsafe {
+                    match vectors {
+                        1 => single_rows::<1>(tiles),
+                        2 => single_rows::<2>(tiles),
+                        3 => single_rows::<3>(tiles),
+                        4 => single_rows::<4>(tiles),
+                        _ => unreachable!("no tile of {vectors} vectors"),
+                    }
+                }
+            }
+
             /// Panels at once: 24 accumulators at most.
-            pub(in super::super) const MANY_PANELS: ManyPanels = ManyPanels { run: run_panels, panels: &[4, 2, 2] };
+            pub(in super::super) const MANY_PANELS: ManyPanels =
+                ManyPanels { run: run_panels, panels: &[4, 2, 2], single_rows: run_single_rows };
         }
     };
 }

@@ -72,12 +72,20 @@ type PartsFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &Tile);
 /// Computes a tile of whole panels next to each other, `panel_bytes` from the right side of one to that of the next.
 type PanelsFn = unsafe fn(rows: usize, panels: usize, panel_bytes: usize, tile: &Tile);
 
+/// Tiles of one row that are computed at the same time.
+pub(crate) const SINGLE_ROWS: usize = 4;
+
+/// Computes tiles of one row by `vectors * LANES`, of which each may have fewer columns, of the same number of steps each, begun from zero: where one row waits for its last sum, others go on.
+type SingleRowsFn = unsafe fn(vectors: usize, tiles: &[Tile; SINGLE_ROWS]);
+
 /// Tiles of a few rows by several panels: more streams from memory at the same time than a processor follows in one panel.
 #[derive(Clone, Copy)]
 pub(crate) struct ManyPanels {
     pub run: PanelsFn,
     /// How many panels at once for 1, 2, ... rows; powers of two.
     pub panels: &'static [usize],
+    /// Rows with a panel of their own each.
+    pub single_rows: SingleRowsFn,
 }
 
 /// Chains of an instruction set and dtype.

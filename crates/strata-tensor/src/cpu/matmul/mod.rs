@@ -41,7 +41,7 @@ use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
 use int8::{BytesKernel, BytesTile};
 use kernel::{CHUNK_BYTES, Chains, ManyPanels};
-pub(crate) use kernel::{Fetch, Tile, TileKernel};
+pub(crate) use kernel::{Fetch, SINGLE_ROWS, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
 use operands::{Right, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
@@ -164,6 +164,47 @@ impl<'a> Matmul<'a> {
         }
         let right = RightSide::Weights(w);
         self.product(x, y, block_steps, |panel, steps, scratch| right.block(self.isa, panel, steps, scratch), addends)
+    }
+
+    /// Whether `x·Wᵀ` is one that [`Matmul::single_rows`] computes, and what it must have in common with others: steps and vectors of columns.
+    pub(crate) fn single_row(&self, x: &Rows<'_>, w: &PackedRef<'_>) -> Option<[usize; 2]> {
+        let is_narrow = w.storage == WeightStorage::Dense && (1..=PANEL).contains(&w.out_features);
+        let fits = x.rows == 1 && is_narrow && (x.width * x.dtype.size_bytes()).is_multiple_of(4);
+        let has_kernel = matches!(self.kernel, TileKernel::Chains(Chains { many_panels: Some(_), .. }));
+        (fits && has_kernel).then(|| [steps(x.width, x.dtype), w.out_features.div_ceil(LANES)])
+    }
+
+    /// `y = x·Wᵀ` of some rows, each with weights of its own, which have in common what [`Matmul::single_row`] answers; on this thread.
+    pub(crate) fn single_rows(&self, products: &[(Rows<'_>, PackedRef<'_>, Out)]) {
+        let TileKernel::Chains(Chains { many_panels: Some(many), .. }) = self.kernel else { unreachable!("it was asked for") };
+        let tile = |(x, w, y): &(Rows<'_>, PackedRef<'_>, Out)| {
+            assert!(
+                self.single_row(x, w).is_some() && x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype
+            );
+            assert!(y.rows == 1 && y.columns == w.out_features && !y.accumulate);
+            let right = RightSide::Weights(*w);
+            let block = right.block(self.isa, 0, 0..right.steps(), &mut []);
+            Tile {
+                steps: right.steps(),
+                a: x.bytes.as_ptr(),
+                a_stride: x.stride,
+                b: block.first,
+                b_stride: block.stride,
+                c: y.at(0, 0),
+                c_stride: y.stride,
+                columns: y.columns,
+                accumulate: false,
+                fetch: Fetch::Nothing,
+            }
+        };
+        for products in products.chunks(SINGLE_ROWS) {
+            // What is missing of the last is computed again.
+            let tiles: [Tile; SINGLE_ROWS] = std::array::from_fn(|i| tile(&products[i.min(products.len() - 1)]));
+            let vectors = tiles[0].columns.div_ceil(LANES);
+            assert!(tiles.iter().all(|t| t.steps == tiles[0].steps && t.columns.div_ceil(LANES) == vectors));
+            // SAFETY: rows and columns are in bounds by the assertions; who asks owns all results.
+            unsafe { (many.single_rows)(vectors, &tiles) };
+        }
     }
 
     /// `dx = dy·W`, and what is added to it.
