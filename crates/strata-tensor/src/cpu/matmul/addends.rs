@@ -176,6 +176,9 @@ impl<'a, 's> PanelAddends<'a, 's> {
 
     /// The right side of addend `i`.
     fn block(&mut self, i: usize, addend: &Addend<'_>, panel: usize, steps: usize) -> RightBlock {
+        if addend.block_words() == 0 {
+            return addend.right.block(self.isa, panel, 0..steps, &mut []);
+        }
         if let Some((_, block)) = self.blocks.iter().flatten().find(|(of, _)| *of == i) {
             return *block;
         }

@@ -87,7 +87,11 @@ struct ChunkList<'a> {
     len: usize,
 }
 
-impl ChunkList<'_> {
+impl<'a> ChunkList<'a> {
+    fn new(chunks: &'a mut [usize]) -> Self {
+        ChunkList { chunks, len: 0 }
+    }
+
     /// Adds memory as far as there is room; answers what is left.
     fn add(&mut self, bytes: Range<usize>) -> Range<usize> {
         let mut at = bytes.start;
@@ -254,37 +258,34 @@ impl<'a> Matmul<'a> {
                 let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
+                    let is_last = steps.end == num_steps;
                     let block = right(panel, steps.clone(), scratch);
-                    let mut fetch = Fetch::Nothing;
-                    // What follows of the right side, as far as no one has fetched it.
+                    let mut near = Fetch::Nothing;
+                    // What comes next of the right side, as far as it is still to be fetched.
                     let mut ahead = 0..0;
                     if block.is_streamed {
                         // Threads take panels in turns.
                         let next_panel = panel + self.pool.num_threads();
-                        let next = if steps.end < num_steps {
-                            block.first.wrapping_add(steps.len() * block.stride)
+                        let next = if !is_last {
+                            Some(block.first.wrapping_add(steps.len() * block.stride))
                         } else if (next_panel + 1) * PANEL <= out.columns {
-                            right(next_panel, 0..steps.len().min(num_steps), scratch).first
+                            Some(right(next_panel, 0..steps.len(), scratch).first)
                         } else {
-                            block.first
+                            None
                         };
-                        fetch = chains.fetch(rows.len(), next);
-                        ahead = next.addr()..next.addr() + steps.len() * block.stride;
+                        near = chains.fetch(rows.len(), next.unwrap_or(block.first));
+                        ahead = next.map_or(0..0, |next| next.addr()..next.addr() + steps.len() * block.stride);
                     }
-                    let is_last = steps.end == num_steps;
                     let mut product = |rows: Range<usize>| {
-                        if fetch == Fetch::Nothing {
-                            let mut chunks = ChunkList {
-                                chunks: &mut chunks[..chains.chunks(rows.len(), steps.len()).min(chunks_max)],
-                                len: 0,
-                            };
+                        let mut coming = ChunkList::new(&mut chunks[..chains.chunks(rows.len(), steps.len()).min(chunks_max)]);
+                        let mut fetch = near;
+                        if near == Fetch::Nothing {
                             if is_last {
-                                addends.read_for(&rows, panel).for_each(|bytes| {
-                                    drop(chunks.add(bytes.as_ptr().addr()..bytes.as_ptr().addr() + bytes.len()))
-                                });
+                                let added = addends.read_for(&rows, panel).map(<[u8]>::as_ptr_range);
+                                added.for_each(|bytes| drop(coming.add(bytes.start.addr()..bytes.end.addr())));
                             }
-                            ahead = chunks.add(ahead.clone());
-                            fetch = chunks.fetch();
+                            ahead = coming.add(ahead.clone());
+                            fetch = coming.fetch();
                         }
                         let tile = Tile {
                             steps: steps.len(),
@@ -300,19 +301,16 @@ impl<'a> Matmul<'a> {
                         };
                         // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
                         unsafe { chains.block(rows.len(), &tile) };
-                        if let Fetch::Chunks(_) = fetch {
-                            fetch = Fetch::Nothing;
-                        }
                     };
                     if !is_last {
                         product(rows.clone());
-                    } else {
-                        addends.runs(rows.clone(), |rows| {
-                            product(rows.clone());
-                            // SAFETY: as above.
-                            unsafe { added.add(out, rows) };
-                        });
+                        continue;
                     }
+                    addends.runs(rows.clone(), |rows| {
+                        product(rows.clone());
+                        // SAFETY: as above.
+                        unsafe { added.add(out, rows) };
+                    });
                 }
             });
         });
