@@ -451,7 +451,7 @@ mod tests {
         for lens in [[5000, 1, 100_000], [3 << 20, 0, 3 << 20]] {
             let mut buffers = Buffer::zeroed_together(&lens).unwrap();
             for (i, (buffer, len)) in buffers.iter_mut().zip(lens).enumerate() {
-                assert!(buffer.as_ptr() as usize % ALIGN_BYTES == 0 && (len..len + ALIGN_BYTES).contains(&buffer.len()));
+                assert!(buffer.as_ptr().addr().is_multiple_of(ALIGN_BYTES) && (len..len + ALIGN_BYTES).contains(&buffer.len()));
                 assert!(buffer.iter().all(|&b| b == 0));
                 buffer.fill(i as u8 + 1);
             }
@@ -475,7 +475,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn what_is_mapped_begins_at_a_huge_page() {
         for len in [MAPPED_MIN_BYTES, 5 << 20, 9_000_001] {
-            assert_eq!(Buffer::zeroed(len).unwrap().as_ptr() as usize % HUGE_PAGE_BYTES, 0, "{len}");
+            assert_eq!(Buffer::zeroed(len).unwrap().as_ptr().addr() % HUGE_PAGE_BYTES, 0, "{len}");
         }
     }
 

@@ -28,7 +28,7 @@ pub(crate) enum Fetch {
     Own,
     /// [`FETCHED_BYTES`] for each step from there on.
     Next(*const u8),
-    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses, into the second-level cache: where there is more to do than to fetch.
+    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch. It waits in the second-level cache.
     Chunks(*const [usize]),
 }
 

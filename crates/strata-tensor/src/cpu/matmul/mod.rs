@@ -251,6 +251,7 @@ impl<'a> Matmul<'a> {
         self.over_panels(left.rows, out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
             let words = block_steps * columns.next_multiple_of(LANES);
+            // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next.
             let chunks_max = chains.chunks(rows.len(), block_steps.min(num_steps)).min(CHUNKS_MAX);
             let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + addends.scratch_bytes();
             with_scratch(scratch_bytes, |mut arena| {
@@ -281,8 +282,9 @@ impl<'a> Matmul<'a> {
                         let mut fetch = near;
                         if near == Fetch::Nothing {
                             if is_last {
-                                let added = addends.read_for(&rows, panel).map(<[u8]>::as_ptr_range);
-                                added.for_each(|bytes| drop(coming.add(bytes.start.addr()..bytes.end.addr())));
+                                for bytes in addends.read_for(&rows, panel).map(<[u8]>::as_ptr_range) {
+                                    coming.add(bytes.start.addr()..bytes.end.addr());
+                                }
                             }
                             ahead = coming.add(ahead.clone());
                             fetch = coming.fetch();
@@ -427,5 +429,9 @@ pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtyp
         TileKernel::Granules(_) => (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows)),
     };
     // Where many adapters share a batch, each thread multiplies for one of its own.
-    threads * (left.max(tokens::panels_bytes(width, dtype)) + of_a_thread + addends::SCRATCH_BYTES_MAX)
+    threads
+        * (left.max(tokens::panels_bytes(width, dtype))
+            + of_a_thread
+            + CHUNKS_MAX * size_of::<usize>()
+            + addends::SCRATCH_BYTES_MAX)
 }

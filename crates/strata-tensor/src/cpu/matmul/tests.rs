@@ -164,6 +164,55 @@ fn few_rows_have_the_bits_of_many_however_their_right_side_is_read() {
     few_rows_have_the_bits_of_many::<bf16>();
 }
 
+/// Narrow matrices are padded less than vectors are wide, and who reads the last of them reads on: each result is that of its output in a whole panel. Single rows are
+/// computed several at a time.
+fn narrow_matrices_have_the_bits_of_wide_ones<T: Element>() {
+    let (m, k) = (60, 70);
+    let (x, w) = (values::<T>(1, m * k), values::<T>(2, PANEL * k));
+    let pool = Pool::new(2);
+    for arithmetic in Arithmetic::available() {
+        let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
+        let (mut wide, whole) = (vec![0.0; m * PANEL], packed(&pool, &w, k, PANEL));
+        matmul.forward(all(&x, k), whole.layer(0), into(&mut wide, PANEL, false), &Addends::default()).unwrap();
+        for n in [1, 7, 8, 9, 16, 17, 24, 25, 33, 40, 56, 63] {
+            // The last of a stack, behind which there is nothing.
+            let mut stack = PackedStack::zeros(2, k, n, T::DTYPE.into()).unwrap();
+            pack_rows(&pool, arithmetic.isa, &w[..n * k], 0, &mut stack.layer_mut(1).unwrap()).unwrap();
+            let narrow = stack.layer(1);
+            let same = |row: usize, y: &[f32]| y.iter().zip(&wide[row * PANEL..]).all(|(a, b)| a.to_bits() == b.to_bits());
+            for rows in [1, 2, 5, 17, m] {
+                let mut y = vec![0.0; rows * n];
+                matmul.forward(all(&x[..rows * k], k), narrow, into(&mut y, n, false), &Addends::default()).unwrap();
+                assert!(y.chunks(n).enumerate().all(|(row, y)| same(row, y)), "{rows} rows by {n}, {arithmetic} {}", T::DTYPE);
+            }
+            let mut y = vec![f32::NAN; 6 * n];
+            let mut products: Vec<_> =
+                x.chunks(k).zip(y.chunks_mut(n)).map(|(x, y)| (all(x, k), narrow, into(y, n, false))).collect();
+            if products.iter().any(|(x, w, _)| matmul.single_row(x, w).is_none()) {
+                assert!(!arithmetic.isa.has_avx512() || T::DTYPE == DType::BF16, "{arithmetic} computes single rows");
+                continue;
+            }
+            for count in [1, 4, 6] {
+                matmul.single_rows(&products[..count]);
+            }
+            // One that is as many vectors wide, in another stride.
+            let other_n = n.next_multiple_of(LANES);
+            let (mut other, stack) = (vec![f32::NAN; other_n], packed(&pool, &w[..other_n * k], k, other_n));
+            products[1] = (all(&x[..k], k), stack.layer(0), into(&mut other, other_n, false));
+            matmul.single_rows(&products[..2]);
+            drop(products);
+            assert!(same(0, &other), "single rows of other strides, {arithmetic} {}", T::DTYPE);
+            assert!(y.chunks(n).enumerate().all(|(row, y)| same(row, y)), "single rows by {n}, {arithmetic} {}", T::DTYPE);
+        }
+    }
+}
+
+#[test]
+fn narrow_matrices_have_the_bits_of_wide_ones_and_single_rows_those_of_many() {
+    narrow_matrices_have_the_bits_of_wide_ones::<f32>();
+    narrow_matrices_have_the_bits_of_wide_ones::<bf16>();
+}
+
 #[test]
 fn f32_products_have_the_same_bits_on_every_instruction_set_with_fused_multiply_add() {
     let fused: Vec<Isa> = Isa::available().into_iter().filter(|&isa| isa != Isa::Portable).collect();
