@@ -230,7 +230,7 @@ impl Chains {
     pub(super) unsafe fn block(&self, rows: usize, tile: &Tile) {
         let vectors = tile.columns.div_ceil(LANES);
         let rows_max = self.rows_max[vectors - 1];
-        if rows <= rows_max && !matches!(tile.fetch, Fetch::Chunks(_)) {
+        if (1..=rows_max).contains(&rows) && !matches!(tile.fetch, Fetch::Chunks(_)) {
             // SAFETY: passed on from the caller.
             return unsafe { (self.run)(rows, vectors, tile) };
         }

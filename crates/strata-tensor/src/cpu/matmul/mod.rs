@@ -280,7 +280,7 @@ impl<'a> Matmul<'a> {
                     let mut product = |rows: Range<usize>| {
                         let mut coming = ChunkList::new(&mut chunks[..chains.chunks(rows.len(), steps.len()).min(chunks_max)]);
                         let mut fetch = near;
-                        if near == Fetch::Nothing {
+                        if near == Fetch::Nothing && chunks_max > 0 {
                             if is_last {
                                 for bytes in addends.read_for(&rows, panel).map(<[u8]>::as_ptr_range) {
                                     coming.add(bytes.start.addr()..bytes.end.addr());
