@@ -7,11 +7,11 @@
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
 //! for results. Where a model sees, pictures get a sixth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
-//! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split three to two between activations and adapters, or up to
+//! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split two to one between activations and adapters, or up to
 //! three to one where activations would not suffice for a useful context. A pass that does not need all of it keeps activations
-//! that it would else compute twice. Freed tensors wait for the next ones in what those in use leave. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
-//! longest sequence (what the cache holds), the longest training example (what activations hold: in little memory less), the tokens of a
-//! training pass, and the pages of the cache: nothing else asks how much memory there is.
+//! that it would else compute again. Freed tensors wait for the next ones in what those in use leave. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
+//! longest sequence (what the cache holds), the longest training example (what activations hold, as little of them as can be), the tokens of a
+//! training pass (of which what goes into each layer can be kept), and the pages of the cache: nothing else asks how much memory there is.
 
 use strata_model::PAGE_TOKENS;
 use strata_model::vision::DECODING_BYTES_MAX;
@@ -42,7 +42,9 @@ pub(crate) struct Needs {
     /// Of a state; 0 if sequences have none.
     pub(crate) kv_state_bytes: u64,
     pub(crate) train_bytes_per_token: u64,
-    /// Of a training pass that computes nothing twice, for each token beyond that.
+    /// Of a training pass that keeps what goes into each layer, for each token beyond that.
+    pub(crate) checkpoint_bytes_per_token: u64,
+    /// Of a training pass that computes nothing twice, for each token beyond the least.
     pub(crate) kept_bytes_per_token: u64,
     /// What a pass needs whatever its length.
     pub(crate) workspace_bytes: u64,
@@ -168,25 +170,28 @@ impl Budget {
         let free = free.saturating_sub(kv_pages * needs.kv_page_bytes + state_bytes + needs.workspace_bytes);
         let per_token = needs.train_bytes_per_token.max(1);
         let least = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings) as u64 * 8 / 7 + 4;
-        let share = (free / 5 * 3).max((free / 4 * 3).min(least * per_token));
+        let share = (free / 3 * 2).max((free / 4 * 3).min(least * per_token));
         // The longest example, or a pass of many that computes nothing twice.
         let kept = PASS_TOKENS_MAX as u64 * (needs.kept_bytes_per_token / per_token + 2);
-        let useful = (needs.max_position_embeddings as u64).max(kept) * 4 / 3 + 4;
+        let with_checkpoints = per_token + needs.checkpoint_bytes_per_token;
+        let longest_useful = needs.max_position_embeddings as u64 * with_checkpoints / per_token;
+        let useful = longest_useful.max(kept) * 4 / 3 + 4;
         let activation_tokens = (share / per_token).min(useful);
         let activation_bytes = activation_tokens * per_token;
         let activation_tokens = activation_tokens as usize;
         let more_requests = (share.saturating_sub(activation_bytes) / 2).min(REQUEST_BYTES_MAX - requests);
         let requests = requests + more_requests;
         let cache_tokens = (kv_pages as usize).saturating_sub(1) * PAGE_TOKENS;
-        // An eighth stays free for small passes between the layers of a long one.
-        let longest = activation_tokens / 8 * 7;
+        // Some stays free for small passes between the layers of a long one.
+        let longest = activation_tokens.saturating_sub((activation_tokens / 8 + 1).min(PASS_TOKENS_MAX));
+        let ordinary = (activation_bytes / 8 * 7 / with_checkpoints) as usize;
         let adapters = free - activation_bytes - more_requests;
         let max_context_tokens = needs.max_position_embeddings.min(cache_tokens);
         Budget {
             max_context_tokens,
-            max_example_tokens: max_context_tokens.min(longest),
+            max_example_tokens: needs.max_position_embeddings.min(longest),
             cache: Room { pages: kv_pages as usize, states: states as usize },
-            pass_tokens: longest.min(PASS_TOKENS_MAX),
+            pass_tokens: longest.min(PASS_TOKENS_MAX).min(ordinary.max(1)),
             activation_tokens,
             bytes_per_token: per_token,
             buffer_bytes: (memory_bytes - free_of_weights / 16).saturating_sub(requests + pictures.decoding_bytes * 2),
@@ -236,6 +241,7 @@ mod tests {
         kv_page_bytes: 7 << 20,
         kv_state_bytes: 0,
         train_bytes_per_token: 200 << 10,
+        checkpoint_bytes_per_token: 70 << 10,
         kept_bytes_per_token: 2 << 20,
         workspace_bytes: 240 << 20,
         max_position_embeddings: 40_960,
@@ -274,6 +280,7 @@ mod tests {
             kv_page_bytes: 80 << 10,
             kv_state_bytes: 0,
             train_bytes_per_token: 10 << 10,
+            checkpoint_bytes_per_token: 2 << 10,
             kept_bytes_per_token: 20 << 10,
             workspace_bytes: 1 << 20,
             max_position_embeddings: 2048,

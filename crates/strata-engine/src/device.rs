@@ -65,8 +65,8 @@ impl Device {
         let done = if gradients.iter().all(Option::is_none) {
             self.model.forward_with(&batch, &targets.targets, between)
         } else {
-            let kept_layers = self.model.layers_kept_within(kept_bytes, tokens, rank);
-            self.model.forward_backward_with(&batch, &targets.targets, &targets, &mut gradients, kept_layers, between)
+            let keeping = self.model.kept_within(kept_bytes, tokens, rank);
+            self.model.forward_backward_with(&batch, &targets.targets, &targets, &mut gradients, keeping, between)
         };
         done.map(|computed| targets.answers(computed)).map_err(pass_error)
     }
@@ -157,11 +157,15 @@ impl Compute for Device {
     }
 
     fn kept_bytes(&self, parts: &[PassPart<'_, Self>], spare_bytes: u64) -> u64 {
-        if self.switches.computes_again.load(Ordering::Relaxed) || !parts.iter().any(|part| part.backward) {
+        if !parts.iter().any(|part| part.backward) {
             return 0;
         }
         let (tokens, rank) = size_of_pass(parts);
-        self.model.kept_bytes(self.model.layers_kept_within(spare_bytes, tokens, rank), tokens, rank)
+        let mut keeping = self.model.kept_within(spare_bytes, tokens, rank);
+        if self.switches.computes_again.load(Ordering::Relaxed) {
+            keeping.layers = 1;
+        }
+        self.model.kept_bytes(keeping, tokens, rank)
     }
 
     fn pass(

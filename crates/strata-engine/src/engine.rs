@@ -12,7 +12,7 @@ use std::time::Duration;
 use strata_model::checkpoint::AdapterFormat;
 use strata_model::lora::RANK_MAX;
 use strata_model::vision::ImageProcessor;
-use strata_model::{Model, PAGE_TOKENS, Tokenizer, Work};
+use strata_model::{Keeping, Model, PAGE_TOKENS, Tokenizer, Work};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
@@ -118,7 +118,8 @@ impl EngineHandle {
                 kv_page_bytes: model.kv_page_bytes() as u64,
                 kv_state_bytes: model.kv_state_bytes() as u64,
                 train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
-                kept_bytes_per_token: model.kept_bytes(model.config().num_layers, 1, rank),
+                checkpoint_bytes_per_token: model.kept_bytes(Keeping::ALL_CHECKPOINTS, 1, rank),
+                kept_bytes_per_token: model.kept_bytes(Keeping { layers: usize::MAX, ..Keeping::ALL_CHECKPOINTS }, 1, rank),
                 workspace_bytes: model.workspace_bytes() as u64,
                 max_position_embeddings: model.config().max_position_embeddings,
                 pictures: PictureNeeds {

@@ -36,6 +36,6 @@ pub use config::{Int4Form, ModelConfig};
 pub use embedded::EMBEDDED_NAME;
 pub use error::{Error, Result};
 pub use kv_cache::{KvCache, PAGE_TOKENS};
-pub use model::{Model, Targets, TokenLoss, UnwrittenCopy, random_parameter, write_merged};
+pub use model::{Keeping, Model, Targets, TokenLoss, UnwrittenCopy, random_parameter, write_merged};
 pub use source::ModelSource;
 pub use tokenizer::{SpecialTokens, StreamDecoder, Tokenizer};

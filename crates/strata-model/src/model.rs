@@ -33,9 +33,29 @@ const TOKEN_LISTS_BYTES: usize = 128;
 /// What small allocations and the scratch of matrix products come to.
 const SMALL_BUFFERS_BYTES: usize = 2 << 20;
 
-/// Bytes of buffers for this many bytes: sizes are rounded up so that buffers can be used again, by an eighth at most.
+/// Bytes of buffers for this many bytes: sizes are rounded up so that buffers can be used again, by a sixteenth at most.
 fn with_rounding(bytes: usize) -> usize {
-    bytes + bytes / 8
+    bytes + bytes / 16
+}
+
+/// What a training pass keeps in memory until the way back; what it does not keep it computes again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keeping {
+    /// The last layers of which all is kept that the way back needs; one at least, which would be needed at once.
+    pub layers: usize,
+    /// Of the layers before, only what goes into the first of so many is kept: all but the last of them are computed twice again. 1: what goes into each.
+    pub every: usize,
+}
+
+impl Keeping {
+    /// What goes into each layer.
+    pub const ALL_CHECKPOINTS: Keeping = Keeping { layers: 1, every: 1 };
+
+    /// The most values of the residual stream that are in memory at the same time, those that go into layers, if only the last is kept.
+    pub(crate) fn checkpoints(self, num_layers: usize) -> usize {
+        // Those of runs of layers, and those within the one that is gone back through, or that of the last.
+        (num_layers.max(1) - 1).div_ceil(self.every) + (self.every - 1).max(1)
+    }
 }
 
 /// Targets of a training or scoring pass: for each token of the batch any number of token ids whose log-probabilities are wanted.
@@ -249,7 +269,14 @@ impl Model {
     /// `n * (train_bytes_per_token() + lora_bytes_per_token(r)) + workspace_bytes()`, and 64 bytes for each target; a pass that only scores and a
     /// [`Model::step`] take less. The batch, weights, adapters and gradients are not in it.
     pub fn train_bytes_per_token(&self) -> usize {
-        with_rounding(self.decoder.train_bytes_per_token(self.backend()) + TOKEN_LISTS_BYTES)
+        with_rounding(self.decoder.train_bytes_per_token(self.backend(), self.least_kept()) + TOKEN_LISTS_BYTES)
+    }
+
+    /// What takes the least memory, and of that the least time.
+    pub fn least_kept(&self) -> Keeping {
+        let bytes = |every: &usize| Keeping { layers: 1, every: *every }.checkpoints(self.config.num_layers);
+        let every = (1..=self.config.num_layers).min_by_key(bytes).unwrap_or(1);
+        Keeping { layers: 1, every }
     }
 
     /// Bytes that adapters of ranks up to `rank` add to [`Model::train_bytes_per_token`].
@@ -260,20 +287,36 @@ impl Model {
         with_rounding(rank * (self.lora_modules().len() * narrow + 3 * wide + 3 * narrow) + TOKEN_LISTS_BYTES)
     }
 
-    /// Bytes that a training pass takes beyond [`Model::train_bytes_per_token`] if it keeps the activations of its last `layers` layers, over `tokens` tokens with adapters
-    /// of ranks up to `rank`: those of one have their place there.
-    pub fn kept_bytes(&self, layers: usize, tokens: usize, rank: usize) -> u64 {
-        let further = layers.min(self.config.num_layers).saturating_sub(1) as u64;
-        (tokens as u64).saturating_mul(self.kept_bytes_per_token(rank)).saturating_mul(further)
+    /// Bytes that a training pass over `tokens` tokens, with adapters of ranks up to `rank`, takes beyond [`Model::train_bytes_per_token`] if it keeps more than
+    /// [`Model::least_kept`].
+    pub fn kept_bytes(&self, keeping: Keeping, tokens: usize, rank: usize) -> u64 {
+        let further = keeping.layers.min(self.config.num_layers).saturating_sub(1) as u64;
+        let of_token = self.checkpoint_bytes_per_token(keeping) + self.layer_bytes_per_token(rank).saturating_mul(further);
+        of_token.saturating_mul(tokens as u64)
     }
 
-    /// The most layers whose [`Model::kept_bytes`] are within `bytes`.
-    pub fn layers_kept_within(&self, bytes: u64, tokens: usize, rank: usize) -> usize {
-        let of_layer = (tokens as u64).saturating_mul(self.kept_bytes_per_token(rank)).max(1);
-        usize::try_from(bytes / of_layer).unwrap_or(usize::MAX).saturating_add(1).min(self.config.num_layers)
+    /// What takes the least time of what has [`Model::kept_bytes`] within `bytes`: what goes into each layer, and then whole layers.
+    pub fn kept_within(&self, bytes: u64, tokens: usize, rank: usize) -> Keeping {
+        let least = self.least_kept();
+        let fits = |every: &usize| self.kept_bytes(Keeping { every: *every, ..least }, tokens, rank) <= bytes;
+        let keeping = Keeping { every: (1..least.every).find(fits).unwrap_or(least.every), ..least };
+        if keeping.every > 1 {
+            return keeping;
+        }
+        let spare = bytes - self.kept_bytes(keeping, tokens, rank);
+        let of_layer = (tokens as u64).saturating_mul(self.layer_bytes_per_token(rank)).max(1);
+        let layers = usize::try_from(spare / of_layer).unwrap_or(usize::MAX).saturating_add(1);
+        Keeping { layers: layers.min(self.config.num_layers), ..keeping }
     }
 
-    fn kept_bytes_per_token(&self, rank: usize) -> u64 {
+    /// For what goes into layers, beyond the least.
+    fn checkpoint_bytes_per_token(&self, keeping: Keeping) -> u64 {
+        let count = |keeping: Keeping| keeping.checkpoints(self.config.num_layers);
+        let further = count(keeping).saturating_sub(count(self.least_kept()));
+        with_rounding(further * self.config.hidden_size * DType::F32.size_bytes()) as u64
+    }
+
+    fn layer_bytes_per_token(&self, rank: usize) -> u64 {
         let products = rank.next_multiple_of(2) * self.lora_modules().len() * self.dtype.size_bytes();
         with_rounding(self.decoder.layer_bytes_per_token(self.backend()).kept + products) as u64
     }
@@ -363,7 +406,7 @@ impl Model {
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend()).with_repeats(inputs.repeats.clone());
-        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(0), None, between)?;
+        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(Keeping::ALL_CHECKPOINTS), None, between)?;
         Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
     }
 
@@ -380,11 +423,11 @@ impl Model {
         loss: &dyn TokenLoss,
         gradients: &mut [Option<&mut LoraParams>],
     ) -> Result<Vec<f32>> {
-        self.forward_backward_with(batch, targets, loss, gradients, 0, &mut || ControlFlow::Continue(()))
+        let keeping = self.least_kept();
+        self.forward_backward_with(batch, targets, loss, gradients, keeping, &mut || ControlFlow::Continue(()))
     }
 
-    /// As [`Model::forward_backward`], with the activations of the last `kept_layers` layers in memory until the way back (one for nothing): those of the others are
-    /// computed again. Calls `between` after each chunk of logits and after each decoder layer in both directions, if others come after it. Nothing is
+    /// As [`Model::forward_backward`], with more or less kept in memory until the way back. Calls `between` after each chunk of logits and after each decoder layer in both directions, if others come after it. Nothing is
     /// locked meanwhile: it may run other passes on this model. No bit of a result depends on either.
     ///
     /// # Errors
@@ -396,7 +439,7 @@ impl Model {
         targets: &Targets,
         loss: &dyn TokenLoss,
         gradients: &mut [Option<&mut LoraParams>],
-        kept_layers: usize,
+        keeping: Keeping,
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         if gradients.len() != batch.groups.len() {
@@ -405,7 +448,7 @@ impl Model {
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::recording(self.backend()).with_repeats(inputs.repeats.clone());
-        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(kept_layers.max(1)), None, between)?;
+        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(keeping), None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
         let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
         let dhidden = dhidden.expect("a loss was given");
@@ -468,7 +511,7 @@ impl Model {
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
         let hidden =
-            self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(0), observer, &mut || ControlFlow::Continue(()))?;
+            self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(Keeping::ALL_CHECKPOINTS), observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.decoder.unembedding();
         let logits = tape.linear(&hidden, Linear { weight: w, bias: None, lora: inputs.lora(0, &[(module, 0)]) })?;
         observe(Observed::Logits, logits.value())

@@ -137,9 +137,12 @@ pub trait Backend: Memory + Send + Sync {
     /// Bytes of scratch that a product takes beside its operands, whose left side has so many rows of this width and dtype.
     fn matmul_scratch_bytes(&self, rows: usize, width: usize, dtype: DType) -> usize;
 
-    /// Bytes of scratch that [`Backend::attention`] and its gradient take beside their inputs and outputs, however many tokens there are; what
-    /// the gradient takes for each token of one long sequence is at most `(heads + 1) * max(head_dim, value width)` f32 numbers five times over. `dtype` is that of queries, keys and values.
+    /// Bytes of scratch that [`Backend::attention`] and its gradient take beside their inputs and outputs, however many tokens there are. `dtype` is that of
+    /// queries, keys and values.
     fn attention_scratch_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize;
+
+    /// Bytes that the gradient takes for each token of the longest sequence, where that is more than [`Backend::attention_scratch_bytes`].
+    fn attention_gradient_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize;
 
     /// Refuses numbers of heads, and widths of them, that [`Backend::attention`] and what goes with it cannot compute.
     ///

@@ -147,6 +147,11 @@ impl<'b> Backward<'b> {
         Backward { backend, lora, gradients: Vec::new(), between: None }
     }
 
+    /// Asks whether to go on, where that is asked at all.
+    fn go_on(&mut self) -> Result<()> {
+        self.between.as_mut().map_or(Ok(()), |between| go_on(between))
+    }
+
     /// Adds a gradient to a value's.
     ///
     /// # Errors
@@ -292,29 +297,61 @@ impl<'a> Tape<'a> {
     /// # Errors
     /// Those of `layer`.
     pub fn checkpoint(&mut self, x: &Var, layer: impl Fn(&mut Tape<'a>, &Var) -> Result<Var> + 'a) -> Result<Var> {
-        let backend = self.backend;
-        let input = Var { value: x.shared(), node: None };
-        let mut first = Tape::inference(backend).with_repeats(self.repeats.clone());
-        let y = layer(&mut first, &input)?;
+        self.checkpoint_run(x, 1, move |_, tape, x| layer(tape, x), &mut |_, _| Ok(()))
+    }
+
+    /// As [`Tape::checkpoint`] of each of `count` layers, one after another, but keeps only what goes into the first: the backward pass runs all but the last once more
+    /// for what goes into the others. Shows `after` what comes out of each. The bits are the same.
+    ///
+    /// # Errors
+    /// Those of `layer` and of `after`.
+    pub fn checkpoint_run<E: From<Error>>(
+        &mut self,
+        x: &Var,
+        count: usize,
+        layer: impl Fn(usize, &mut Tape<'a>, &Var) -> Result<Var> + 'a,
+        after: &mut dyn FnMut(usize, &Tensor) -> Result<(), E>,
+    ) -> Result<Var, E> {
+        let (backend, repeats) = (self.backend, self.repeats.clone());
+        let unrecorded = move || Tape::inference(backend).with_repeats(repeats.clone());
+        let mut y = self.shared_constant(x.shared());
+        let mut num_ops = Vec::with_capacity(count);
+        for i in 0..count {
+            let mut tape = unrecorded();
+            y = layer(i, &mut tape, &y)?;
+            after(i, y.value())?;
+            num_ops.push(tape.num_ops);
+        }
         if !self.recording {
             return Ok(y);
         }
-        // The value of the layer is known; the second time only the way to it is wanted.
-        let last_op = first.num_ops.checked_sub(1);
-        let (x, x_node, repeats) = (x.shared(), x.node, self.repeats.clone());
-        Ok(self.push(y.value, move |pass, dy| {
-            let mut inner = Tape { valueless_op: last_op, repeats, ..Tape::recording(backend) };
-            let input = match x_node {
-                // A leaf: its backward has nothing more to do, its gradient is what we are after.
-                Some(_) => inner.push(x, |_, _| Ok(())),
-                None => Var { value: x, node: None },
-            };
-            let y = layer(&mut inner, &input)?;
-            drop(input);
-            if let Some(dx) = inner.backward_to_first(y, dy, pass.lora, None)? {
-                pass.accumulate(x_node, dx)?;
+        let (x_node, x) = (x.node, x.shared());
+        Ok(self.push(y.value, move |pass, mut dy| {
+            let mut inputs = vec![Var { value: x, node: None }];
+            for i in 1..count {
+                let x = layer(i - 1, &mut unrecorded(), &inputs[i - 1])?;
+                inputs.push(x);
+                pass.go_on()?;
             }
-            pass.between.as_mut().map_or(Ok(()), |between| go_on(between))
+            for (i, num_ops) in num_ops.into_iter().enumerate().rev() {
+                let Some(x) = inputs.pop() else { break };
+                // The value of the layer is known; now only the way to it is wanted.
+                let mut inner = Tape { recording: true, valueless_op: num_ops.checked_sub(1), ..unrecorded() };
+                let x = match i > 0 || x_node.is_some() {
+                    // A leaf: its backward has nothing more to do, its gradient is what we are after.
+                    true => inner.push(x.value, |_, _| Ok(())),
+                    false => x,
+                };
+                let y = layer(i, &mut inner, &x)?;
+                drop(x);
+                let Some(dx) = inner.backward_to_first(y, dy, pass.lora, None)? else { return pass.go_on() };
+                dy = dx;
+                if i > 0 {
+                    pass.go_on()?;
+                }
+            }
+            pass.accumulate(x_node, dy)?;
+            pass.go_on()
         }))
     }
 
@@ -327,7 +364,7 @@ impl<'a> Tape<'a> {
         let Some(node) = x.node else { return layer(self, x) };
         let begin = self.push(x.shared(), move |pass, dx| {
             pass.accumulate(Some(node), dx)?;
-            pass.between.as_mut().map_or(Ok(()), |between| go_on(between))
+            pass.go_on()
         });
         layer(self, &begin)
     }

@@ -177,7 +177,10 @@ impl Attention {
         let g = &self.geometries[0];
         let (qkv, attention) = (self.layout.width, g.heads * g.head_dim);
         let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
-        let gradients = (wide + narrow) * qkv + 6 * wide * attention + 5 * wide * g.head_dim + 2 * wide * hidden;
+        // Of what attention found, gated and not; of q, k and v, and rounded; and what attention goes back in.
+        let found = wide * attention * if self.layout.gate.is_some() { 2 } else { 1 };
+        let gradients =
+            found + (wide + narrow) * qkv + backend.attention_gradient_bytes(g, dtype) + 2 * wide * hidden;
         let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, g, dtype) / (KV_PAGE_TOKENS * 64);
         TokenBytes { saved: (wide + narrow) * qkv + narrow * attention + wide * g.heads, gradients: gradients.max(pages) }
     }
@@ -298,8 +301,9 @@ impl GatedMlp {
         // What is gated is not rounded before; the gate is a number, and its gradient one.
         let (ungated, gate) = if self.output_gate.is_some() { (wide * mlp, 2 * wide) } else { (0, 0) };
         TokenBytes {
-            saved: wide * hidden + 2 * narrow * hidden + (2 * wide + narrow) * mlp + ungated + gate,
-            gradients: (wide + 2 * narrow) * mlp + (2 * wide + narrow) * hidden + 2 * ungated + gate,
+            saved: (wide + narrow) * hidden + (2 * wide + narrow) * mlp + ungated + gate,
+            // Of what is between the projections, and rounded of what comes out of the first two: what went into the last is gone by then.
+            gradients: (wide + narrow) * mlp + (wide + narrow) * hidden + 2 * ungated + gate,
         }
     }
 }

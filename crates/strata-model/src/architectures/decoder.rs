@@ -4,8 +4,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use strata_tensor::{
-    AttentionGeometry, Backend, Between, DELTA_CHUNK, DType, DeltaGeometry, EmbeddingTable, PackedRef, Tape, Var, WeightFormat,
-    attention_pages_bytes, go_on,
+    AttentionGeometry, Backend, Between, DELTA_CHUNK, DType, DeltaGeometry, EmbeddingTable, PackedRef, Tape, Tensor, Var,
+    WeightFormat, attention_pages_bytes, go_on,
 };
 
 use super::blocks::Pass;
@@ -15,6 +15,7 @@ use super::{BatchInputs, Observed, Observer, WeightSource};
 use crate::config::Rope;
 use crate::kv_cache::{LayerAccess, LayerLayout};
 use crate::lora::{LoraModule, Part};
+use crate::model::Keeping;
 use crate::vision::Patches;
 use crate::{Error, KvCache, ModelConfig, Result};
 
@@ -76,8 +77,8 @@ impl LayerBytes {
 pub(crate) enum Leaves<'c> {
     /// Keys and values, in a cache.
     Cache(&'c mut KvCache),
-    /// The way back, if the tape records: all that it needs of so many layers, the last ones, and of the others what goes into them.
-    Activations(usize),
+    /// The way back, if the tape records.
+    Activations(Keeping),
 }
 
 /// The unembedding's place in adapters.
@@ -175,32 +176,62 @@ impl Decoder {
             Some(table) => EmbeddingTable::Rows(table),
             None => EmbeddingTable::Tied(self.unembedding().0),
         };
-        let mut see = |what, value: &Var| match &mut observe {
-            Some(observe) => observe(what, value.value()),
+        let mut see = |what, value: &Tensor| match &mut observe {
+            Some(observe) => observe(what, value),
             None => Ok(()),
         };
         let mut x = tape.embedding(table, inputs.embedding_lora(self.plan.embedding_module), &inputs.batch.tokens)?;
         x = tape.replace_rows(x, &inputs.image_rows(|features| Some(&features.embeddings)))?;
-        see(Observed::Embeddings, &x)?;
-        for l in 0..self.num_layers {
+        see(Observed::Embeddings, x.value())?;
+        let mut l = 0;
+        while l < self.num_layers {
+            let first = l;
+            let mut after = |i: usize, x: &Tensor| -> Result<()> {
+                see(Observed::LayerOutput(first + i), x)?;
+                Ok(go_on(between)?)
+            };
             x = match &mut leaves {
-                Leaves::Cache(cache) => self.plan.layers.layer(&pass, tape, l, &x, cache.layer_mut(l))?,
-                Leaves::Activations(layers) => {
-                    let (pass, kept) = (pass.clone(), l + *layers >= self.num_layers);
-                    let layer =
-                        move |tape: &mut Tape<'a>, x: &Var| self.plan.layers.layer(&pass, tape, l, x, LayerAccess::None);
-                    if kept { tape.keep(&x, layer)? } else { tape.checkpoint(&x, layer)? }
+                Leaves::Cache(cache) => {
+                    let x = self.plan.layers.layer(&pass, tape, l, &x, cache.layer_mut(l))?;
+                    see(Observed::LayerOutput(l), x.value())?;
+                    l += 1;
+                    x
+                }
+                Leaves::Activations(keeping) => {
+                    let run = self.layers_from(first, &pass);
+                    let checkpointed = self.num_layers.saturating_sub(keeping.layers.max(1));
+                    if first < checkpointed {
+                        let count = keeping.every.clamp(1, checkpointed - first);
+                        l += count;
+                        tape.checkpoint_run(&x, count, run, &mut after)?
+                    } else {
+                        let x = tape.keep(&x, |tape, x| run(0, tape, x))?;
+                        after(0, x.value())?;
+                        l += 1;
+                        x
+                    }
                 }
             };
-            see(Observed::LayerOutput(l), &x)?;
-            x = tape.add_rows(x, &inputs.image_rows(|features| features.deepstack.get(l)))?;
-            if matches!(leaves, Leaves::Activations(_)) {
-                go_on(between)?;
-            }
+            x = tape.add_rows(x, &inputs.deepstack(l - 1))?;
         }
         let x = pass.norm(tape, &x, self.plan.norm, 0)?;
-        see(Observed::FinalNorm, &x)?;
+        see(Observed::FinalNorm, x.value())?;
         Ok(x)
+    }
+
+    /// Layers of whole sequences, by how many come after `first`; those after it begin with adding what the one before adds of pictures.
+    fn layers_from<'a>(
+        &'a self,
+        first: usize,
+        pass: &Pass<'a>,
+    ) -> impl Fn(usize, &mut Tape<'a>, &Var) -> strata_tensor::Result<Var> + 'a {
+        let pass = pass.clone();
+        move |i, tape, x| {
+            let l = first + i;
+            let added = if i > 0 { pass.inputs.deepstack(l - 1) } else { Vec::new() };
+            let x = tape.add_rows(x.clone(), &added)?;
+            self.plan.layers.layer(&pass, tape, l, &x, LayerAccess::None)
+        }
     }
 
     /// What a picture is to the decoder.
@@ -256,10 +287,10 @@ impl Decoder {
     }
 
     /// As [`crate::Model::train_bytes_per_token`].
-    pub(crate) fn train_bytes_per_token(&self, backend: &dyn Backend) -> usize {
+    pub(crate) fn train_bytes_per_token(&self, backend: &dyn Backend, keeping: Keeping) -> usize {
         let (wide, narrow) = (DType::F32.size_bytes(), self.dtype.size_bytes());
-        // A checkpoint for each layer, angles, and the gradient and value of the residual stream on their way.
-        let stream = wide * (self.hidden_size * (self.num_layers + 4) + self.plan.rope.rotary_dim);
+        // What goes into layers, angles, and the gradient and value of the residual stream on their way.
+        let stream = wide * (self.hidden_size * (keeping.checkpoints(self.num_layers) + 2) + self.plan.rope.rotary_dim);
         let layer = self.layer_bytes_per_token(backend).peak;
         // Rows of odd width are copied for products of pairs.
         let copied = self.plan.declaration.widths().filter(|width| width % 2 == 1).max().unwrap_or(0);

@@ -269,7 +269,9 @@ impl MultiHeadLatentAttention {
         // The gradient of what attention finds, of absorbed queries, exact and rounded, and of what those are made of.
         let gradients =
             wide * (found + absorbed + 2 * g.head_dim) + narrow * absorbed + (wide + narrow) * (query + result + query_latent);
+        // Before that, those of what attention finds and reads, and what it goes back in.
+        let attended = wide * (found + absorbed + g.head_dim) + backend.attention_gradient_bytes(&g, dtype);
         let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, &g, dtype) / (KV_PAGE_TOKENS * 64);
-        TokenBytes { saved, gradients: gradients.max(pages) + 2 * wide * hidden }
+        TokenBytes { saved, gradients: gradients.max(attended).max(pages) + 2 * wide * hidden }
     }
 }

@@ -465,6 +465,11 @@ impl<'a> BatchInputs<'a> {
         self.batch.images.iter().filter_map(rows).collect()
     }
 
+    /// What pictures add to the residual stream after a layer.
+    pub(crate) fn deepstack(&self, layer: usize) -> Vec<(std::ops::Range<usize>, TensorRef<'a>)> {
+        self.image_rows(|features| features.deepstack.get(layer))
+    }
+
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.
     pub(crate) fn lora(&self, layer: usize, projections: &[(usize, usize)]) -> Rc<[LoraGroup<'a>]> {
         self.batch

@@ -96,12 +96,20 @@ fn gradient_bits(model: &Model, params: &LoraParams) -> Vec<u32> {
 
 /// Log-probabilities and gradients of a training pass.
 fn train(model: &Model, adapter: &Adapter, rank: usize, lengths: &[usize], between: &mut Between<'_>) -> Result<[Vec<u32>; 2]> {
-    train_keeping(0, model, adapter, rank, lengths, between)
+    train_keeping(Keeping::ALL_CHECKPOINTS, model, adapter, rank, lengths, between)
 }
 
-/// As [`train`], with the activations of so many layers in memory.
+/// What a pass may keep beside the input of each layer: more of the last layers, fewer inputs, and some of both.
+fn other_than_checkpoints(config: &ModelConfig) -> impl Iterator<Item = Keeping> {
+    let num_layers = config.num_layers;
+    let more = (2..=num_layers).map(|layers| Keeping { layers, every: 1 });
+    let fewer = (2..=num_layers).map(|every| Keeping { layers: 1, every });
+    more.chain(fewer).chain([Keeping { layers: 2, every: num_layers - 1 }])
+}
+
+/// As [`train`], with this in memory.
 fn train_keeping(
-    layers: usize,
+    keeping: Keeping,
     model: &Model,
     adapter: &Adapter,
     rank: usize,
@@ -111,7 +119,7 @@ fn train_keeping(
     let (batch, targets) = batch(adapter, lengths);
     let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora(rank))?;
     let logprobs =
-        model.forward_backward_with(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)], layers, between)?;
+        model.forward_backward_with(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)], keeping, between)?;
     Ok([bits(&logprobs), gradient_bits(model, &gradients)])
 }
 
@@ -143,17 +151,20 @@ fn other_passes_may_run_between_the_layers_of_a_pass_and_no_bit_changes() {
     let alone = train(&model, &outer, 4, &[33, 70], undisturbed).unwrap();
     let small = train(&model, &inner, 6, &[5, 2], undisturbed).unwrap();
     let sampled = decode(&model, &inner);
-    // Each layer forward, the one chunk of logits, each layer backward; with the activations of the first nothing comes after it.
-    for (layers, back) in [(0, 3), (2, 3), (3, 2)] {
+    // Each layer forward, the one chunk of logits, each layer backward; with the activations of the first nothing comes after it. What goes into the second is found again.
+    let all = (1..=3).flat_map(|layers| (1..=3).map(move |every| Keeping { layers, every })).collect::<Vec<_>>();
+    for (keeping, back) in [((1, 1), 3), ((2, 1), 3), ((3, 1), 2), ((1, 2), 4), ((1, 3), 4), ((2, 3), 3)] {
+        let keeping = Keeping { layers: keeping.0, every: keeping.1 };
         let mut calls = 0;
-        let disturbed = train_keeping(layers, &model, &outer, 4, &[33, 70], &mut || {
+        let disturbed = train_keeping(keeping, &model, &outer, 4, &[33, 70], &mut || {
             calls += 1;
-            assert_eq!(train_keeping(calls % 4, &model, &inner, 6, &[5, 2], &mut || ControlFlow::Continue(())).unwrap(), small);
+            let keeping = all[calls % all.len()];
+            assert_eq!(train_keeping(keeping, &model, &inner, 6, &[5, 2], &mut || ControlFlow::Continue(())).unwrap(), small);
             assert_eq!(decode(&model, &inner), sampled);
             ControlFlow::Continue(())
         });
         assert_eq!(disturbed.unwrap(), alone);
-        assert_eq!(calls, 3 + 1 + back, "activations of {layers} layers are kept");
+        assert_eq!(calls, 3 + 1 + back, "{keeping:?}");
     }
     let (batch, targets) = batch(&outer, &[33, 70]);
     let mut calls = 0;
@@ -170,13 +181,14 @@ fn other_passes_may_run_between_the_layers_of_a_pass_and_no_bit_changes() {
 fn a_pass_ends_where_it_is_interrupted() {
     let model = model();
     let (_, adapter) = adapter(&model, 4);
-    for (layers, stop) in (1..=7).map(|stop| (0, stop)).chain((1..=6).map(|stop| (3, stop))) {
+    let stops = [((1, 1), 7), ((3, 1), 6), ((1, 2), 8)];
+    for ((layers, every), stop) in stops.into_iter().flat_map(|(keeping, calls)| (1..=calls).map(move |stop| (keeping, stop))) {
         let mut calls = 0;
         let mut between = || {
             calls += 1;
             if calls == stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        let result = train_keeping(layers, &model, &adapter, 4, &[33, 70], &mut between);
+        let result = train_keeping(Keeping { layers, every }, &model, &adapter, 4, &[33, 70], &mut between);
         assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
         assert_eq!(calls, stop, "nothing runs on after the interruption");
     }
@@ -272,9 +284,9 @@ fn with_quantized_weights_sampling_and_training_agree_to_the_bit_on_any_number_o
             assert!(gradients.iter().any(|&g| g != 0), "{context}");
             let first = of_one_thread.get_or_insert_with(|| (trained.clone(), gradients.clone()));
             assert!(*first == (trained, gradients), "{threads} threads instead of 1, {context}");
-            for layers in (2..=config.num_layers).filter(|_| threads == 3) {
-                let [trained, gradients] = train_keeping(layers, &model, &adapter, 4, &lengths, undisturbed).unwrap();
-                assert!(*first == (trained, gradients), "activations of {layers} layers are kept, {context}");
+            for keeping in other_than_checkpoints(&config).filter(|_| threads == 3) {
+                let [trained, gradients] = train_keeping(keeping, &model, &adapter, 4, &lengths, undisturbed).unwrap();
+                assert!(*first == (trained, gradients), "{keeping:?}, {context}");
             }
         }
         let dense = on_threads(1, WeightStorage::Dense);
@@ -722,9 +734,9 @@ fn of_every_family_sampling_and_training_agree_to_the_bit_in_any_company_on_any_
             assert!(gradients.iter().filter(|&&g| g != 0).count() * 2 > gradients.len(), "{context}");
             let first = of_one_thread.get_or_insert_with(|| (trained.clone(), gradients.clone()));
             assert!(*first == (trained, gradients), "{threads} threads instead of 1, {context}");
-            for layers in (2..=config.num_layers).filter(|_| threads == 3) {
-                let [trained, gradients] = train_keeping(layers, &model, &adapter, 4, &lengths, undisturbed).unwrap();
-                assert!(*first == (trained, gradients), "activations of {layers} layers are kept, {context}");
+            for keeping in other_than_checkpoints(&config).filter(|_| threads == 3) {
+                let [trained, gradients] = train_keeping(keeping, &model, &adapter, 4, &lengths, undisturbed).unwrap();
+                assert!(*first == (trained, gradients), "{keeping:?}, {context}");
             }
         }
     }

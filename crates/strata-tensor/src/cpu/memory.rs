@@ -229,13 +229,13 @@ impl Allocation {
     }
 }
 
-/// Rounds up so that nearly equal requests share buffers: to an eighth of the next lower power of two.
+/// Rounds up so that nearly equal requests share buffers: to a sixteenth of the next lower power of two.
 fn capacity_for(len: usize) -> Option<usize> {
     let len = len.max(1);
     if len < POOLED_MIN_BYTES {
         return Some(len.next_multiple_of(64));
     }
-    let step = (1usize << len.ilog2()) / 8;
+    let step = (1usize << len.ilog2()) / 16;
     len.checked_next_multiple_of(step)
 }
 
@@ -507,7 +507,7 @@ mod tests {
     fn capacities_waste_at_most_an_eighth() {
         for len in [1, 63, 64, 65_536, 65_537, 1_000_000, 155_000_001] {
             let c = capacity_for(len).unwrap();
-            assert!(c >= len && c <= len + len / 8 + 64, "{len} -> {c}");
+            assert!(c >= len && c <= len + len / 16 + 64, "{len} -> {c}");
         }
     }
 }

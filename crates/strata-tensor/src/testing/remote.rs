@@ -480,6 +480,10 @@ impl Backend for RemoteBackend {
         self.cpu.matmul_scratch_bytes(rows, width, dtype)
     }
 
+    fn attention_gradient_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize {
+        self.cpu.attention_gradient_bytes(g, dtype)
+    }
+
     fn attention_scratch_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize {
         self.cpu.attention_scratch_bytes(g, dtype)
     }

@@ -63,14 +63,14 @@ fn packed<'a>(groups: &Groups<'a>) -> PackedBatch<'a> {
 }
 
 /// Log-probabilities of all groups, and the gradients of each.
-fn together(model: &Model, groups: &Groups<'_>, kind: usize, kept_layers: usize) -> (Vec<u32>, Vec<Vec<u32>>) {
+fn together(model: &Model, groups: &Groups<'_>, kind: usize, keeping: Keeping) -> (Vec<u32>, Vec<Vec<u32>>) {
     let batch = packed(groups);
     let targets = targets_of(&groups.iter().flat_map(|(.., sequences)| sequences.clone()).collect::<Vec<_>>());
     let mut sums: Vec<LoraParams> = groups.iter().map(|(_, rank, _)| zeros(model, *rank)).collect();
     let mut gradients: Vec<Option<&mut LoraParams>> = sums.iter_mut().map(Some).collect();
     let loss = weights_of(targets.ids.len(), kind);
     let go_on = &mut || ControlFlow::Continue(());
-    let logprobs = model.forward_backward_with(&batch, &targets, &loss, &mut gradients, kept_layers, go_on).unwrap();
+    let logprobs = model.forward_backward_with(&batch, &targets, &loss, &mut gradients, keeping, go_on).unwrap();
     let scored = model.forward(&batch, &targets).unwrap();
     assert_eq!(bits(&scored), bits(&logprobs));
     (bits(&logprobs), sums.iter().map(|sum| gradient_bits(model, sum)).collect())
@@ -122,15 +122,14 @@ fn of_every_family_sequences_that_begin_alike_have_the_bits_that_each_has_alone(
                 assert!(shares(&model, &groups), "{context}");
                 for kind in 0..3 {
                     let expected = alone(&model, &groups, kind);
-                    for kept_layers in [0, 2, config.num_layers] {
-                        assert!(
-                            together(&model, &groups, kind, kept_layers) == expected,
-                            "{kept_layers} layers kept, loss {kind}, {context}"
-                        );
+                    for (layers, every) in [(1, 1), (2, 1), (config.num_layers, 1), (1, 2)] {
+                        let keeping = Keeping { layers, every };
+                        let together = together(&model, &groups, kind, keeping);
+                        assert!(together == expected, "{keeping:?}, loss {kind}, {context}");
                     }
                     let chunk_bytes = model.logits_chunk_bytes;
                     model.set_logits_chunk_bytes(0);
-                    assert!(together(&model, &groups, kind, 0) == expected, "small chunks, loss {kind}, {context}");
+                    assert!(together(&model, &groups, kind, model.least_kept()) == expected, "small chunks, loss {kind}, {context}");
                     model.set_logits_chunk_bytes(chunk_bytes);
                 }
             }

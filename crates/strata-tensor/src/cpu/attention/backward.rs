@@ -173,6 +173,11 @@ fn page_bytes<T: Element + Plain>(g: &AttentionGeometry) -> usize {
     Keys::bytes::<T>(g) + g.heads / g.kv_heads * Queries::<T>::bytes(g)
 }
 
+/// Bytes that the backward pass takes for each token of a long sequence.
+pub(crate) fn gradient_bytes_per_token<T: Element + Plain>(g: &AttentionGeometry) -> usize {
+    page_bytes::<T>(g).div_ceil(PAGE)
+}
+
 /// Bytes that the backward pass takes at once whatever its tokens: a round, and what the threads work in.
 pub(crate) fn round_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
     num_threads * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g) + block_scratch_bytes::<T>() + pack_scratch_bytes::<T>(g))

@@ -12,7 +12,7 @@ mod backward;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use backward::{AttentionGradient, backward};
+pub(crate) use backward::{AttentionGradient, backward, gradient_bytes_per_token};
 
 use std::ops::Range;
 

@@ -127,6 +127,10 @@ impl Backend for CpuBackend {
         with_element!(dtype, T => attention::scratch_bytes::<T>(g, self.pool.num_threads()))
     }
 
+    fn attention_gradient_bytes(&self, g: &AttentionGeometry, dtype: DType) -> usize {
+        with_element!(dtype, T => attention::gradient_bytes_per_token::<T>(g))
+    }
+
     fn numerics(&self) -> String {
         match TileKernel::new(self.arithmetic, DType::BF16) {
             // It rounds products before it adds them, in all else.
