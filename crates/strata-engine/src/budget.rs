@@ -7,7 +7,7 @@
 //! The reserve (1/16 of what the weights leave) is for what is not counted one by one: tables, threads, the allocator's slack. Of the rest
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
 //! for results. Where a model sees, pictures get a sixth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
-//! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split two to one between activations and adapters, or up to
+//! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split five to three between activations and adapters, or up to
 //! three to one where activations would not suffice for a useful context. A pass that does not need all of it keeps activations
 //! that it would else compute again. Freed tensors wait for the next ones in what those in use leave. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
 //! longest sequence (what the cache holds), the longest training example (what activations hold, as little of them as can be), the tokens of a
@@ -170,7 +170,7 @@ impl Budget {
         let free = free.saturating_sub(kv_pages * needs.kv_page_bytes + state_bytes + needs.workspace_bytes);
         let per_token = needs.train_bytes_per_token.max(1);
         let least = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings) as u64 * 8 / 7 + 4;
-        let share = (free / 3 * 2).max((free / 4 * 3).min(least * per_token));
+        let share = (free / 8 * 5).max((free / 4 * 3).min(least * per_token));
         // The longest example, or a pass of many that computes nothing twice.
         let kept = PASS_TOKENS_MAX as u64 * (needs.kept_bytes_per_token / per_token + 2);
         let with_checkpoints = per_token + needs.checkpoint_bytes_per_token;

@@ -511,7 +511,9 @@ impl Model {
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
         let hidden =
-            self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(Keeping::ALL_CHECKPOINTS), observer, &mut || ControlFlow::Continue(()))?;
+            self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(Keeping::ALL_CHECKPOINTS), observer, &mut || {
+                ControlFlow::Continue(())
+            })?;
         let (w, module) = self.decoder.unembedding();
         let logits = tape.linear(&hidden, Linear { weight: w, bias: None, lora: inputs.lora(0, &[(module, 0)]) })?;
         observe(Observed::Logits, logits.value())

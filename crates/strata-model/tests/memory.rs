@@ -519,10 +519,7 @@ fn check_passes(config: &ModelConfig, dtype: DType, (rank, embedding): (usize, b
         let gradients = &mut [Some(&mut gradients)];
         let kept =
             peak_bytes(|| drop(model.forward_backward_with(&batch, &targets, &CrossEntropy, gradients, keeping, between)));
-        assert!(
-            kept as u64 <= said,
-            "{kept} bytes with {keeping:?}, said {said}: {config:?} {dtype} rank {rank} {lengths:?}"
-        );
+        assert!(kept as u64 <= said, "{kept} bytes with {keeping:?}, said {said}: {config:?} {dtype} rank {rank} {lengths:?}");
     }
     let scored = peak_bytes(|| drop(model.forward(&batch, &targets).unwrap()));
     let pages = lengths.iter().map(|len| len.div_ceil(64)).sum();

@@ -179,8 +179,7 @@ impl Attention {
         let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
         // Of what attention found, gated and not; of q, k and v, and rounded; and what attention goes back in.
         let found = wide * attention * if self.layout.gate.is_some() { 2 } else { 1 };
-        let gradients =
-            found + (wide + narrow) * qkv + backend.attention_gradient_bytes(g, dtype) + 2 * wide * hidden;
+        let gradients = found + (wide + narrow) * qkv + backend.attention_gradient_bytes(g, dtype) + 2 * wide * hidden;
         let pages = attention_pages_bytes(backend, KV_PAGE_TOKENS * 64, g, dtype) / (KV_PAGE_TOKENS * 64);
         TokenBytes { saved: (wide + narrow) * qkv + narrow * attention + wide * g.heads, gradients: gradients.max(pages) }
     }

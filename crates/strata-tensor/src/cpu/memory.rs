@@ -15,6 +15,13 @@ use crate::{Element, Error, Result};
 
 /// Alignment of every buffer: a page, so that rows of packed matrices start on cache lines and huge pages can back them.
 pub(crate) const ALIGN_BYTES: usize = 4096;
+/// Of most processors' caches.
+const LINE_BYTES: usize = 64;
+/// Places at which large buffers that are made together begin, and bytes from one to the next: all sets of a second-level cache in turn.
+const PLACES: usize = 64;
+const PLACE_BYTES: usize = 1024;
+/// Beside this, the bytes before a place are few.
+const STAGGERED_MIN_BYTES: usize = 4 << 20;
 /// Buffers below this are left to the allocator, which is good at them.
 const POOLED_MIN_BYTES: usize = 64 << 10;
 /// From here on, map pages and ask for huge ones: a matrix of this size is streamed, and page walks would cost bandwidth.
@@ -270,14 +277,21 @@ impl Buffer {
         Ok(Buffer::of(allocate(len)?.0))
     }
 
-    /// Buffers of at least so many zero bytes each, next to each other in one allocation: together in huge pages, although each may be smaller than one.
+    /// Buffers of at least so many zero bytes each, next to each other in one allocation: together in huge pages, although each may be smaller than one. They begin at a
+    /// multiple of a cache line, and large ones that are made alike at different places of pages and of the sets of a cache: what is read in turn of each of them does not push
+    /// out what was read of the others.
     pub(crate) fn zeroed_together(lens: &[usize]) -> Result<Vec<Self>> {
-        let mut end = 0usize;
+        static NEXT_PLACE: AtomicUsize = AtomicUsize::new(0);
+        let total = lens.iter().fold(0usize, |total, &len| total.saturating_add(len));
+        let mut end = match total {
+            STAGGERED_MIN_BYTES.. => NEXT_PLACE.fetch_add(1, Ordering::Relaxed) % PLACES * PLACE_BYTES,
+            _ => 0,
+        };
         let mut parts = Vec::with_capacity(lens.len());
         for &len in lens {
             let first = end;
             end = len
-                .checked_next_multiple_of(ALIGN_BYTES)
+                .checked_next_multiple_of(LINE_BYTES)
                 .and_then(|len| end.checked_add(len))
                 .ok_or(Error::OutOfMemory { bytes: len })?;
             parts.push(first..end);
@@ -451,7 +465,7 @@ mod tests {
         for lens in [[5000, 1, 100_000], [3 << 20, 0, 3 << 20]] {
             let mut buffers = Buffer::zeroed_together(&lens).unwrap();
             for (i, (buffer, len)) in buffers.iter_mut().zip(lens).enumerate() {
-                assert!(buffer.as_ptr().addr().is_multiple_of(ALIGN_BYTES) && (len..len + ALIGN_BYTES).contains(&buffer.len()));
+                assert!(buffer.as_ptr().addr().is_multiple_of(LINE_BYTES) && (len..len + LINE_BYTES).contains(&buffer.len()));
                 assert!(buffer.iter().all(|&b| b == 0));
                 buffer.fill(i as u8 + 1);
             }
@@ -469,6 +483,15 @@ mod tests {
         assert!(matches!(Buffer::zeroed_together(&[usize::MAX, 1]), Err(Error::OutOfMemory { .. })));
         assert!(matches!(Buffer::zeroed_together(&[1 << 63, 1 << 63]), Err(Error::OutOfMemory { .. })));
         assert!(Buffer::zeroed_together(&[]).unwrap().is_empty());
+    }
+
+    #[test]
+    fn large_buffers_made_alike_begin_in_other_sets_of_a_cache() {
+        let made: Vec<_> = (0..PLACES).map(|_| Buffer::zeroed_together(&[STAGGERED_MIN_BYTES, 1]).unwrap()).collect();
+        let place = |buffers: &Vec<Buffer>| buffers[0].as_ptr().addr() % (PLACES * PLACE_BYTES);
+        let places: std::collections::BTreeSet<usize> = made.iter().map(place).collect();
+        // Others make some at the same time.
+        assert!(places.len() > PLACES / 2, "{places:?}");
     }
 
     #[test]
@@ -504,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn capacities_waste_at_most_an_eighth() {
+    fn capacities_waste_at_most_a_sixteenth() {
         for len in [1, 63, 64, 65_536, 65_537, 1_000_000, 155_000_001] {
             let c = capacity_for(len).unwrap();
             assert!(c >= len && c <= len + len / 16 + 64, "{len} -> {c}");

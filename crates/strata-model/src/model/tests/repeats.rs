@@ -129,7 +129,10 @@ fn of_every_family_sequences_that_begin_alike_have_the_bits_that_each_has_alone(
                     }
                     let chunk_bytes = model.logits_chunk_bytes;
                     model.set_logits_chunk_bytes(0);
-                    assert!(together(&model, &groups, kind, model.least_kept()) == expected, "small chunks, loss {kind}, {context}");
+                    assert!(
+                        together(&model, &groups, kind, model.least_kept()) == expected,
+                        "small chunks, loss {kind}, {context}"
+                    );
                     model.set_logits_chunk_bytes(chunk_bytes);
                 }
             }

@@ -5,8 +5,9 @@
 
 use std::ops::Range;
 
-use super::kernel::{Fetch, Tile, TileKernel};
+use super::kernel::{Fetch, SingleAddend, Tile, TileKernel};
 use super::operands::{Out, RightBlock, RightSide, Rows, panel_columns, steps};
+use crate::DType;
 use crate::cpu::isa::Isa;
 use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::rows::convert;
@@ -32,7 +33,7 @@ pub(crate) struct Addend<'a> {
     pub(crate) right: RightSide<'a>,
 }
 
-impl Addend<'_> {
+impl<'a> Addend<'a> {
     /// Whether a product with columns from here on can be added on the way: its panels are those of the result, and its blocks have room on a thread.
     pub(crate) fn can_join(first_column: usize, right: &RightSide<'_>) -> bool {
         first_column.is_multiple_of(PANEL) && right.written_words(right.steps(), right.columns().min(PANEL)) <= BLOCKS_WORDS
@@ -48,6 +49,58 @@ impl Addend<'_> {
     fn block_words(&self) -> usize {
         self.right.written_words(self.right.steps(), self.right.columns().min(PANEL))
     }
+
+    fn rows(&self) -> Range<usize> {
+        self.first_row..self.first_row + self.left.rows
+    }
+
+    fn columns(&self) -> Range<usize> {
+        self.first_column..self.first_column + self.right.columns()
+    }
+
+    /// As one of a single row, if it is one, of whole panels that are read as they lie.
+    fn single(&self) -> Option<SingleAddend<'a>> {
+        let right = self.right.whole_panels().filter(|_| self.left.rows == 1)?;
+        let (steps, first_panel) = (self.right.steps(), self.first_column / PANEL);
+        Some(SingleAddend { row: self.first_row, left: &self.left.bytes[..steps * 4], right, steps, first_panel })
+    }
+}
+
+/// Products of one row each, as a decode step has for each adapter, with the same panels of the result, by rows: a call adds those of a panel.
+struct Singles<'a> {
+    panels: Range<usize>,
+    addends: Vec<SingleAddend<'a>>,
+}
+
+impl<'a> Singles<'a> {
+    /// Takes out of `products`, which are in order, those that are such. None, where any elements of the result would have two.
+    fn take_from(products: &mut Vec<Addend<'a>>) -> Vec<Self> {
+        let meet = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+        let meets_earlier = |(i, p): (usize, &Addend<'_>)| {
+            let near = products[..i].iter().rev().take_while(|earlier| earlier.rows().end > p.first_row);
+            near.into_iter().any(|earlier| meet(&earlier.columns(), &p.columns()))
+        };
+        if products.iter().enumerate().any(meets_earlier) {
+            return Vec::new();
+        }
+        let mut all: Vec<Singles<'a>> = Vec::new();
+        products.retain(|p| {
+            let Some(single) = p.single() else { return true };
+            let panels = single.first_panel..single.first_panel + p.right.columns() / PANEL;
+            match all.iter_mut().find(|singles| singles.panels == panels) {
+                Some(singles) => singles.addends.push(single),
+                None => all.push(Singles { panels, addends: vec![single] }),
+            }
+            false
+        });
+        all
+    }
+
+    /// Those of some rows.
+    fn of_rows(&self, rows: &Range<usize>) -> &[SingleAddend<'a>] {
+        let before = |end: usize| self.addends.partition_point(|single| single.row < end);
+        &self.addends[before(rows.start)..before(rows.end)]
+    }
 }
 
 /// All that is added to a product, in this order.
@@ -55,7 +108,8 @@ impl Addend<'_> {
 pub(crate) struct Addends<'a> {
     /// To every row; as long as there are columns.
     pub(super) bias: Option<&'a [f32]>,
-    pub(super) products: Vec<Addend<'a>>,
+    products: Vec<Addend<'a>>,
+    singles: Vec<Singles<'a>>,
     /// Whether rows of later products never lie before those of earlier ones, so that those of a run of rows lie together.
     in_order: bool,
     /// Words of the largest block.
@@ -64,14 +118,39 @@ pub(crate) struct Addends<'a> {
 
 impl<'a> Addends<'a> {
     /// A bias, and then products.
-    pub(crate) fn new(bias: Option<&'a [f32]>, products: Vec<Addend<'a>>) -> Self {
-        let ends = |p: &Addend<'_>| (p.first_row, p.first_row + p.left.rows);
+    pub(crate) fn new(bias: Option<&'a [f32]>, mut products: Vec<Addend<'a>>) -> Self {
         let in_order = products.windows(2).all(|pair| {
-            let (before, after) = (ends(&pair[0]), ends(&pair[1]));
-            before.0 <= after.0 && before.1 <= after.1
+            let (before, after) = (pair[0].rows(), pair[1].rows());
+            before.start <= after.start && before.end <= after.end
         });
+        let singles = if in_order { Singles::take_from(&mut products) } else { Vec::new() };
         let block_words = products.iter().map(Addend::block_words).max().unwrap_or(0);
-        Addends { bias, products, in_order, block_words }
+        Addends { bias, products, singles, in_order, block_words }
+    }
+
+    /// Products of single rows that are added together.
+    #[cfg(test)]
+    pub(super) fn num_singles(&self) -> usize {
+        self.singles.iter().map(|singles| singles.addends.len()).sum()
+    }
+
+    /// Whether all of it is within so many rows and columns, in whole panels, and of this dtype.
+    pub(super) fn fit(&self, rows: usize, columns: usize, dtype: DType) -> bool {
+        let products = self.products.iter().all(|p| {
+            let fits = p.rows().end <= rows && p.columns().end <= columns;
+            fits && p.first_column.is_multiple_of(PANEL) && p.left.dtype == dtype
+        });
+        let singles = self.singles.iter().all(|singles| {
+            let last = singles.addends.last().map_or(0, |single| single.row);
+            last < rows && singles.panels.end * PANEL <= columns
+        });
+        products && singles && self.bias.is_none_or(|bias| bias.len() == columns)
+    }
+
+    /// Single rows of some rows and a panel.
+    fn singles_of(&self, rows: &Range<usize>, panel: usize) -> impl Iterator<Item = &[SingleAddend<'a>]> {
+        let of_panel = self.singles.iter().filter(move |singles| singles.panels.contains(&panel));
+        of_panel.map(|singles| singles.of_rows(rows))
     }
 
     /// Products that may be of some of `rows`, with their places.
@@ -88,7 +167,8 @@ impl<'a> Addends<'a> {
 
     /// What of the right sides is added to these rows of a panel, as far as it is read as it lies.
     pub(super) fn read_for(&self, rows: &Range<usize>, panel: usize) -> impl Iterator<Item = &'a [u8]> {
-        self.of_rows(rows).filter_map(move |(_, addend)| addend.right.panel_bytes(addend.panel(panel * PANEL)?))
+        let singles = self.singles_of(rows, panel).flatten().map(move |single| single.panel_bytes(panel));
+        singles.chain(self.of_rows(rows).filter_map(move |(_, addend)| addend.right.panel_bytes(addend.panel(panel * PANEL)?)))
     }
 
     /// Bytes of the arena of a task.
@@ -107,7 +187,7 @@ impl<'a> Addends<'a> {
 
     /// Runs `product` on all of `rows`, in runs if there is something to add to each.
     pub(super) fn runs(&self, rows: Range<usize>, mut product: impl FnMut(Range<usize>)) {
-        let is_empty = self.bias.is_none() && self.products.is_empty();
+        let is_empty = self.bias.is_none() && self.products.is_empty() && self.singles.is_empty();
         let run = if is_empty { rows.len() } else { rows.len().div_ceil(rows.len().div_ceil(ROWS)).next_multiple_of(12) };
         for first in rows.clone().step_by(run.max(1)) {
             product(first..(first + run).min(rows.end));
@@ -148,6 +228,10 @@ impl<'a, 's> PanelAddends<'a, 's> {
             }
         }
         let addends = self.addends;
+        for singles in addends.singles_of(&rows, self.panel) {
+            // SAFETY: as above; all are within the result, and have been taken from slices.
+            unsafe { self.kernel.add_single_rows(self.panel, singles, out.at(0, first_column), out.stride) };
+        }
         for (i, addend) in addends.of_rows(&rows) {
             let own = rows.start.max(addend.first_row)..rows.end.min(addend.first_row + addend.left.rows);
             let Some(panel) = addend.panel(first_column).filter(|_| !own.is_empty()) else { continue };

@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::{CHUNK_STEPS, FETCHED_BYTES, Fetch, ManyPanels, SINGLE_ROWS, Tile, VECTORS_MAX};
+use super::kernel::{CHUNK_STEPS, FETCHED_BYTES, Fetch, ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
@@ -325,9 +325,45 @@ macro_rules! tile_kernel {
                 }
             }
 
+            /// Row after row of a panel, each with a right side of its own.
+            #[target_feature(enable = $features)]
+            pub(in super::super) unsafe fn run_single_addends(
+                panel: usize,
+                addends: &[SingleAddend<'_>],
+                c: *mut f32,
+                c_stride: usize,
+            ) {
+                for addend in addends {
+                    let (left, right) = (addend.left.as_ptr(), addend.panel_bytes(panel).as_ptr());
+                    // SAFETY: the caller of `SingleAddendsFn` vouches for all operands.
+                    unsafe {
+                        let c = c.add(addend.row * c_stride);
+                        let mut acc = [_mm512_setzero_ps(); VECTORS_MAX];
+                        for v in 0..VECTORS_MAX {
+                            acc[v] = _mm512_loadu_ps(c.add(v * LANES));
+                        }
+                        for step in 0..addend.steps {
+                            let $a = _mm512_set1_epi32(left.add(step * 4).cast::<i32>().read_unaligned());
+                            for v in 0..VECTORS_MAX {
+                                let $b = _mm512_loadu_si512(right.add((step * VECTORS_MAX + v) * 64).cast());
+                                let $acc = acc[v];
+                                acc[v] = $dot;
+                            }
+                        }
+                        for v in 0..VECTORS_MAX {
+                            _mm512_storeu_ps(c.add(v * LANES), acc[v]);
+                        }
+                    }
+                }
+            }
+
             /// Panels at once: 24 accumulators at most.
-            pub(in super::super) const MANY_PANELS: ManyPanels =
-                ManyPanels { run: run_panels, panels: &[4, 2, 2], single_rows: run_single_rows };
+            pub(in super::super) const MANY_PANELS: ManyPanels = ManyPanels {
+                run: run_panels,
+                panels: &[4, 2, 2],
+                single_rows: run_single_rows,
+                single_addends: run_single_addends,
+            };
         }
     };
 }

@@ -78,6 +78,32 @@ pub(crate) const SINGLE_ROWS: usize = 4;
 /// Computes tiles of one row by `vectors * LANES`, of which each may have fewer columns, of the same number of steps each, begun from zero: where one row waits for its last sum, others go on.
 type SingleRowsFn = unsafe fn(vectors: usize, tiles: &[Tile; SINGLE_ROWS]);
 
+/// A product of one row, added to whole panels of a result.
+#[derive(Clone, Copy)]
+pub(crate) struct SingleAddend<'a> {
+    /// Of the result.
+    pub row: usize,
+    /// `steps` steps.
+    pub left: &'a [u8],
+    /// Whole panels of `steps` steps.
+    pub right: &'a [u8],
+    pub steps: usize,
+    /// Panel of the result to which the first is added.
+    pub first_panel: usize,
+}
+
+impl<'a> SingleAddend<'a> {
+    /// What is added to a panel of the result.
+    #[inline(always)]
+    pub(super) fn panel_bytes(&self, panel: usize) -> &'a [u8] {
+        let bytes = self.steps * PANEL * 4;
+        &self.right[(panel - self.first_panel) * bytes..][..bytes]
+    }
+}
+
+/// Adds to some rows of a panel of a result, `c` its first row. Chains begin with what is there.
+type SingleAddendsFn = unsafe fn(panel: usize, addends: &[SingleAddend<'_>], c: *mut f32, c_stride: usize);
+
 /// Tiles of a few rows by several panels: more streams from memory at the same time than a processor follows in one panel.
 #[derive(Clone, Copy)]
 pub(crate) struct ManyPanels {
@@ -86,6 +112,7 @@ pub(crate) struct ManyPanels {
     pub panels: &'static [usize],
     /// Rows with a panel of their own each.
     pub single_rows: SingleRowsFn,
+    pub single_addends: SingleAddendsFn,
 }
 
 /// Chains of an instruction set and dtype.
@@ -183,6 +210,33 @@ impl TileKernel {
                     unsafe { self.block(rows, &Tile { a, b, accumulate, ..*tile }) };
                 }
             }
+        }
+    }
+
+    /// Adds to some rows of a panel of a result, `c` its first row, a product each.
+    ///
+    /// # Safety
+    /// The rows must be writable, and what is added have this panel. The machine must have the instruction set.
+    pub(super) unsafe fn add_single_rows(&self, panel: usize, addends: &[SingleAddend<'_>], c: *mut f32, c_stride: usize) {
+        if let TileKernel::Chains(Chains { many_panels: Some(many), .. }) = self {
+            // SAFETY: passed on from the caller.
+            return unsafe { (many.single_addends)(panel, addends, c, c_stride) };
+        }
+        for addend in addends {
+            let tile = Tile {
+                steps: addend.steps,
+                a: addend.left.as_ptr(),
+                a_stride: addend.left.len(),
+                b: addend.panel_bytes(panel).as_ptr(),
+                b_stride: PANEL * 4,
+                c: c.wrapping_add(addend.row * c_stride),
+                c_stride,
+                columns: PANEL,
+                accumulate: true,
+                fetch: Fetch::Nothing,
+            };
+            // SAFETY: as above.
+            unsafe { self.block(1, &tile) };
         }
     }
 

@@ -223,11 +223,7 @@ impl<'a> Matmul<'a> {
 
     /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps; then what is added to it.
     fn product(&self, left: Rows<'_>, out: Out, block_steps: usize, right: impl Right, addends: &Addends<'_>) -> Result<()> {
-        for Addend { first_row, first_column, left, right } in &addends.products {
-            assert!(first_row + left.rows <= out.rows && first_column + right.columns() <= out.columns);
-            assert!(first_column.is_multiple_of(PANEL) && left.dtype == self.dtype);
-        }
-        assert!(addends.bias.is_none_or(|bias| bias.len() == out.columns));
+        assert!(addends.fit(out.rows, out.columns, self.dtype));
         match self.kernel {
             TileKernel::Chains(chains) => {
                 self.product_of_chains(&chains, left, &out, block_steps, &right, addends);

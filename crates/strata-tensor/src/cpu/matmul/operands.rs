@@ -187,6 +187,16 @@ impl<'a> RightSide<'a> {
         }
     }
 
+    /// All panels, if they are whole and are read as they lie.
+    pub(super) fn whole_panels(&self) -> Option<&'a [u8]> {
+        match self {
+            RightSide::Weights(w) if w.storage == WeightStorage::Dense && w.out_features.is_multiple_of(PANEL) => {
+                Some(&w.bytes[..w.out_features / PANEL * panel_bytes(w)])
+            }
+            _ => None,
+        }
+    }
+
     pub(crate) fn columns(&self) -> usize {
         match self {
             RightSide::Weights(w) => w.out_features,

@@ -450,15 +450,30 @@ struct Pair<T> {
     a: PackedStack,
 }
 
+/// Of a low-rank product: rank, first row, rows, first column, columns.
+type Place = (usize, usize, usize, usize, usize);
+
+/// Within a panel, over several, up to the last, for rows that others have too; and of the last ranks, blocks that take turns on a thread.
+fn places_of_all_kinds() -> Vec<Place> {
+    let places = [(5, 0, 3, 0, 64), (32, 2, 60, 64, 130), (33, 10, 52, 128, 72), (1, 61, 1, 192, 8), (128, 0, 62, 0, 200)];
+    places.into_iter().chain((0..9).map(|i| (2 + i, 4 * i, 7, 64, 64))).collect()
+}
+
+/// As a step has them that decodes with an adapter for each row, among which is one with three; some also have columns that are no whole panel.
+fn places_of_single_rows() -> Vec<Place> {
+    let of_row = |row: usize| match row {
+        20 => vec![(5, 20, 3, 0, 64), (7, 20, 3, 64, 128)],
+        21 | 22 => vec![],
+        _ if row % 10 == 3 => vec![(2, row, 1, 64, 128), (4, row, 1, 192, 8)],
+        _ => vec![(1 + row % 9, row, 1, 0, 64), (1 + row % 5 * 8, row, 1, 64, 128)],
+    };
+    (0..101).flat_map(of_row).collect()
+}
+
 /// A bias and low-rank products that are added on the way, against the same products one after another.
-fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage) {
+fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage, places: &[Place]) {
     let (k, n) = (1300, 200);
     let (w, bias): (Vec<T>, Vec<f32>) = (values(2, n * k), values(3, n));
-    // (rank, first row, rows, first column, columns): within a panel, over several, up to the last, for rows that others have too;
-    // and of the last ranks, blocks that take turns on a thread.
-    let mut places =
-        vec![(5, 0, 3, 0, 64), (32, 2, 60, 64, 130), (33, 10, 52, 128, 72), (1, 61, 1, 192, 8), (128, 0, 62, 0, 200)];
-    places.extend((0..9).map(|i| (2 + i, 4 * i, 7, 64, 64)));
     for (arithmetic, threads) in Arithmetic::available().into_iter().flat_map(|a| [(a, 1), (a, 3)]) {
         let pool = Pool::new(threads);
         let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
@@ -467,7 +482,7 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage)
         for (m, in_order) in [1, 4, 47, 62, 101].into_iter().flat_map(|m| [(m, false), (m, true)]) {
             let what = format!("{arithmetic} {}, {threads} threads, {m} rows, in order: {in_order}", T::DTYPE);
             let (x, dy): (Vec<T>, Vec<T>) = (values(4, m * k), values(5, m * n));
-            let mut places = places.clone();
+            let mut places = places.to_vec();
             if in_order {
                 // As groups of a batch lie: each begins and ends no earlier than the one before.
                 places.sort_by_key(|&(_, first_row, rows, ..)| (first_row, first_row + rows));
@@ -532,10 +547,46 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage)
 
 #[test]
 fn products_that_are_added_on_the_way_have_the_bits_of_products_in_turn() {
-    addends_have_the_bits_of_products_in_turn::<f32>(WeightStorage::Dense);
-    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Dense);
-    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Int8);
-    addends_have_the_bits_of_products_in_turn::<bf16>(INT4[1]);
+    let places = places_of_all_kinds();
+    addends_have_the_bits_of_products_in_turn::<f32>(WeightStorage::Dense, &places);
+    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Dense, &places);
+    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Int8, &places);
+    addends_have_the_bits_of_products_in_turn::<bf16>(INT4[1], &places);
+}
+
+#[test]
+fn single_rows_that_are_added_on_the_way_have_the_bits_of_products_in_turn() {
+    let places = places_of_single_rows();
+    addends_have_the_bits_of_products_in_turn::<f32>(WeightStorage::Dense, &places);
+    addends_have_the_bits_of_products_in_turn::<bf16>(WeightStorage::Dense, &places);
+    addends_have_the_bits_of_products_in_turn::<bf16>(INT4[1], &places);
+    // Also where a row has two for the same columns.
+    addends_have_the_bits_of_products_in_turn::<f32>(WeightStorage::Dense, &[places, vec![(3, 100, 1, 0, 64)]].concat());
+}
+
+#[test]
+fn single_rows_are_added_together_where_no_element_has_two() {
+    let pool = Pool::new(1);
+    let low = values::<bf16>(1, 3 * 40);
+    let singles = |places: &[Place]| {
+        let stacks: Vec<_> = places
+            .iter()
+            .map(|&(rank, .., columns)| packed(&pool, &values::<bf16>(2, columns * rank), rank, columns))
+            .collect();
+        let mut padded: Vec<_> = places.iter().map(|_| None).collect();
+        let addends =
+            places.iter().zip(&stacks).zip(&mut padded).map(|((&(rank, first_row, rows, first_column, _), b), padded)| {
+                let left = Rows::new(&low, rank, 0..rows, 0..rank).whole_steps(padded).unwrap();
+                Addend { first_row, first_column, left, right: RightSide::Weights(b.layer(0)) }
+            });
+        Addends::new(None, addends.collect()).num_singles()
+    };
+    let places = places_of_single_rows();
+    assert_eq!(singles(&places), places.iter().filter(|(_, _, rows, _, columns)| *rows == 1 && columns % 64 == 0).count());
+    assert_eq!(singles(&[places, vec![(3, 100, 1, 0, 64)]].concat()), 0);
+    // Of one that covers others, and of some in no order.
+    assert_eq!(singles(&[(3, 0, 3, 0, 64), (3, 2, 1, 0, 64), (3, 3, 1, 0, 64)]), 0);
+    assert_eq!(singles(&[(3, 4, 1, 0, 64), (3, 3, 1, 0, 64)]), 0);
 }
 
 #[test]
