@@ -165,7 +165,7 @@ fn announce(args: &Args, bases: &[BaseModel], data_dir: &str, address: SocketAdd
 fn describe(base: &BaseModel) -> String {
     let limits = base.engine.info();
     let training = match limits.max_example_tokens {
-        tokens if tokens < limits.max_context_tokens => format!(", {tokens} in training"),
+        tokens if tokens != limits.max_context_tokens => format!(", {tokens} in training"),
         _ => String::new(),
     };
     let (name, architecture) = (&base.info.name, &base.info.architecture);
