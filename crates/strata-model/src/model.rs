@@ -43,7 +43,7 @@ fn with_rounding(bytes: usize) -> usize {
 pub struct Keeping {
     /// The last layers of which all is kept that the way back needs; one at least, which would be needed at once.
     pub layers: usize,
-    /// Of the layers before, only what goes into the first of so many is kept: all but the last of them are computed twice again. 1: what goes into each.
+    /// Of the layers before, only what goes into the first of so many is kept: all but the last of those are computed once more than that one. 1: what goes into each.
     pub every: usize,
 }
 

@@ -202,7 +202,7 @@ fn seeing_a_picture_takes_no_more_memory_than_the_model_says() {
             assert!(kept <= said_kept, "{kept} bytes are kept, said {said_kept}: {context}");
             if tokens >= 900 {
                 let slack = (tokens * bytes.seeing) as f64 / (before + seeing) as f64;
-                assert!(slack < 1.3, "{slack} times what was taken: {context}");
+                assert!(slack < 2.5, "{slack} times what was taken: {context}");
             }
         }
     }

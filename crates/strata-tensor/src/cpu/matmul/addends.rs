@@ -60,7 +60,8 @@ impl<'a> Addend<'a> {
 
     /// As one of a single row, if it is one, of whole panels that are read as they lie.
     fn single(&self) -> Option<SingleAddend<'a>> {
-        let right = self.right.whole_panels().filter(|_| self.left.rows == 1)?;
+        let fits = self.left.rows == 1 && self.first_column.is_multiple_of(PANEL);
+        let right = self.right.whole_panels().filter(|_| fits)?;
         let (steps, first_panel) = (self.right.steps(), self.first_column / PANEL);
         Some(SingleAddend { row: self.first_row, left: &self.left.bytes[..steps * 4], right, steps, first_panel })
     }
@@ -77,8 +78,8 @@ impl<'a> Singles<'a> {
     fn take_from(products: &mut Vec<Addend<'a>>) -> Vec<Self> {
         let meet = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
         let meets_earlier = |(i, p): (usize, &Addend<'_>)| {
-            let near = products[..i].iter().rev().take_while(|earlier| earlier.rows().end > p.first_row);
-            near.into_iter().any(|earlier| meet(&earlier.columns(), &p.columns()))
+            let mut near = products[..i].iter().rev().take_while(|earlier| earlier.rows().end > p.first_row);
+            near.any(|earlier| meet(&earlier.columns(), &p.columns()))
         };
         if products.iter().enumerate().any(meets_earlier) {
             return Vec::new();
