@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::{CHUNK_STEPS, FETCHED_BYTES, Fetch, ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
+use super::kernel::{CHUNK_STEPS, Fetch, Lines, ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
@@ -19,8 +19,9 @@ const OWN_AHEAD_BYTES: usize = 4096;
 /// [`Fetch`], for the compiler.
 const NOTHING: u8 = 0;
 const OWN: u8 = 1;
-const NEXT: u8 = 2;
-const CHUNKS: u8 = 3;
+const NEXT_ONE: u8 = 2;
+const NEXT_TWO: u8 = 3;
+const CHUNKS: u8 = 4;
 
 macro_rules! tile_kernel {
     ($name:ident, $features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
@@ -48,7 +49,7 @@ macro_rules! tile_kernel {
                     }
                     let (mut a_ptr, mut b_ptr) = (t.a, t.b);
                     let mut next = match t.fetch {
-                        Fetch::Next(next) => next,
+                        Fetch::Next(next, _) => next,
                         _ => t.b,
                     };
                     let mut chunks = match t.fetch {
@@ -63,11 +64,13 @@ macro_rules! tile_kernel {
                                 _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
                             }
                         }
-                        if FETCH == NEXT {
-                            for line in (0..FETCHED_BYTES).step_by(64) {
-                                _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(line).cast());
-                            }
-                            next = next.wrapping_add(FETCHED_BYTES);
+                        if FETCH == NEXT_ONE || FETCH == NEXT_TWO {
+                            _mm_prefetch::<_MM_HINT_T0>(next.cast());
+                            next = next.wrapping_add(64);
+                        }
+                        if FETCH == NEXT_TWO {
+                            _mm_prefetch::<_MM_HINT_T0>(next.cast());
+                            next = next.wrapping_add(64);
                         }
                         if FETCH == CHUNKS {
                             if step % CHUNK_STEPS == 0
@@ -120,7 +123,8 @@ macro_rules! tile_kernel {
                         (4, _) => match t.fetch {
                             Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
                             Fetch::Own => whole_panel::<OWN>(rows, t),
-                            Fetch::Next(_) => whole_panel::<NEXT>(rows, t),
+                            Fetch::Next(_, Lines::One) => whole_panel::<NEXT_ONE>(rows, t),
+                            Fetch::Next(_, Lines::Two) => whole_panel::<NEXT_TWO>(rows, t),
                             Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
                         },
                         (3, 1) => tile::<1, 3, NOTHING>(t),

@@ -26,8 +26,8 @@ pub(crate) enum Fetch {
     Nothing,
     /// What the tile itself comes to.
     Own,
-    /// [`FETCHED_BYTES`] for each step from there on.
-    Next(*const u8),
+    /// A line for each step from there on, or two: where there are few tiles to fetch with.
+    Next(*const u8, Lines),
     /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch. It waits in the second-level cache.
     Chunks(*const [usize]),
 }
@@ -36,8 +36,12 @@ pub(crate) enum Fetch {
 pub(super) const CHUNK_STEPS: usize = 8;
 pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * 64;
 
-/// What a tile fetches at each step of what comes after it: half of a right side's step, so that two tiles fetch all of it.
-pub(super) const FETCHED_BYTES: usize = VECTORS_MAX * LANES * 4 / 2;
+/// Lines that a tile fetches at each step.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Lines {
+    One,
+    Two,
+}
 
 /// Operands of one tile.
 #[derive(Clone, Copy)]
@@ -256,6 +260,18 @@ impl TileKernel {
     }
 }
 
+/// What the `i`-th of some tiles fetches of a right side of `steps` steps that comes next. All together fetch all of it, as evenly as can be: memory that
+/// is asked for much at one time and for nothing at another is idle in between.
+fn next_of_tile(next: *const u8, i: usize, tiles: usize, steps: usize) -> Fetch {
+    // Of the lines of a step two for each of the first tiles, one for each of the others.
+    let double = VECTORS_MAX.saturating_sub(tiles).min(tiles);
+    let before = i + i.min(double);
+    if before >= VECTORS_MAX {
+        return Fetch::Nothing;
+    }
+    Fetch::Next(next.wrapping_add(before * steps * 64), if i < double { Lines::Two } else { Lines::One })
+}
+
 impl Chains {
     /// How `next`, the right side that comes after this one and is as large, is fetched best while `rows` rows are computed. It is worth its time where
     /// a few tiles compute with what is fetched.
@@ -264,7 +280,7 @@ impl Chains {
             // Only kernels of AVX-512 fetch.
             _ if self.many_panels.is_none() => Fetch::Nothing,
             0 | 1 => Fetch::Own,
-            2..=FETCHING_TILES_MAX => Fetch::Next(next),
+            2..=FETCHING_TILES_MAX => Fetch::Next(next, Lines::One),
             _ => Fetch::Nothing,
         }
     }
@@ -299,8 +315,7 @@ impl Chains {
                 part.a = tile.a.add(row * tile.a_stride);
                 part.c = tile.c.add(row * tile.c_stride);
                 part.fetch = match tile.fetch {
-                    Fetch::Next(_) if i >= 2 => Fetch::Nothing,
-                    Fetch::Next(next) => Fetch::Next(next.wrapping_add(i * tile.steps * FETCHED_BYTES)),
+                    Fetch::Next(next, _) => next_of_tile(next, i, tiles, tile.steps),
                     Fetch::Chunks(all) => {
                         let each = tile.steps / CHUNK_STEPS;
                         match (*all).chunks(each.max(1)).nth(i) {

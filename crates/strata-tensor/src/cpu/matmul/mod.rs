@@ -148,7 +148,7 @@ impl<'a> Matmul<'a> {
                 self.product_of_streams(&chains, many, x, w, &y, addends);
                 return Ok(());
             }
-            if matches!(chains.fetch(x.rows, std::ptr::null()), Fetch::Next(_)) {
+            if matches!(chains.fetch(x.rows, std::ptr::null()), Fetch::Next(..)) {
                 // The block that is fetched waits in the first-level cache beside the one that is read.
                 block_steps = NEAR_BLOCK_STEPS;
             }
