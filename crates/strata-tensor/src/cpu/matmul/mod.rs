@@ -51,7 +51,7 @@ pub(crate) use transpose::block as transpose_block;
 use super::isa::{Arithmetic, Isa};
 use super::packed::{LANES, PANEL, PackedRef};
 use super::scratch::{taken_bytes, with_scratch};
-use super::threads::Pool;
+use super::threads::{Pool, SharedMut};
 use crate::{DType, Result, WeightStorage};
 
 /// Whether the system lets this process use tiles.
@@ -77,6 +77,9 @@ const TASKS_PER_THREAD: usize = 4;
 
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
+
+/// Rows at most whose sums lie side by side from one block of the right side to the next.
+const SUMS_ROWS_MAX: usize = 48;
 
 /// Chunks that are fetched while a run of rows is computed, at most.
 const CHUNKS_MAX: usize = 1024;
@@ -249,9 +252,18 @@ impl<'a> Matmul<'a> {
             let words = block_steps * columns.next_multiple_of(LANES);
             // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next.
             let chunks_max = chains.chunks(rows.len(), block_steps.min(num_steps)).min(CHUNKS_MAX);
-            let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + addends.scratch_bytes();
-            with_scratch(scratch_bytes, |mut arena| {
-                let (scratch, chunks) = (arena.take(words), arena.take(chunks_max));
+            // In the result a few rows lie so far apart that they push each other out of the first-level cache.
+            let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate;
+            let sums_len = if apart { rows.len() * PANEL } else { 0 };
+            let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + taken_bytes::<f32>(sums_len);
+            with_scratch(scratch_bytes + addends.scratch_bytes(), |mut arena| {
+                let (scratch, chunks, sums) = (arena.take(words), arena.take(chunks_max), arena.take::<f32>(sums_len));
+                let sums = SharedMut::new(sums);
+                let first_row = rows.start;
+                let sums_of = |row: usize| match apart {
+                    true => (sums.as_ptr().wrapping_add((row - first_row) * PANEL), PANEL),
+                    false => (out.at(row, panel * PANEL), out.stride),
+                };
                 let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
@@ -285,14 +297,15 @@ impl<'a> Matmul<'a> {
                             ahead = coming.add(ahead.clone());
                             fetch = coming.fetch();
                         }
+                        let (c, c_stride) = sums_of(rows.start);
                         let tile = Tile {
                             steps: steps.len(),
                             a: left.bytes[rows.start * left.stride + first * 4..].as_ptr(),
                             a_stride: left.stride,
                             b: block.first,
                             b_stride: block.stride,
-                            c: out.at(rows.start, panel * PANEL),
-                            c_stride: out.stride,
+                            c,
+                            c_stride,
                             columns,
                             accumulate: out.accumulate || first > 0,
                             fetch,
@@ -306,6 +319,10 @@ impl<'a> Matmul<'a> {
                     }
                     addends.runs(rows.clone(), |rows| {
                         product(rows.clone());
+                        for row in rows.clone().filter(|_| apart) {
+                            // SAFETY: as above, and the sums are this task's.
+                            unsafe { out.at(row, panel * PANEL).copy_from_nonoverlapping(sums_of(row).0, columns) };
+                        }
                         // SAFETY: as above.
                         unsafe { added.add(out, rows) };
                     });
@@ -429,5 +446,6 @@ pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtyp
         * (left.max(tokens::panels_bytes(width, dtype))
             + of_a_thread
             + CHUNKS_MAX * size_of::<usize>()
+            + SUMS_ROWS_MAX * PANEL * size_of::<f32>()
             + addends::SCRATCH_BYTES_MAX)
 }
