@@ -16,12 +16,12 @@ pub(super) const ROWS_MAX: [usize; VECTORS_MAX] = [12, 12, 8, 6];
 /// How far ahead a tile fetches its own right side: what a core reads in the time that memory takes to answer.
 const OWN_AHEAD_BYTES: usize = 4096;
 
-/// [`Fetch`], for the compiler.
+/// [`Fetch`], for the compiler: lines of what comes next for each step, and whether there are others.
 const NOTHING: u8 = 0;
-const OWN: u8 = 1;
-const NEXT_ONE: u8 = 2;
-const NEXT_TWO: u8 = 3;
-const CHUNKS: u8 = 4;
+const NEXT_ONE: u8 = 1;
+const NEXT_TWO: u8 = 2;
+const OWN: u8 = 4;
+const CHUNKS: u8 = 8;
 
 macro_rules! tile_kernel {
     ($name:ident, $features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
@@ -49,11 +49,12 @@ macro_rules! tile_kernel {
                     }
                     let (mut a_ptr, mut b_ptr) = (t.a, t.b);
                     let mut next = match t.fetch {
-                        Fetch::Next(next, _) => next,
+                        Fetch::Next(next, ..) => next,
                         _ => t.b,
                     };
+                    let mut chunk = t.b;
                     let mut chunks = match t.fetch {
-                        Fetch::Chunks(chunks) => (*chunks).iter(),
+                        Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => (*chunks).iter(),
                         _ => [].iter(),
                     };
                     for step in 0..t.steps {
@@ -64,21 +65,17 @@ macro_rules! tile_kernel {
                                 _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
                             }
                         }
-                        if FETCH == NEXT_ONE || FETCH == NEXT_TWO {
+                        for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
                             _mm_prefetch::<_MM_HINT_T0>(next.cast());
                             next = next.wrapping_add(64);
                         }
-                        if FETCH == NEXT_TWO {
-                            _mm_prefetch::<_MM_HINT_T0>(next.cast());
-                            next = next.wrapping_add(64);
-                        }
-                        if FETCH == CHUNKS {
+                        if FETCH & CHUNKS != 0 {
                             if step % CHUNK_STEPS == 0
-                                && let Some(&chunk) = chunks.next()
+                                && let Some(&at) = chunks.next()
                             {
-                                next = std::ptr::without_provenance(chunk);
+                                chunk = std::ptr::without_provenance(at);
                             }
-                            _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(step % CHUNK_STEPS * 64).cast());
+                            _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(step % CHUNK_STEPS * 64).cast());
                         }
                         for r in 0..ROWS {
                             let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
@@ -123,8 +120,10 @@ macro_rules! tile_kernel {
                         (4, _) => match t.fetch {
                             Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
                             Fetch::Own => whole_panel::<OWN>(rows, t),
-                            Fetch::Next(_, Lines::One) => whole_panel::<NEXT_ONE>(rows, t),
-                            Fetch::Next(_, Lines::Two) => whole_panel::<NEXT_TWO>(rows, t),
+                            Fetch::Next(_, Lines::One, chunks) if chunks.is_empty() => whole_panel::<NEXT_ONE>(rows, t),
+                            Fetch::Next(_, Lines::Two, chunks) if chunks.is_empty() => whole_panel::<NEXT_TWO>(rows, t),
+                            Fetch::Next(_, Lines::One, _) => whole_panel::<{ NEXT_ONE | CHUNKS }>(rows, t),
+                            Fetch::Next(_, Lines::Two, _) => whole_panel::<{ NEXT_TWO | CHUNKS }>(rows, t),
                             Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
                         },
                         (3, 1) => tile::<1, 3, NOTHING>(t),

@@ -26,8 +26,8 @@ pub(crate) enum Fetch {
     Nothing,
     /// What the tile itself comes to.
     Own,
-    /// A line for each step from there on, or two: where there are few tiles to fetch with.
-    Next(*const u8, Lines),
+    /// A line for each step from there on, or two: where there are few tiles to fetch with. And beside it chunks, as below, if there are any.
+    Next(*const u8, Lines, *const [usize]),
     /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch. It waits in the second-level cache.
     Chunks(*const [usize]),
 }
@@ -262,14 +262,25 @@ impl TileKernel {
 
 /// What the `i`-th of some tiles fetches of a right side of `steps` steps that comes next. All together fetch all of it, as evenly as can be: memory that
 /// is asked for much at one time and for nothing at another is idle in between.
-fn next_of_tile(next: *const u8, i: usize, tiles: usize, steps: usize) -> Fetch {
+///
+/// `chunks` are fetched beside it, by those first that have less to fetch: the last.
+fn next_of_tile(next: *const u8, chunks: &[usize], i: usize, tiles: usize, steps: usize) -> Fetch {
     // Of the lines of a step two for each of the first tiles, one for each of the others.
     let double = VECTORS_MAX.saturating_sub(tiles).min(tiles);
     let before = i + i.min(double);
-    if before >= VECTORS_MAX {
-        return Fetch::Nothing;
+    let chunks = chunks_of_tile(chunks, tiles - 1 - i, steps);
+    if before < VECTORS_MAX {
+        Fetch::Next(next.wrapping_add(before * steps * 64), if i < double { Lines::Two } else { Lines::One }, chunks)
+    } else if chunks.is_empty() {
+        Fetch::Nothing
+    } else {
+        Fetch::Chunks(chunks)
     }
-    Fetch::Next(next.wrapping_add(before * steps * 64), if i < double { Lines::Two } else { Lines::One })
+}
+
+/// The `i`-th share of some chunks, as many as are fetched in so many steps.
+fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usize] {
+    chunks.chunks((steps / CHUNK_STEPS).max(1)).nth(i).unwrap_or(&[])
 }
 
 impl Chains {
@@ -280,7 +291,7 @@ impl Chains {
             // Only kernels of AVX-512 fetch.
             _ if self.many_panels.is_none() => Fetch::Nothing,
             0 | 1 => Fetch::Own,
-            2..=FETCHING_TILES_MAX => Fetch::Next(next, Lines::One),
+            2..=FETCHING_TILES_MAX => Fetch::Next(next, Lines::One, &[]),
             _ => Fetch::Nothing,
         }
     }
@@ -315,14 +326,11 @@ impl Chains {
                 part.a = tile.a.add(row * tile.a_stride);
                 part.c = tile.c.add(row * tile.c_stride);
                 part.fetch = match tile.fetch {
-                    Fetch::Next(next, _) => next_of_tile(next, i, tiles, tile.steps),
-                    Fetch::Chunks(all) => {
-                        let each = tile.steps / CHUNK_STEPS;
-                        match (*all).chunks(each.max(1)).nth(i) {
-                            Some(part) => Fetch::Chunks(part),
-                            None => Fetch::Nothing,
-                        }
-                    }
+                    Fetch::Next(next, _, chunks) => next_of_tile(next, &*chunks, i, tiles, tile.steps),
+                    Fetch::Chunks(chunks) => match chunks_of_tile(&*chunks, i, tile.steps) {
+                        [] => Fetch::Nothing,
+                        chunks => Fetch::Chunks(chunks),
+                    },
                     fetch => fetch,
                 };
                 (self.run)(count, vectors, &part);

@@ -88,17 +88,26 @@ const CHUNKS_MAX: usize = 1024;
 struct ChunkList<'a> {
     chunks: &'a mut [usize],
     len: usize,
+    /// Chunks that there is room for.
+    max: usize,
 }
 
 impl<'a> ChunkList<'a> {
     fn new(chunks: &'a mut [usize]) -> Self {
-        ChunkList { chunks, len: 0 }
+        let max = chunks.len();
+        ChunkList { chunks, len: 0, max }
+    }
+
+    /// Begins anew, with room for `max` chunks at most.
+    fn clear(&mut self, max: usize) {
+        self.len = 0;
+        self.max = max.min(self.chunks.len());
     }
 
     /// Adds memory as far as there is room; answers what is left.
     fn add(&mut self, bytes: Range<usize>) -> Range<usize> {
         let mut at = bytes.start;
-        while at < bytes.end && self.len < self.chunks.len() {
+        while at < bytes.end && self.len < self.max {
             self.chunks[self.len] = at;
             self.len += 1;
             at += CHUNK_BYTES;
@@ -106,8 +115,20 @@ impl<'a> ChunkList<'a> {
         at.min(bytes.end)..bytes.end
     }
 
+    fn add_all<'b>(&mut self, all: impl Iterator<Item = &'b [u8]>) {
+        for bytes in all.map(<[u8]>::as_ptr_range) {
+            self.add(bytes.start.addr()..bytes.end.addr());
+        }
+    }
+
     fn fetch(&self) -> Fetch {
         if self.len == 0 { Fetch::Nothing } else { Fetch::Chunks(&raw const self.chunks[..self.len]) }
+    }
+
+    /// What of it is fetched in some of `num_steps` steps.
+    fn share(&self, steps: &Range<usize>, num_steps: usize) -> &[usize] {
+        let at = |step: usize| self.len * step / num_steps;
+        &self.chunks[at(steps.start)..at(steps.end)]
     }
 }
 
@@ -250,8 +271,11 @@ impl<'a> Matmul<'a> {
         self.over_panels(left.rows, out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
             let words = block_steps * columns.next_multiple_of(LANES);
-            // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next.
-            let chunks_max = chains.chunks(rows.len(), block_steps.min(num_steps)).min(CHUNKS_MAX);
+            // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next. Few rows have a block of that
+            // fetched by other means, and what is added to them while all blocks are computed.
+            let are_few = matches!(chains.fetch(rows.len(), std::ptr::null()), Fetch::Next(..));
+            let chunk_steps = if are_few { num_steps } else { block_steps.min(num_steps) };
+            let chunks_max = chains.chunks(rows.len(), chunk_steps).min(CHUNKS_MAX);
             // In the result a few rows lie so far apart that they push each other out of the first-level cache.
             let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate;
             let sums_len = if apart { rows.len() * PANEL } else { 0 };
@@ -265,6 +289,10 @@ impl<'a> Matmul<'a> {
                     false => (out.at(row, panel * PANEL), out.stride),
                 };
                 let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
+                let mut coming = ChunkList::new(chunks);
+                if are_few {
+                    coming.add_all(addends.read_for(&rows, panel));
+                }
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
                     let is_last = steps.end == num_steps;
@@ -282,17 +310,18 @@ impl<'a> Matmul<'a> {
                         } else {
                             None
                         };
-                        near = chains.fetch(rows.len(), next.unwrap_or(block.first));
+                        near = match chains.fetch(rows.len(), next.unwrap_or(block.first)) {
+                            Fetch::Next(next, lines, _) => Fetch::Next(next, lines, coming.share(&steps, num_steps)),
+                            near => near,
+                        };
                         ahead = next.map_or(0..0, |next| next.addr()..next.addr() + steps.len() * block.stride);
                     }
                     let mut product = |rows: Range<usize>| {
-                        let mut coming = ChunkList::new(&mut chunks[..chains.chunks(rows.len(), steps.len()).min(chunks_max)]);
                         let mut fetch = near;
                         if near == Fetch::Nothing && chunks_max > 0 {
+                            coming.clear(chains.chunks(rows.len(), steps.len()));
                             if is_last {
-                                for bytes in addends.read_for(&rows, panel).map(<[u8]>::as_ptr_range) {
-                                    coming.add(bytes.start.addr()..bytes.end.addr());
-                                }
+                                coming.add_all(addends.read_for(&rows, panel));
                             }
                             ahead = coming.add(ahead.clone());
                             fetch = coming.fetch();
