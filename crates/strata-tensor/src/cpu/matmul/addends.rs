@@ -5,7 +5,8 @@
 
 use std::ops::Range;
 
-use super::kernel::{Fetch, SingleAddend, Tile, TileKernel};
+use super::fetch::Fetch;
+use super::kernel::{SingleAddend, Tile, TileKernel};
 use super::operands::{Out, RightBlock, RightSide, Rows, panel_columns, steps};
 use crate::DType;
 use crate::cpu::isa::Isa;

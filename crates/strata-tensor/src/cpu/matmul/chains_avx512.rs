@@ -7,7 +7,8 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::{CHUNK_STEPS, Fetch, Lines, ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
+use super::fetch::{CHUNK_STEPS, Fetch, Lines};
+use super::kernel::{ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.

@@ -7,41 +7,15 @@
 use super::chains;
 #[cfg(target_arch = "x86_64")]
 use super::chains_avx512 as avx512;
+use super::fetch::{CHUNK_STEPS, FETCHING_TILES_MAX, Fetch, Lines, chunks_of_tile, next_of_tile};
 use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
 use super::int8::BytesKernel;
 use crate::DType;
 use crate::cpu::isa::{Arithmetic, Isa, Numerics};
 use crate::cpu::packed::{LANES, PANEL};
 
-/// Tiles that share what the first of them fetch, at most.
-const FETCHING_TILES_MAX: usize = 8;
-
 /// Columns of a full tile, in vectors of [`LANES`].
 pub(crate) const VECTORS_MAX: usize = 4;
-
-/// What a tile fetches of the right side on its way, where that lies in memory: processors look ahead by themselves, but not far enough for a tile of
-/// several rows, which takes the time of several loads for each step.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Fetch {
-    Nothing,
-    /// What the tile itself comes to.
-    Own,
-    /// A line for each step from there on, or two: where there are few tiles to fetch with. And beside it chunks, as below, if there are any.
-    Next(*const u8, Lines, *const [usize]),
-    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch. It waits in the second-level cache.
-    Chunks(*const [usize]),
-}
-
-/// Steps of a tile that fetch a chunk, and its bytes.
-pub(super) const CHUNK_STEPS: usize = 8;
-pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * 64;
-
-/// Lines that a tile fetches at each step.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Lines {
-    One,
-    Two,
-}
 
 /// Operands of one tile.
 #[derive(Clone, Copy)]
@@ -258,29 +232,6 @@ impl TileKernel {
             }
         }
     }
-}
-
-/// What the `i`-th of some tiles fetches of a right side of `steps` steps that comes next. All together fetch all of it, as evenly as can be: memory that
-/// is asked for much at one time and for nothing at another is idle in between.
-///
-/// `chunks` are fetched beside it, by those first that have less to fetch: the last.
-fn next_of_tile(next: *const u8, chunks: &[usize], i: usize, tiles: usize, steps: usize) -> Fetch {
-    // Of the lines of a step two for each of the first tiles, one for each of the others.
-    let double = VECTORS_MAX.saturating_sub(tiles).min(tiles);
-    let before = i + i.min(double);
-    let chunks = chunks_of_tile(chunks, tiles - 1 - i, steps);
-    if before < VECTORS_MAX {
-        Fetch::Next(next.wrapping_add(before * steps * 64), if i < double { Lines::Two } else { Lines::One }, chunks)
-    } else if chunks.is_empty() {
-        Fetch::Nothing
-    } else {
-        Fetch::Chunks(chunks)
-    }
-}
-
-/// The `i`-th share of some chunks, as many as are fetched in so many steps.
-fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usize] {
-    chunks.chunks((steps / CHUNK_STEPS).max(1)).nth(i).unwrap_or(&[])
 }
 
 impl Chains {

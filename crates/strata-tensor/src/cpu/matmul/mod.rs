@@ -6,7 +6,7 @@
 //!
 //! Work is split over threads by outputs: panels of 64 columns, and runs of rows where there are few panels.
 //!
-//! To the first two other products may be added on the way (`addends`).
+//! To the first two other products may be added on the way (`addends`). What comes next is fetched from memory meanwhile (`fetch`).
 //!
 //! Kernels, `chains` and `granules`, are one file for each family of instructions; `kernel` chooses.
 
@@ -16,6 +16,7 @@ mod amx;
 mod chains;
 #[cfg(target_arch = "x86_64")]
 mod chains_avx512;
+mod fetch;
 mod granules;
 #[cfg(target_arch = "x86_64")]
 mod granules_avx512;
@@ -39,9 +40,11 @@ use std::ops::Range;
 
 use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
+use fetch::ChunkList;
+pub(crate) use fetch::Fetch;
 use int8::{BytesKernel, BytesTile};
-use kernel::{CHUNK_BYTES, Chains, ManyPanels};
-pub(crate) use kernel::{Fetch, SINGLE_ROWS, Tile, TileKernel};
+use kernel::{Chains, ManyPanels};
+pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
 use operands::{Right, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
@@ -83,54 +86,6 @@ const SUMS_ROWS_MAX: usize = 48;
 
 /// Chunks that are fetched while a run of rows is computed, at most.
 const CHUNKS_MAX: usize = 1024;
-
-/// Chunks to fetch.
-struct ChunkList<'a> {
-    chunks: &'a mut [usize],
-    len: usize,
-    /// Chunks that there is room for.
-    max: usize,
-}
-
-impl<'a> ChunkList<'a> {
-    fn new(chunks: &'a mut [usize]) -> Self {
-        let max = chunks.len();
-        ChunkList { chunks, len: 0, max }
-    }
-
-    /// Begins anew, with room for `max` chunks at most.
-    fn clear(&mut self, max: usize) {
-        self.len = 0;
-        self.max = max.min(self.chunks.len());
-    }
-
-    /// Adds memory as far as there is room; answers what is left.
-    fn add(&mut self, bytes: Range<usize>) -> Range<usize> {
-        let mut at = bytes.start;
-        while at < bytes.end && self.len < self.max {
-            self.chunks[self.len] = at;
-            self.len += 1;
-            at += CHUNK_BYTES;
-        }
-        at.min(bytes.end)..bytes.end
-    }
-
-    fn add_all<'b>(&mut self, all: impl Iterator<Item = &'b [u8]>) {
-        for bytes in all.map(<[u8]>::as_ptr_range) {
-            self.add(bytes.start.addr()..bytes.end.addr());
-        }
-    }
-
-    fn fetch(&self) -> Fetch {
-        if self.len == 0 { Fetch::Nothing } else { Fetch::Chunks(&raw const self.chunks[..self.len]) }
-    }
-
-    /// What of it is fetched in some of `num_steps` steps.
-    fn share(&self, steps: &Range<usize>, num_steps: usize) -> &[usize] {
-        let at = |step: usize| self.len * step / num_steps;
-        &self.chunks[at(steps.start)..at(steps.end)]
-    }
-}
 
 /// The matrix products of one arithmetic on one pool of threads.
 pub(crate) struct Matmul<'a> {

@@ -1,0 +1,160 @@
+//! What products fetch from memory while they compute.
+//!
+//! A prefetch of any address is harmless, and changes no bits.
+
+use std::ops::Range;
+
+use super::kernel::VECTORS_MAX;
+
+/// Tiles that share what the first of them fetch, at most.
+pub(super) const FETCHING_TILES_MAX: usize = 8;
+
+/// What a tile fetches of the right side on its way, where that lies in memory: processors look ahead by themselves, but not far enough for a tile of
+/// several rows, which takes the time of several loads for each step.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Fetch {
+    Nothing,
+    /// What the tile itself comes to.
+    Own,
+    /// A line for each step from there on, or two: where there are few tiles to fetch with. And beside it chunks, as below, if there are any.
+    Next(*const u8, Lines, *const [usize]),
+    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch. It waits in the second-level cache.
+    Chunks(*const [usize]),
+}
+
+/// Steps of a tile that fetch a chunk, and its bytes.
+pub(super) const CHUNK_STEPS: usize = 8;
+pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * 64;
+
+/// Lines that a tile fetches at each step.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Lines {
+    One,
+    Two,
+}
+
+/// What the `i`-th of some tiles fetches of a right side of `steps` steps that comes next. All together fetch all of it, as evenly as can be: memory that
+/// is asked for much at one time and for nothing at another is idle in between.
+///
+/// `chunks` are fetched beside it, by those first that have less to fetch: the last.
+pub(super) fn next_of_tile(next: *const u8, chunks: &[usize], i: usize, tiles: usize, steps: usize) -> Fetch {
+    // Of the lines of a step two for each of the first tiles, one for each of the others.
+    let double = VECTORS_MAX.saturating_sub(tiles).min(tiles);
+    let before = i + i.min(double);
+    let chunks = chunks_of_tile(chunks, tiles - 1 - i, steps);
+    if before < VECTORS_MAX {
+        Fetch::Next(next.wrapping_add(before * steps * 64), if i < double { Lines::Two } else { Lines::One }, chunks)
+    } else if chunks.is_empty() {
+        Fetch::Nothing
+    } else {
+        Fetch::Chunks(chunks)
+    }
+}
+
+/// The `i`-th share of some chunks, as many as are fetched in so many steps.
+pub(super) fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usize] {
+    chunks.chunks((steps / CHUNK_STEPS).max(1)).nth(i).unwrap_or(&[])
+}
+
+/// Chunks to fetch.
+pub(super) struct ChunkList<'a> {
+    chunks: &'a mut [usize],
+    len: usize,
+    /// Chunks that there is room for.
+    max: usize,
+}
+
+impl<'a> ChunkList<'a> {
+    pub(super) fn new(chunks: &'a mut [usize]) -> Self {
+        let max = chunks.len();
+        ChunkList { chunks, len: 0, max }
+    }
+
+    /// Begins anew, with room for `max` chunks at most.
+    pub(super) fn clear(&mut self, max: usize) {
+        self.len = 0;
+        self.max = max.min(self.chunks.len());
+    }
+
+    /// Adds memory as far as there is room; answers what is left.
+    pub(super) fn add(&mut self, bytes: Range<usize>) -> Range<usize> {
+        let mut at = bytes.start;
+        while at < bytes.end && self.len < self.max {
+            self.chunks[self.len] = at;
+            self.len += 1;
+            at += CHUNK_BYTES;
+        }
+        at.min(bytes.end)..bytes.end
+    }
+
+    pub(super) fn add_all<'b>(&mut self, all: impl Iterator<Item = &'b [u8]>) {
+        for bytes in all.map(<[u8]>::as_ptr_range) {
+            self.add(bytes.start.addr()..bytes.end.addr());
+        }
+    }
+
+    pub(super) fn fetch(&self) -> Fetch {
+        if self.len == 0 { Fetch::Nothing } else { Fetch::Chunks(&raw const self.chunks[..self.len]) }
+    }
+
+    /// What of it is fetched in some of `num_steps` steps.
+    pub(super) fn share(&self, steps: &Range<usize>, num_steps: usize) -> &[usize] {
+        let at = |step: usize| self.len * step / num_steps;
+        &self.chunks[at(steps.start)..at(steps.end)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lines that `tiles` tiles of `steps` steps fetch of what comes next at `next`, and of chunks.
+    fn fetched(next: usize, chunks: &[usize], tiles: usize, steps: usize) -> (Vec<usize>, Vec<usize>) {
+        let (mut lines, mut of_chunks) = (Vec::new(), Vec::new());
+        for i in 0..tiles {
+            let chunks = match next_of_tile(std::ptr::without_provenance(next), chunks, i, tiles, steps) {
+                Fetch::Next(first, each, chunks) => {
+                    let each = if each == Lines::One { 1 } else { 2 };
+                    lines.extend((0..each * steps).map(|line| first.addr() + line * 64));
+                    chunks
+                }
+                Fetch::Chunks(chunks) => chunks,
+                Fetch::Nothing => &[],
+                Fetch::Own => unreachable!("not of several tiles"),
+            };
+            // SAFETY: parts of the chunks above.
+            of_chunks.extend_from_slice(unsafe { &*chunks });
+            assert!(chunks.len() <= steps / CHUNK_STEPS, "a tile fetches no more chunks than it has steps for");
+        }
+        lines.sort_unstable();
+        of_chunks.sort_unstable();
+        (lines, of_chunks)
+    }
+
+    #[test]
+    fn tiles_fetch_every_line_of_what_comes_next_and_every_chunk_once() {
+        for steps in [CHUNK_STEPS, 64] {
+            let all: Vec<usize> = (0..VECTORS_MAX * steps).map(|line| 4096 + line * 64).collect();
+            for tiles in 2..=FETCHING_TILES_MAX {
+                for num_chunks in 0..=tiles * (steps / CHUNK_STEPS) {
+                    let chunks: Vec<usize> = (0..num_chunks).map(|chunk| (1 << 20) + chunk * CHUNK_BYTES).collect();
+                    assert_eq!(fetched(4096, &chunks, tiles, steps), (all.clone(), chunks), "{tiles} tiles of {steps} steps");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shares_of_chunks_are_all_of_them() {
+        let mut room = [0; 10];
+        let mut list = ChunkList::new(&mut room);
+        let left = list.add(0..CHUNK_BYTES * 7 - 1);
+        assert!(left.is_empty());
+        let shares: Vec<usize> = [0..64, 64..128, 128..150].iter().flat_map(|steps| list.share(steps, 150).to_vec()).collect();
+        assert_eq!(shares, (0..7).map(|chunk| chunk * CHUNK_BYTES).collect::<Vec<_>>());
+        // As far as there is room.
+        assert_eq!(list.add(0..CHUNK_BYTES * 5), CHUNK_BYTES * 3..CHUNK_BYTES * 5);
+        list.clear(2);
+        assert_eq!(list.add(0..CHUNK_BYTES * 5), CHUNK_BYTES * 2..CHUNK_BYTES * 5);
+    }
+}
