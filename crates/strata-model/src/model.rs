@@ -33,9 +33,9 @@ const TOKEN_LISTS_BYTES: usize = 128;
 /// What small allocations and the scratch of matrix products come to.
 const SMALL_BUFFERS_BYTES: usize = 2 << 20;
 
-/// Bytes of buffers for this many bytes: sizes are rounded up so that buffers can be used again, by a sixteenth at most.
+/// Bytes of buffers for this many bytes: sizes are rounded up to whole lines or more, by a sixty-fourth at most where they are not small.
 fn with_rounding(bytes: usize) -> usize {
-    bytes + bytes / 16
+    bytes + bytes / 64
 }
 
 /// What a training pass keeps in memory until the way back; what it does not keep it computes again.

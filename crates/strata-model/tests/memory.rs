@@ -10,7 +10,7 @@ use strata_model::checkpoint::Checkpoint;
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_model::vision::{Grid, ImageProcessor, Patches};
 use strata_model::{Held, ImageFeatures, Keeping, Model, ModelConfig, PackedBatch, PlacedImage, Targets, TokenLoss};
-use strata_tensor::{CpuBackend, DType, Isa, Memory, RowRequest};
+use strata_tensor::{CpuBackend, DType, Isa, Memory, RowRequest, mapped_bytes};
 
 /// Bytes that are allocated, tensors apart: large ones are not allocated but mapped, and so they count themselves.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -165,6 +165,12 @@ fn seeing_models() -> Vec<ModelConfig> {
     ]
 }
 
+/// Adapters on everything but, unless it is asked for, the embedding.
+fn lora(rank: usize, embedding: bool) -> LoraConfig {
+    let (own, left_out) = (BTreeMap::new(), ModuleSet::NONE);
+    LoraConfig { rank, alpha: 8.0, attention: true, mlp: true, unembed: true, embedding, own, left_out }
+}
+
 /// A picture of so many rows and columns of tokens, and those.
 fn picture(model: &Model, height: usize, width: usize) -> (Patches, Grid) {
     let processor = model.image_processor().unwrap();
@@ -279,16 +285,7 @@ fn check_pictures(config: &ModelConfig, dtype: DType, pictures: &[(usize, usize)
             (grid, model.image_features(&patches, &mut || ControlFlow::Continue(())).unwrap())
         })
         .collect();
-    let lora = LoraConfig {
-        rank: 8,
-        alpha: 8.0,
-        attention: true,
-        mlp: true,
-        unembed: true,
-        embedding: true,
-        own: BTreeMap::new(),
-        left_out: ModuleSet::NONE,
-    };
+    let lora = lora(8, true);
     let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
     let adapter = model.pack_adapter(lora.clone(), &params).unwrap();
     let mut batch = PackedBatch::new();
@@ -309,6 +306,41 @@ fn check_pictures(config: &ModelConfig, dtype: DType, pictures: &[(usize, usize)
         model.forward_backward(&batch, &targets, &CrossEntropy, &mut [Some(&mut gradients)]).unwrap();
     });
     assert!(features + trained <= said, "{features} + {trained} bytes, said {said}: {n} tokens {dtype} {config:?}");
+}
+
+#[test]
+fn passes_of_any_length_have_the_memory_of_those_before_them() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), 2));
+    backend.limit_memory(1 << 30);
+    let mut model = Model::random(backend, config(256, 640, 6, [8, 4, 32], 500), 1, DType::BF16).unwrap();
+    model.set_logits_chunk_bytes(3 << 20);
+    let lora = lora(8, false);
+    let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
+    let adapter = model.pack_adapter(lora.clone(), &params).unwrap();
+    let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora).unwrap();
+    let mut pass = |lengths: &[usize]| {
+        let mut batch = PackedBatch::new();
+        batch.begin_group(Some(&adapter));
+        lengths.iter().for_each(|&len| batch.push_sequence(&vec![3; len]));
+        let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=batch.len()).collect() };
+        // By turns all is kept, and what goes into each layer.
+        for layers in [6, 1] {
+            let (keeping, gradients) = (Keeping { layers, every: 1 }, &mut [Some(&mut gradients)]);
+            model
+                .forward_backward_with(&batch, &targets, &CrossEntropy, gradients, keeping, &mut || ControlFlow::Continue(()))
+                .unwrap();
+        }
+    };
+    let before = mapped_bytes();
+    pass(&[1000, 600]);
+    let first = mapped_bytes() - before;
+    assert!(first > 32 << 20, "{first} bytes are too few to tell");
+    for lengths in [&[1500][..], &[1024, 512], &[777; 2], &[100; 13], &[1, 2, 3, 1111], &[30; 50], &[1599]] {
+        pass(lengths);
+    }
+    let further = mapped_bytes() - before - first;
+    assert!(further <= first / 16, "{further} bytes beside {first} of the longest pass");
 }
 
 /// Held by whoever counts.
@@ -371,16 +403,7 @@ fn passes_of_many_adapters_take_no_more_memory_than_the_model_says() {
         model.set_logits_chunk_bytes(0);
         let adapters: Vec<_> = [32, 1, 8, 2, 16, 4, 32, 32, 16, 32, 32, 8, 32, 32, 32, 32]
             .map(|rank| {
-                let lora = LoraConfig {
-                    rank,
-                    alpha: 8.0,
-                    attention: true,
-                    mlp: true,
-                    unembed: true,
-                    embedding: false,
-                    own: BTreeMap::new(),
-                    left_out: ModuleSet::NONE,
-                };
+                let lora = lora(rank, false);
                 let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
                 let gradient = LoraParams::zeros(model.backend(), model.lora_modules(), &lora).unwrap();
                 (model.pack_adapter(lora, &params).unwrap(), gradient)
@@ -485,16 +508,7 @@ fn check_passes(config: &ModelConfig, dtype: DType, (rank, embedding): (usize, b
     let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), 2));
     let mut model = Model::random(backend, config.clone(), 1, dtype).unwrap();
     model.set_logits_chunk_bytes(3 << 20);
-    let lora = LoraConfig {
-        rank,
-        alpha: 8.0,
-        attention: true,
-        mlp: true,
-        unembed: true,
-        embedding,
-        own: BTreeMap::new(),
-        left_out: ModuleSet::NONE,
-    };
+    let lora = lora(rank, embedding);
     let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
     let adapter = model.pack_adapter(lora.clone(), &params).unwrap();
     let mut batch = PackedBatch::new();

@@ -42,7 +42,7 @@ pub use backend::{
     Draw, Gelu, HeadColumns, HeadMove, HeadPart, HeadSide, LogprobTargets, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary,
     RotaryStyle, RowReply, RowRequest, Sight, Turn,
 };
-pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, peak_live_bytes, reset_peak_live_bytes};
+pub use cpu::{Arithmetic, CpuBackend, Isa, Numerics, live_bytes, mapped_bytes, peak_live_bytes, reset_peak_live_bytes};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor, SharedBytes};

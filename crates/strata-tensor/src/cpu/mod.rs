@@ -20,4 +20,4 @@ mod views;
 
 pub use backend::CpuBackend;
 pub use isa::{Arithmetic, Isa, Numerics};
-pub use memory::{live_bytes, peak_live_bytes, reset_peak_live_bytes};
+pub use memory::{live_bytes, mapped_bytes, peak_live_bytes, reset_peak_live_bytes};

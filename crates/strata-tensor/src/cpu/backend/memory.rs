@@ -323,6 +323,7 @@ impl Memory for CpuBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::memory::ALIGN_BYTES;
     use crate::{Int4Group, Isa, KvValues};
 
     #[test]
@@ -390,13 +391,14 @@ mod tests {
             let mut filled = b.packed(3, inputs, outputs, format).unwrap();
             b.fill_packed(&mut filled, &|first, piece| piece.copy_from_slice(&all[first..first + piece.len()])).unwrap();
             assert!(again(&filled) == all);
-            let mut pages = Buffer::zeroed(4096 + all.len()).unwrap();
-            pages[4096..4096 + all.len()].copy_from_slice(&all);
+            let mut pages = Buffer::zeroed(2 * ALIGN_BYTES + all.len()).unwrap();
+            let first = 1 + pages[1..].as_ptr().align_offset(ALIGN_BYTES);
+            pages[first..first + all.len()].copy_from_slice(&all);
             let pages: std::sync::Arc<dyn AsRef<[u8]> + Send + Sync> = std::sync::Arc::new(Pages(pages));
             let over = |range| b.packed_over(3, inputs, outputs, format, SharedBytes::new(pages.clone(), range));
-            let mut lying = over(4096..4096 + all.len()).unwrap();
+            let mut lying = over(first..first + all.len()).unwrap();
             assert!(again(&lying) == all);
-            assert!(over(4095..4095 + all.len()).is_err() && over(4096..4095 + all.len()).is_err());
+            assert!(over(first - 1..first - 1 + all.len()).is_err() && over(first..first - 1 + all.len()).is_err());
             let row = vec![1.0; inputs];
             let refused = b.upload_rows(&mut lying, 0, 0, HostRef::from_f32(&row, &[1, inputs]).unwrap());
             assert!(matches!(refused, Err(Error::Unsupported(_))));

@@ -1,20 +1,27 @@
 //! Memory of tensors on the processor: aligned, and recycled between the ops of a step.
 //!
-//! A step allocates and frees the same few large buffers for every layer. Handing them back to the system each time would cost a
-//! page fault for every 4 KiB written (about a tenth of a layer's time), so freed buffers wait in a pool for the next
-//! tensor of about their size: as long as they and those in use are within [`set_memory_limit`] bytes. Beyond that, what has waited longest goes back first.
+//! A step allocates and frees the same few large buffers for every layer, and the next step others of about the same size. Handing them back to the system each time would
+//! cost a page fault for every page written: a tenth of a layer's time, and in a virtual machine whose host takes back what is free as much as the layer. So freed memory
+//! waits in a pool for the next tensor, whatever its size: neighbours become one range, the smallest range that suffices is taken, and where none does, pages of several are
+//! moved to one place. It waits as long as it and what is in use are within [`set_memory_limit`] bytes. Beyond that, what has waited longest goes back first.
+
+mod pool;
+mod system;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use self::pool::{Limit, Pool};
+use self::system::HUGE_PAGE_BYTES;
 use crate::{Element, Error, Result};
 
-/// Alignment of every buffer: a page, so that rows of packed matrices start on cache lines and huge pages can back them.
+/// Alignment of small buffers, and of bytes that packed weights lie in without being copied: a page.
 pub(crate) const ALIGN_BYTES: usize = 4096;
+/// Larger buffers are so many bytes, times a whole number, from the start of a huge page: rows of packed matrices start on cache lines.
+const UNIT_BYTES: usize = 1024;
 /// Of most processors' caches.
 const LINE_BYTES: usize = 64;
 /// Places at which large buffers that are made together begin, and bytes from one to the next: all sets of a second-level cache in turn.
@@ -22,14 +29,8 @@ const PLACES: usize = 64;
 const PLACE_BYTES: usize = 1024;
 /// Beside this, the bytes before a place are few.
 const STAGGERED_MIN_BYTES: usize = 4 << 20;
-/// Buffers below this are left to the allocator, which is good at them.
+/// Buffers below this are left to the allocator, which is good at them. Larger ones lie in huge pages, and share these.
 const POOLED_MIN_BYTES: usize = 64 << 10;
-/// From here on, map pages and ask for huge ones: a matrix of this size is streamed, and page walks would cost bandwidth.
-#[cfg(target_os = "linux")]
-const MAPPED_MIN_BYTES: usize = 4 << 20;
-/// Of most processors. Mappings begin at a multiple of it, else their first and last bytes are not in huge pages.
-#[cfg(target_os = "linux")]
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// What the pool holds at most unless someone says how much memory there is.
 const HELD_MAX_BYTES: usize = 256 << 20;
 
@@ -37,24 +38,33 @@ static POOL: Mutex<Pool> = Mutex::new(Pool::new(Limit::Held(HELD_MAX_BYTES)));
 /// Bytes of all buffers that are in use, and the most there have been.
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 static PEAK_LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
+/// Bytes that were ever asked of the system for the pool.
+static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets for how many bytes of buffers there is memory, those in use and freed ones that the process keeps for the next tensors together: what is held beyond it goes
+/// Sets for how many bytes of buffers there is memory, those in use and what is free and waits for the next tensors together: what is held beyond it goes
 /// back to the system.
 pub(crate) fn set_memory_limit(bytes: usize) {
     let mut pool = pool();
     pool.limit = Limit::All(bytes);
     let evicted = pool.evict(live_bytes());
     drop(pool);
-    evicted.into_iter().for_each(Allocation::release);
+    give_back(evicted);
 }
 
-/// Gives all freed buffers back to the system.
+/// Gives all huge pages of which nothing is in use back to the system.
 pub(crate) fn trim_pool() {
     let mut pool = pool();
-    let held = std::mem::take(&mut pool.free);
-    pool.held_bytes = 0;
+    let limit = std::mem::replace(&mut pool.limit, Limit::Held(0));
+    let evicted = pool.evict(0);
+    pool.limit = limit;
     drop(pool);
-    held.into_values().flatten().for_each(|waiting| waiting.allocation.release());
+    give_back(evicted);
+}
+
+/// Gives what the pool let go back to the system.
+fn give_back(evicted: Vec<Range<usize>>) {
+    // SAFETY: whole huge pages that were mapped and are nobody's: the pool had them.
+    evicted.into_iter().for_each(|pages| unsafe { system::unmap(pages) });
 }
 
 /// Bytes of the buffers of all tensors, packed weights and caches there are. Memory of a buffer that was never touched counts, though the system
@@ -73,83 +83,14 @@ pub fn reset_peak_live_bytes() {
     PEAK_LIVE_BYTES.store(live_bytes(), Ordering::Relaxed);
 }
 
+/// Bytes that were asked of the system for buffers since the start of the process, small ones apart: what was used again counts once.
+pub fn mapped_bytes() -> usize {
+    MAPPED_BYTES.load(Ordering::Relaxed)
+}
+
 fn pool() -> MutexGuard<'static, Pool> {
     // A panic leaves the pool as it was: nothing in it is taken apart and put together again.
     POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-/// What a pool may hold.
-#[derive(Clone, Copy)]
-enum Limit {
-    /// So many bytes.
-    Held(usize),
-    /// What those that are in use leave of so many bytes.
-    All(usize),
-}
-
-struct Pool {
-    /// Free buffers by capacity; of each, the latest freed last.
-    free: BTreeMap<usize, VecDeque<Waiting>>,
-    held_bytes: usize,
-    limit: Limit,
-    /// Buffers that were ever freed into the pool.
-    num_freed: u64,
-}
-
-/// A buffer in the pool.
-struct Waiting {
-    allocation: Allocation,
-    /// When it was freed, counted in buffers.
-    freed: u64,
-}
-
-impl Pool {
-    const fn new(limit: Limit) -> Self {
-        Pool { free: BTreeMap::new(), held_bytes: 0, limit, num_freed: 0 }
-    }
-
-    fn take(&mut self, capacity: usize) -> Option<Allocation> {
-        let found = self.free.get_mut(&capacity)?.pop_back()?;
-        self.held_bytes -= capacity;
-        Some(found.allocation)
-    }
-
-    /// What it may hold beside `live` bytes in use.
-    fn held_max(&self, live: usize) -> usize {
-        match self.limit {
-            Limit::Held(bytes) => bytes,
-            Limit::All(bytes) => bytes.saturating_sub(live),
-        }
-    }
-
-    /// Keeps a buffer; answers those that have to go for it, itself perhaps. `live`: bytes in use without it.
-    fn put(&mut self, allocation: Allocation, live: usize) -> Vec<Allocation> {
-        if allocation.capacity > self.held_max(live) {
-            return vec![allocation];
-        }
-        self.held_bytes += allocation.capacity;
-        self.num_freed += 1;
-        let waiting = Waiting { freed: self.num_freed, allocation };
-        self.free.entry(waiting.allocation.capacity).or_default().push_back(waiting);
-        self.evict(live)
-    }
-
-    /// Takes out what has waited longest, down to what it may hold beside `live` bytes in use.
-    fn evict(&mut self, live: usize) -> Vec<Allocation> {
-        let mut evicted = Vec::new();
-        while self.held_bytes > self.held_max(live) {
-            // A model has a few dozen sizes of buffers.
-            let oldest = self.free.iter().filter_map(|(capacity, queue)| Some((queue.front()?.freed, *capacity))).min();
-            let (_, capacity) = oldest.expect("bytes are held, so a buffer is");
-            let queue = self.free.get_mut(&capacity).expect("it was just seen");
-            evicted.extend(queue.pop_front().map(|waiting| waiting.allocation));
-            if queue.is_empty() {
-                self.free.remove(&capacity);
-            }
-            self.held_bytes -= capacity;
-        }
-        evicted
-    }
 }
 
 /// Memory that is no buffer's, counted as if it were.
@@ -180,73 +121,75 @@ unsafe impl Send for Allocation {}
 unsafe impl Sync for Allocation {}
 
 impl Allocation {
-    fn layout(capacity: usize) -> Option<Layout> {
-        Layout::from_size_align(capacity, ALIGN_BYTES).ok()
-    }
-
-    /// `None` if the system has no such memory.
-    fn new_zeroed(capacity: usize) -> Option<Self> {
-        #[cfg(target_os = "linux")]
-        if capacity >= MAPPED_MIN_BYTES {
-            return Self::map(capacity);
+    /// Memory for a buffer of this capacity while `live` bytes are in use, it included, and whether it reads as zeros. `None` if the system has no such memory.
+    fn new(capacity: usize, live: usize) -> Option<(Self, bool)> {
+        if capacity < POOLED_MIN_BYTES {
+            // SAFETY: the layout has a non-zero size.
+            let ptr = NonNull::new(unsafe { alloc_zeroed(small(capacity)) })?;
+            return Some((Allocation { ptr, capacity }, true));
         }
-        // SAFETY: the layout has a non-zero size.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(Self::layout(capacity)?) })?;
-        Some(Allocation { ptr, capacity })
-    }
-
-    /// Fresh pages from the system: zero without being touched, and huge where the system has them.
-    #[cfg(target_os = "linux")]
-    fn map(capacity: usize) -> Option<Self> {
-        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        let mapped = capacity.checked_add(HUGE_PAGE_BYTES)?;
-        // SAFETY: a new anonymous mapping touches no memory of ours.
-        let all = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };
-        if all == libc::MAP_FAILED {
-            return None;
-        }
-        let all: *mut u8 = all.cast();
-        // What is mapped before and behind goes back; the system maps whole pages.
-        let before = all.align_offset(HUGE_PAGE_BYTES);
-        let behind = (before + capacity).next_multiple_of(ALIGN_BYTES);
-        let ptr = all.wrapping_add(before);
-        // SAFETY: all ranges are parts of the new mapping; the advice cannot change its contents, and a refusal of it is harmless, as is one to unmap.
-        unsafe {
-            if before > 0 {
-                libc::munmap(all.cast(), before);
+        let mut pool = pool();
+        let (start, untouched) = match pool.take(capacity) {
+            Some(taken) => taken,
+            None => {
+                let pages = pool.take_pages(capacity);
+                drop(pool);
+                // SAFETY: whole huge pages that were mapped and are nobody's: the pool had them.
+                let gathered = pages.and_then(|pages| unsafe { system::gather(&pages) });
+                let untouched = gathered.is_none();
+                let range = gathered.or_else(|| fresh(capacity, live))?;
+                let end = range.start + capacity;
+                if end < range.end {
+                    self::pool().put(end..range.end, untouched);
+                }
+                (range.start, untouched)
             }
-            if behind < mapped {
-                libc::munmap(all.add(behind).cast(), mapped - behind);
-            }
-            libc::madvise(ptr.cast(), capacity, libc::MADV_HUGEPAGE);
-        }
-        Some(Allocation { ptr: NonNull::new(ptr)?, capacity })
+        };
+        Some((Allocation { ptr: NonNull::new(std::ptr::with_exposed_provenance_mut(start))?, capacity }, untouched))
     }
 
-    /// Gives the memory back to the system.
-    fn release(self) {
-        #[cfg(target_os = "linux")]
-        if self.capacity >= MAPPED_MIN_BYTES {
-            // SAFETY: mapped in `map` with the same length, and unmapped once.
-            unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.capacity) };
-            return;
+    /// Lets the next buffers have the memory, or the system, while `live` bytes are in use.
+    fn release(self, live: usize) {
+        if self.capacity < POOLED_MIN_BYTES {
+            // SAFETY: allocated in `new` with the same layout, and freed once.
+            return unsafe { dealloc(self.ptr.as_ptr(), small(self.capacity)) };
         }
-        // SAFETY: allocated in `new_zeroed` with the same layout, and freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.capacity).expect("it was allocated with this layout")) }
+        let start = self.ptr.as_ptr().expose_provenance();
+        let mut pool = pool();
+        pool.put(start..start + self.capacity, false);
+        let evicted = pool.evict(live);
+        drop(pool);
+        // The system takes its time to take memory back: not while others wait for the pool.
+        give_back(evicted);
     }
 }
 
-/// Rounds up so that nearly equal requests share buffers: to a sixteenth of the next lower power of two.
+/// The layout of a buffer that is left to the allocator.
+fn small(capacity: usize) -> Layout {
+    Layout::from_size_align(capacity, ALIGN_BYTES).expect("below the size of what is mapped")
+}
+
+/// Whole huge pages from the system for this capacity, while `live` bytes are in use with it.
+fn fresh(capacity: usize, live: usize) -> Option<Range<usize>> {
+    let bytes = capacity.checked_next_multiple_of(HUGE_PAGE_BYTES)?;
+    // What is held goes first, so that there is never more than there may be.
+    let evicted = pool().evict(live.saturating_add(bytes - capacity));
+    give_back(evicted);
+    MAPPED_BYTES.fetch_add(bytes, Ordering::Relaxed);
+    system::map(bytes).or_else(|| {
+        // What is only kept for speed may be what is missing.
+        trim_pool();
+        system::map(bytes)
+    })
+}
+
+/// Rounds up, by a sixty-fourth at most from some lines on.
 fn capacity_for(len: usize) -> Option<usize> {
-    let len = len.max(1);
-    if len < POOLED_MIN_BYTES {
-        return Some(len.next_multiple_of(64));
-    }
-    let step = (1usize << len.ilog2()) / 16;
-    len.checked_next_multiple_of(step)
+    let unit = if len < POOLED_MIN_BYTES { LINE_BYTES } else { UNIT_BYTES };
+    len.max(1).checked_next_multiple_of(unit)
 }
 
-/// Owned bytes, aligned to [`ALIGN_BYTES`], all initialised.
+/// Owned bytes that begin at a cache line, all initialised.
 pub(crate) struct Buffer {
     /// They are its own, though the allocation may be shared.
     bytes: NonNull<[u8]>,
@@ -314,17 +257,19 @@ impl Buffer {
     pub(crate) fn release_range(&mut self, range: std::ops::Range<usize>) {
         assert!(range.start <= range.end && range.end <= self.len());
         #[cfg(target_os = "linux")]
-        if self.shared.allocation().capacity >= MAPPED_MIN_BYTES {
+        if self.shared.allocation().capacity >= POOLED_MIN_BYTES {
             // SAFETY: asks for a number.
             let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
-            let whole = range.start.next_multiple_of(page_bytes)..range.end / page_bytes * page_bytes;
-            if whole.start < whole.end {
-                let first = self[whole.start..].as_mut_ptr();
+            let first = self.as_ptr().addr();
+            let start = (first + range.start).next_multiple_of(page_bytes) - first;
+            let end = ((first + range.end) / page_bytes * page_bytes).saturating_sub(first);
+            if start < end {
+                let pages = self[start..end].as_mut_ptr();
                 // SAFETY: whole pages of an anonymous private mapping of ours, borrowed exclusively; they become zeros.
-                let done = unsafe { libc::madvise(first.cast(), whole.len(), libc::MADV_DONTNEED) };
+                let done = unsafe { libc::madvise(pages.cast(), end - start, libc::MADV_DONTNEED) };
                 if done == 0 {
-                    self[range.start..whole.start].fill(0);
-                    self[whole.end..range.end].fill(0);
+                    self[range.start..start].fill(0);
+                    self[end..range.end].fill(0);
                     return;
                 }
             }
@@ -351,47 +296,19 @@ fn allocate(len: usize) -> Result<(Allocation, bool)> {
     let out_of_memory = || Error::OutOfMemory { bytes: len };
     let capacity = capacity_for(len).ok_or_else(out_of_memory)?;
     let live = LIVE_BYTES.fetch_add(capacity, Ordering::Relaxed).saturating_add(capacity);
-    if capacity >= POOLED_MIN_BYTES {
-        let mut pool = pool();
-        let (taken, evicted) = match pool.take(capacity) {
-            Some(allocation) => (Some(allocation), Vec::new()),
-            // It goes first, so that there is never more than there may be.
-            None => (None, pool.evict(live)),
-        };
-        drop(pool);
-        evicted.into_iter().for_each(Allocation::release);
-        if let Some(allocation) = taken {
-            PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
-            return Ok((allocation, true));
-        }
-    }
-    let fresh = Allocation::new_zeroed(capacity).or_else(|| {
-        // What is only kept for speed may be what is missing.
-        trim_pool();
-        Allocation::new_zeroed(capacity)
-    });
-    match fresh {
-        Some(allocation) => {
-            PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
-            Ok((allocation, false))
-        }
-        None => {
-            LIVE_BYTES.fetch_sub(capacity, Ordering::Relaxed);
-            Err(out_of_memory())
-        }
-    }
+    let Some((allocation, untouched)) = Allocation::new(capacity, live) else {
+        LIVE_BYTES.fetch_sub(capacity, Ordering::Relaxed);
+        return Err(out_of_memory());
+    };
+    PEAK_LIVE_BYTES.fetch_max(live, Ordering::Relaxed);
+    Ok((allocation, !untouched))
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         let Some(allocation) = self.0.take() else { return };
         let live = LIVE_BYTES.fetch_sub(allocation.capacity, Ordering::Relaxed).saturating_sub(allocation.capacity);
-        if allocation.capacity < POOLED_MIN_BYTES {
-            return allocation.release();
-        }
-        let evicted = pool().put(allocation, live);
-        // The system takes its time to take memory back: not while others wait for the pool.
-        evicted.into_iter().for_each(Allocation::release);
+        allocation.release(live);
     }
 }
 
@@ -421,43 +338,6 @@ mod tests {
             assert!(b[..100_000].iter().all(|&x| x == 0));
             b.fill(7);
         }
-    }
-
-    fn allocation(capacity: usize) -> Allocation {
-        Allocation::new_zeroed(capacity).unwrap()
-    }
-
-    fn release(evicted: Vec<Allocation>) -> Vec<usize> {
-        evicted.into_iter().map(|a| (a.capacity, a.release()).0).collect()
-    }
-
-    #[test]
-    fn the_pool_stays_below_its_limit_and_lets_go_what_waited_longest() {
-        let mut pool = Pool::new(Limit::All(1500 << 10));
-        let live = 500 << 10;
-        for kib in [400, 100, 400] {
-            assert!(pool.put(allocation(kib << 10), live).is_empty());
-        }
-        assert_eq!(release(pool.put(allocation(200 << 10), live)), [400 << 10]);
-        assert_eq!(pool.held_bytes, 700 << 10);
-        // What is in use again is not old any more.
-        let again = pool.take(100 << 10).unwrap();
-        assert!(pool.take(300 << 10).is_none());
-        assert!(pool.put(again, live).is_empty());
-        assert_eq!(release(pool.put(allocation(900 << 10), live)), [400 << 10, 200 << 10]);
-        assert_eq!(release(pool.put(allocation(2000 << 10), live)), [2000 << 10], "larger than the pool");
-        assert_eq!(pool.held_bytes, 1000 << 10);
-        // What is in use takes the place of what is held.
-        assert_eq!(release(pool.evict(600 << 10)), [100 << 10]);
-        assert!(pool.evict(600 << 10).is_empty());
-        assert_eq!(release(pool.put(allocation(64 << 10), 1500 << 10)), [64 << 10], "there is no room beside what is in use");
-        assert_eq!(release(pool.evict(usize::MAX)), [900 << 10]);
-        assert_eq!((pool.held_bytes, pool.free.len()), (0, 0));
-        pool.limit = Limit::Held(100 << 10);
-        assert!(pool.put(allocation(100 << 10), usize::MAX).is_empty());
-        assert_eq!(release(pool.put(allocation(90 << 10), 0)), [100 << 10]);
-        pool.limit = Limit::All(0);
-        assert_eq!(release(pool.evict(0)), [90 << 10]);
     }
 
     #[test]
@@ -495,20 +375,12 @@ mod tests {
     }
 
     #[test]
-    #[cfg(target_os = "linux")]
-    fn what_is_mapped_begins_at_a_huge_page() {
-        for len in [MAPPED_MIN_BYTES, 5 << 20, 9_000_001] {
-            assert_eq!(Buffer::zeroed(len).unwrap().as_ptr().addr() % HUGE_PAGE_BYTES, 0, "{len}");
-        }
-    }
-
-    #[test]
     fn a_released_range_reads_as_zeros_and_its_neighbours_stay() {
-        for len in [100_000, 9 << 20] {
+        for len in [50_000, 100_000, 9 << 20] {
             let mut buffer = Buffer::zeroed(len).unwrap();
             buffer.fill(7);
-            buffer.release_range(5000..90_001);
-            for (range, value) in [(0..5000, 7), (5000..90_001, 0), (90_001..len, 7)] {
+            buffer.release_range(5000..40_001);
+            for (range, value) in [(0..5000, 7), (5000..40_001, 0), (40_001..len, 7)] {
                 assert!(buffer[range.clone()].iter().all(|&b| b == value), "{range:?} of {len}");
             }
             buffer.release_range(10..10);
@@ -527,10 +399,10 @@ mod tests {
     }
 
     #[test]
-    fn capacities_waste_at_most_a_sixteenth() {
+    fn capacities_waste_at_most_a_sixty_fourth() {
         for len in [1, 63, 64, 65_536, 65_537, 1_000_000, 155_000_001] {
             let c = capacity_for(len).unwrap();
-            assert!(c >= len && c <= len + len / 16 + 64, "{len} -> {c}");
+            assert!(c >= len && c <= len + len / 64 + 64, "{len} -> {c}");
         }
     }
 }
