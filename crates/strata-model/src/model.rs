@@ -7,11 +7,12 @@ mod weights;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use strata_tensor::{
-    Backend, Between, DType, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient, LoraGradients, LoraSite,
-    RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, read_logits,
+    Backend, Between, DType, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient, LoraGradients, LoraGroup,
+    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, read_logits,
     target_logprobs,
 };
 
@@ -491,10 +492,23 @@ impl Model {
     ) -> Result<Vec<Option<RowReply>>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let undisturbed = &mut || ControlFlow::Continue(());
-        let hidden =
-            self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, Leaves::Cache(cache), None, undisturbed)?;
+        let mut answered = rows.to_vec();
+        answered.dedup();
+        // Of the others the last layer computes what it keeps alone, unless more is added to all behind it.
+        let are_there = answered.is_sorted() && answered.last().is_none_or(|&row| row < batch.len());
+        let few = are_there && answered.len() < batch.len() && inputs.deepstack(self.config.num_layers - 1).is_empty();
+        let answered: Option<Rc<[usize]>> = few.then(|| answered.into());
+        let leaves = Leaves::Cache { cache, answered: answered.clone() };
+        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, leaves, None, undisturbed)?;
         let (w, module) = self.decoder.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
+        let (lora, rows) = match &answered {
+            Some(answered) => (
+                LoraGroup::of_rows(&lora, answered),
+                &rows.iter().map(|&row| answered.partition_point(|&other| other < row)).collect::<Vec<_>>()[..],
+            ),
+            None => (lora, rows),
+        };
         Ok(read_logits(self.backend(), hidden.value(), w, &lora, rows, requests, self.logits_chunk_bytes)?)
     }
 

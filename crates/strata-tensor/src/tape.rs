@@ -88,6 +88,18 @@ pub struct LoraGroup<'a> {
     pub projections: Vec<LoraProjection<'a>>,
 }
 
+impl<'a> LoraGroup<'a> {
+    /// Groups as they are over some of the rows alone, which rise. For what does not go back: of their sequences nothing is left.
+    pub fn of_rows(groups: &[Self], rows: &[usize]) -> Rc<[Self]> {
+        let of = |group: &Self| {
+            let [start, end] = [group.tokens.start, group.tokens.end].map(|token| rows.partition_point(|&row| row < token));
+            let projections = || group.projections.clone();
+            (start < end).then(|| LoraGroup { tokens: start..end, sequences: Rc::from([]), projections: projections() })
+        };
+        groups.iter().filter_map(of).collect()
+    }
+}
+
 /// The low-rank pair of an embedding, for a run of tokens: `y[tokens] += (scale · A[ids])·Bᵀ`. A has a row for each token of the vocabulary, not for each of its
 /// ranks as that of a linear layer: rows are what is read and what gradients are added to. Rounding is that of [`Linear`].
 #[derive(Clone)]

@@ -22,9 +22,31 @@ pub(crate) struct Pass<'a> {
     pub dtype: DType,
     /// Epsilon of norms.
     pub eps: f32,
+    /// Which rows of the batch the residual stream has, if not all; they rise.
+    pub rows: Option<Rc<[usize]>>,
+    /// Which it is to have once the tokens of the layer have been brought together, if not all.
+    pub answered: Option<Rc<[usize]>>,
 }
 
 impl<'a> Pass<'a> {
+    /// What goes on with the rows that are answered, once tokens have been brought together.
+    pub(crate) fn after_mixing(&self) -> Self {
+        Pass { rows: self.answered.clone().or_else(|| self.rows.clone()), answered: None, ..self.clone() }
+    }
+
+    /// `residual + linear(mixed)`, of the rows that are answered. Ends what brings tokens together.
+    pub(crate) fn add_mixed(
+        &self,
+        tape: &mut Tape<'a>,
+        residual: &Var,
+        mixed: Var,
+        linear: impl FnOnce(&Self) -> Linear<'a>,
+    ) -> strata_tensor::Result<Var> {
+        let Some(rows) = &self.answered else { return tape.add_linear(residual, &mixed, linear(self)) };
+        let (residual, mixed) = (tape.take_rows(residual, rows)?, tape.take_rows(&mixed, rows)?);
+        tape.add_linear(&residual, &mixed, linear(&self.after_mixing()))
+    }
+
     /// A frozen layer with the low-rank pairs of `projections`: modules and their first output columns.
     pub(crate) fn linear(
         &self,
@@ -32,7 +54,11 @@ impl<'a> Pass<'a> {
         bias: Option<VectorId>,
         projections: &[(usize, usize)],
     ) -> Linear<'a> {
-        let lora: Rc<[LoraGroup<'a>]> = self.inputs.lora(l, projections);
+        let lora = self.inputs.lora(l, projections);
+        let lora = match &self.rows {
+            Some(rows) => LoraGroup::of_rows(&lora, rows),
+            None => lora,
+        };
         Linear { weight: self.weights.matrix(matrix, l), bias: bias.map(|bias| self.weights.vector(bias, l)), lora }
     }
 
@@ -164,7 +190,7 @@ impl Attention {
             spans: pass.inputs.spans.clone(),
         };
         let a = tape.attention(&qkv, &input, kv, pass.dtype)?;
-        tape.add_linear(residual, &a, pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
+        pass.add_mixed(tape, residual, a, |pass| pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
     }
 
     pub(crate) fn geometry(&self, l: usize) -> AttentionGeometry {

@@ -40,8 +40,9 @@ impl Mixer {
 
 /// The decoder layers of a family.
 pub(crate) trait DecoderLayers: Send + Sync {
-    /// Layer `l`. `x`: the residual stream, f32 `[tokens, hidden_size]`.
-    fn layer<'a>(
+    /// The half of layer `l` that brings tokens together. `x`: the residual stream, f32 `[tokens, hidden_size]`. Of what comes out there are
+    /// the rows that `pass` says.
+    fn mix<'a>(
         &self,
         pass: &Pass<'a>,
         tape: &mut Tape<'a>,
@@ -49,6 +50,9 @@ pub(crate) trait DecoderLayers: Send + Sync {
         x: &Var,
         past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var>;
+
+    /// The half that comes after it, in which each row is by itself.
+    fn transform<'a>(&self, pass: &Pass<'a>, tape: &mut Tape<'a>, l: usize, x: &Var) -> strata_tensor::Result<Var>;
 
     /// What layer `l` mixes tokens with.
     fn mixer(&self, l: usize) -> Mixer;
@@ -75,8 +79,8 @@ impl LayerBytes {
 
 /// What a pass through the decoder leaves behind.
 pub(crate) enum Leaves<'c> {
-    /// Keys and values, in a cache.
-    Cache(&'c mut KvCache),
+    /// Keys and values, in a cache. Of hidden states only those of the rows that are `answered`, if not all are; they rise.
+    Cache { cache: &'c mut KvCache, answered: Option<Rc<[usize]>> },
     /// The way back, if the tape records.
     Activations(Keeping),
 }
@@ -171,7 +175,8 @@ impl Decoder {
         mut observe: Observer<'_>,
         between: &mut Between<'_>,
     ) -> Result<Var> {
-        let pass = Pass { weights: &self.weights, inputs: inputs.clone(), dtype: self.dtype, eps: self.eps };
+        let weights = &*self.weights;
+        let mut pass = Pass { weights, inputs: inputs.clone(), dtype: self.dtype, eps: self.eps, rows: None, answered: None };
         let table = match self.weights.table() {
             Some(table) => EmbeddingTable::Rows(table),
             None => EmbeddingTable::Tied(self.unembedding().0),
@@ -191,8 +196,12 @@ impl Decoder {
                 Ok(go_on(between)?)
             };
             x = match &mut leaves {
-                Leaves::Cache(cache) => {
-                    let x = self.plan.layers.layer(&pass, tape, l, &x, cache.layer_mut(l))?;
+                Leaves::Cache { cache, answered } => {
+                    // Nothing but keys and values of the others is needed of the last layer.
+                    pass.answered = answered.clone().filter(|_| l + 1 == self.num_layers);
+                    let x = self.plan.layers.mix(&pass, tape, l, &x, cache.layer_mut(l))?;
+                    pass = pass.after_mixing();
+                    let x = self.plan.layers.transform(&pass, tape, l, &x)?;
                     see(Observed::LayerOutput(l), x.value())?;
                     l += 1;
                     x
@@ -230,7 +239,8 @@ impl Decoder {
             let l = first + i;
             let added = if i > 0 { pass.inputs.deepstack(l - 1) } else { Vec::new() };
             let x = tape.add_rows(x.clone(), &added)?;
-            self.plan.layers.layer(&pass, tape, l, &x, LayerAccess::None)
+            let x = self.plan.layers.mix(&pass, tape, l, &x, LayerAccess::None)?;
+            self.plan.layers.transform(&pass, tape, l, &x)
         }
     }
 

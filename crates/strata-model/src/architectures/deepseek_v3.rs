@@ -182,7 +182,7 @@ impl DeepseekV3Layers {
 }
 
 impl DecoderLayers for DeepseekV3Layers {
-    fn layer<'a>(
+    fn mix<'a>(
         &self,
         pass: &Pass<'a>,
         tape: &mut Tape<'a>,
@@ -191,9 +191,12 @@ impl DecoderLayers for DeepseekV3Layers {
         past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
-        let x = self.attention.forward(pass, tape, l, x, &h, past.pages())?;
-        let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
-        self.mlp.forward(pass, tape, l, &x, &h)
+        self.attention.forward(pass, tape, l, x, &h, past.pages())
+    }
+
+    fn transform<'a>(&self, pass: &Pass<'a>, tape: &mut Tape<'a>, l: usize, x: &Var) -> strata_tensor::Result<Var> {
+        let h = pass.norm(tape, x, self.post_attention_layernorm, l)?;
+        self.mlp.forward(pass, tape, l, x, &h)
     }
 
     fn mixer(&self, _: usize) -> Mixer {

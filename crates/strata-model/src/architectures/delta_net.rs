@@ -77,7 +77,7 @@ impl DeltaNet {
             spans: pass.inputs.delta_spans.clone(),
         };
         let y = tape.gated_delta_net(&projection, &input, states, pass.dtype)?;
-        tape.add_linear(residual, &y, pass.linear((self.out_proj, l), None, &[(self.out_module, 0)]))
+        pass.add_mixed(tape, residual, y, |pass| pass.linear((self.out_proj, l), None, &[(self.out_module, 0)]))
     }
 
     pub(super) fn geometry(&self) -> DeltaGeometry {

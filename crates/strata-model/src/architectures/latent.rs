@@ -250,7 +250,7 @@ impl MultiHeadLatentAttention {
         };
         let a = tape.latent_attention(&q, keys, &input, kv)?;
         drop(q);
-        tape.add_linear(residual, &a, pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
+        pass.add_mixed(tape, residual, a, |pass| pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
     }
 
     pub(super) fn geometry(&self) -> AttentionGeometry {

@@ -313,6 +313,8 @@ pub struct LinearWork {
     pub experts: Option<ExpertWork>,
     /// Whether it is the last op of its layer, whose product is not computed again for the layer's gradients.
     pub ends_layer: bool,
+    /// Whether the last layer has it behind what brings tokens together: of a prompt only the tokens whose predictions are asked for pass it there.
+    pub answers: bool,
 }
 
 /// Experts of a layer.
@@ -378,6 +380,8 @@ impl Work {
             out_features: m.out_features,
             layers: m.layers.len(),
             experts: m.experts.map(|e| ExpertWork { count: e.count, active: config.family.config().active_experts() }),
+            answers: m.layers.contains(&(config.num_layers - 1))
+                && (m.part == Part::Mlp || m.path.ends_with(".o_proj") || m.path.ends_with(".out_proj")),
             ends_layer: m.path == "mlp.down_proj" || m.experts.is_some_and(|e| e.projection == "down_proj"),
         };
         // A row of a table is no product.

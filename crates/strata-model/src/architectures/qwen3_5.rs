@@ -292,7 +292,7 @@ impl Qwen3_5Layers {
 }
 
 impl DecoderLayers for Qwen3_5Layers {
-    fn layer<'a>(
+    fn mix<'a>(
         &self,
         pass: &Pass<'a>,
         tape: &mut Tape<'a>,
@@ -301,15 +301,18 @@ impl DecoderLayers for Qwen3_5Layers {
         past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let (h, place) = (pass.norm(tape, x, self.input_layernorm, l)?, self.places[l]);
-        let x = match (&self.attention, &self.delta_net) {
-            (Some(attention), _) if self.attends[l] => attention.forward(pass, tape, place, x, &h, past.pages())?,
-            (_, Some(net)) => net.forward(pass, tape, place, x, &h, past.states())?,
+        match (&self.attention, &self.delta_net) {
+            (Some(attention), _) if self.attends[l] => attention.forward(pass, tape, place, x, &h, past.pages()),
+            (_, Some(net)) => net.forward(pass, tape, place, x, &h, past.states()),
             (_, None) => unreachable!("a layer has a stack that it is in"),
-        };
-        let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
+        }
+    }
+
+    fn transform<'a>(&self, pass: &Pass<'a>, tape: &mut Tape<'a>, l: usize, x: &Var) -> strata_tensor::Result<Var> {
+        let h = pass.norm(tape, x, self.post_attention_layernorm, l)?;
         match &self.mlp {
-            Mlp::Dense(mlp) => mlp.forward(pass, tape, l, &x, &h),
-            Mlp::Experts(moe) => moe.forward(pass, tape, l, &x, &h),
+            Mlp::Dense(mlp) => mlp.forward(pass, tape, l, x, &h),
+            Mlp::Experts(moe) => moe.forward(pass, tape, l, x, &h),
         }
     }
 

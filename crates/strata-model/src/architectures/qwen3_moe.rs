@@ -148,7 +148,7 @@ impl Qwen3MoeLayers {
 }
 
 impl DecoderLayers for Qwen3MoeLayers {
-    fn layer<'a>(
+    fn mix<'a>(
         &self,
         pass: &Pass<'a>,
         tape: &mut Tape<'a>,
@@ -157,9 +157,12 @@ impl DecoderLayers for Qwen3MoeLayers {
         past: LayerAccess<'_>,
     ) -> strata_tensor::Result<Var> {
         let h = pass.norm(tape, x, self.input_layernorm, l)?;
-        let x = self.attention.forward(pass, tape, l, x, &h, past.pages())?;
-        let h = pass.norm(tape, &x, self.post_attention_layernorm, l)?;
-        self.mlp.forward(pass, tape, l, &x, &h)
+        self.attention.forward(pass, tape, l, x, &h, past.pages())
+    }
+
+    fn transform<'a>(&self, pass: &Pass<'a>, tape: &mut Tape<'a>, l: usize, x: &Var) -> strata_tensor::Result<Var> {
+        let h = pass.norm(tape, x, self.post_attention_layernorm, l)?;
+        self.mlp.forward(pass, tape, l, x, &h)
     }
 
     fn mixer(&self, l: usize) -> Mixer {

@@ -8,7 +8,6 @@
 //! A row that repeats an earlier one and has its targets has its log-probabilities, too: its logits are computed only if the loss depends on them.
 
 use std::ops::Range;
-use std::rc::Rc;
 
 use super::{check, linear};
 use crate::backend::{Backend, LogprobTargets, RowReply, RowRequest, TOKEN_GRANULE};
@@ -334,19 +333,8 @@ pub fn read_logits(
     for (chunk, requests) in rows.chunks(max).zip(requests.chunks(max)) {
         let mut gathered = backend.scratch(&[chunk.len(), x.shape().row_len()], x.dtype())?;
         backend.gather(x.as_ref(), chunk, &mut gathered)?;
-        let groups = lora
-            .iter()
-            .filter_map(|g| {
-                let start = chunk.partition_point(|&r| r < g.tokens.start);
-                let end = chunk.partition_point(|&r| r < g.tokens.end);
-                (start < end).then(|| LoraGroup {
-                    tokens: start..end,
-                    sequences: Rc::from([]),
-                    projections: g.projections.clone(),
-                })
-            })
-            .collect();
-        let (logits, _) = linear::forward(backend, &gathered, &Linear { weight: w, bias: None, lora: groups })?;
+        let lora = LoraGroup::of_rows(lora, chunk);
+        let (logits, _) = linear::forward(backend, &gathered, &Linear { weight: w, bias: None, lora })?;
         replies.extend(backend.read_logits(&logits, requests)?);
     }
     Ok(replies)

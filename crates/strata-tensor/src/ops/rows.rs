@@ -8,6 +8,19 @@ use crate::tape::{Tape, Var, unshare};
 use crate::{DType, Error, Result, Shape, TensorRef};
 
 impl<'a> Tape<'a> {
+    /// Some rows of `x: [tokens, width]`, in the order of `rows`. Nothing goes back through it.
+    ///
+    /// # Errors
+    /// If there is a way back, or a row is not there.
+    pub fn take_rows(&mut self, x: &Var, rows: &[usize]) -> Result<Var> {
+        if self.records(&[x], false) {
+            return Err(Error::Unsupported("the way back through some of the rows".into()));
+        }
+        let mut y = self.backend().scratch(&[rows.len(), x.value().shape().row_len()], x.value().dtype())?;
+        self.backend().gather(x.value().as_ref(), rows, &mut y)?;
+        Ok(self.constant(y))
+    }
+
     /// f32 `x: [tokens, width]` with f32 rows `[range.len(), width]` in the place of those of each range, which are in order and do not overlap. No gradient
     /// goes to `x` from there, or to what is put there. Without ranges it is `x` itself.
     ///
