@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use strata_tensor::{
-    AttentionGeometry, AttentionInput, Backend, DType, KV_PAGE_TOKENS, KvAccess, KvValues, Linear, LoraGroup, QkvLayout, Sight,
-    Tape, TensorRef, Var, attention_pages_bytes,
+    AttentionGeometry, AttentionInput, AttentionSpan, Backend, DType, KV_PAGE_TOKENS, KvAccess, KvValues, Linear, LoraGroup,
+    QkvLayout, Sight, Tape, TensorRef, Var, attention_pages_bytes,
 };
 
 use super::BatchInputs;
@@ -32,6 +32,18 @@ impl<'a> Pass<'a> {
     /// What goes on with the rows that are answered, once tokens have been brought together.
     pub(crate) fn after_mixing(&self) -> Self {
         Pass { rows: self.answered.clone().or_else(|| self.rows.clone()), answered: None, ..self.clone() }
+    }
+
+    /// Of each sequence the queries from the first row that is answered to the last, if not all rows are.
+    pub(crate) fn queries(&self) -> Option<Rc<[AttentionSpan<'a>]>> {
+        let rows = self.answered.as_ref()?;
+        let answered = |span: &AttentionSpan<'a>| {
+            let [start, end] = [span.tokens.start, span.tokens.end].map(|token| rows.partition_point(|&row| row < token));
+            let (first, last) = (*rows[start..end].first()?, *rows[start..end].last()?);
+            let past = span.past + first - span.tokens.start;
+            Some(AttentionSpan { tokens: first..last + 1, past, pages: span.pages })
+        };
+        Some(self.inputs.spans.iter().filter_map(answered).collect())
     }
 
     /// `residual + linear(mixed)`, of the rows that are answered. Ends what brings tokens together.
@@ -188,6 +200,7 @@ impl Attention {
             norms: self.norms.map(|norms| norms.map(|id| -> TensorRef<'a> { pass.weights.vector(id, l) })),
             rotary: pass.inputs.rotary.clone(),
             spans: pass.inputs.spans.clone(),
+            queries: pass.queries(),
         };
         let a = tape.attention(&qkv, &input, kv, pass.dtype)?;
         pass.add_mixed(tape, residual, a, |pass| pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))

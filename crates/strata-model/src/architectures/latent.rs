@@ -242,7 +242,12 @@ impl MultiHeadLatentAttention {
         let norm = pass.weights.vector(self.kv_a_norm, l);
         let keys = tape.latent_keys(&latents, norm, LATENT_EPS, &rotary, pass.dtype)?;
         let input = LatentAttention {
-            sight: AttentionSight { geometry: c.geometry(), sinks: None, spans: pass.inputs.spans.clone() },
+            sight: AttentionSight {
+                geometry: c.geometry(),
+                sinks: None,
+                spans: pass.inputs.spans.clone(),
+                queries: pass.queries(),
+            },
             layer: pass.linear((self.kv_b_proj, l), None, &[(self.kv_b_module, 0)]),
             nope_dim: c.nope_dim,
             value_dim: c.value_dim,

@@ -323,7 +323,15 @@ impl VisionTower {
         let frame = |f: usize| AttentionSpan { tokens: f * of_frame..(f + 1) * of_frame, past: 0, pages: &[] };
         let spans: Rc<[AttentionSpan<'_>]> = (0..image.grid.time).map(frame).collect();
         let geometry = c.geometry();
-        let input = AttentionInput { geometry, layout: QkvLayout::fused(&geometry), sinks: None, norms: None, rotary, spans };
+        let input = AttentionInput {
+            geometry,
+            layout: QkvLayout::fused(&geometry),
+            sinks: None,
+            norms: None,
+            rotary,
+            spans,
+            queries: None,
+        };
         let mut deepstack = Vec::new();
         for block in 0..c.depth {
             let a = {

@@ -32,6 +32,8 @@ pub struct AttentionInput<'a> {
     pub rotary: Rc<Rotary>,
     /// The sequences of the batch, in order; they cover all tokens.
     pub spans: Rc<[AttentionSpan<'a>]>,
+    /// Parts of those whose queries attend, if not all do: the other rows of the result may hold anything. Nothing goes back then.
+    pub queries: Option<Rc<[AttentionSpan<'a>]>>,
 }
 
 /// What attention of queries, keys and values of their own reads beside them.
@@ -43,6 +45,8 @@ pub struct AttentionSight<'a> {
     pub sinks: Option<TensorRef<'a>>,
     /// As in [`AttentionInput`].
     pub spans: Rc<[AttentionSpan<'a>]>,
+    /// As in [`AttentionInput`].
+    pub queries: Option<Rc<[AttentionSpan<'a>]>>,
 }
 
 impl<'a> Tape<'a> {
@@ -77,6 +81,7 @@ impl<'a> Tape<'a> {
         check_spans(&input.spans, tokens)?;
         let records = self.records(&[qkv], false);
         check_access(&input.spans, &g, dtype, &kv, records)?;
+        check_queries(input.queries.as_deref(), &input.spans, &kv, records)?;
         let mut split = Qkv {
             q: backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?,
             k: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
@@ -84,7 +89,7 @@ impl<'a> Tape<'a> {
         };
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
         let Attended { out, log_normalizers } =
-            attend(backend, &split, &g, (input.sinks, &input.spans), kv, self.repeats(tokens))?;
+            attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.repeats(tokens))?;
         let mut y = out.clone();
         if layout.gate.is_some() {
             let mut gated = backend.scratch(out.shape().dims(), dtype)?;
@@ -138,11 +143,13 @@ impl<'a> Tape<'a> {
         let inputs: Vec<&Var> = [&q, &k].into_iter().chain(&v).collect();
         let records = self.records(&inputs, false);
         check_access(&sight.spans, &g, dtype, &kv, records)?;
+        check_queries(sight.queries.as_deref(), &sight.spans, &kv, records)?;
         let nodes = [q.node(), k.node(), v.as_ref().and_then(Var::node)];
         let own = |x: Var| x.into_tensor(backend);
         let split = Qkv { q: own(q)?, k: own(k)?, v: v.map(own).transpose()? };
         let repeats = self.repeats(split.q.rows());
-        let Attended { out, log_normalizers } = attend(backend, &split, &g, (sight.sinks, &sight.spans), kv, repeats)?;
+        let Attended { out, log_normalizers } =
+            attend(backend, &split, &g, (sight.sinks, &sight.spans, sight.queries.as_deref()), kv, repeats)?;
         if !records {
             return Ok(self.shared_constant(out));
         }
@@ -165,12 +172,13 @@ pub(super) struct Attended {
     pub(super) log_normalizers: Tensor,
 }
 
-/// Adds keys and values to their pages, or to some of this batch alone, and attends to them: of queries that repeat others, the first alone.
+/// Adds keys and values to their pages, or to some of this batch alone, and attends to them: of queries that repeat others, the first alone,
+/// and into a cache only those of `queries`, if there are some.
 pub(super) fn attend(
     backend: &dyn Backend,
     qkv: &Qkv,
     g: &AttentionGeometry,
-    (sinks, spans): (Option<TensorRef<'_>>, &[AttentionSpan<'_>]),
+    (sinks, spans, queries): (Option<TensorRef<'_>>, &[AttentionSpan<'_>], Option<&[AttentionSpan<'_>]>),
     kv: KvAccess<'_>,
     repeats: Option<Rc<Repeats>>,
 ) -> Result<Attended> {
@@ -179,9 +187,10 @@ pub(super) fn attend(
     let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
     let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
         backend.write_kv(qkv, g, spans, pages)?;
-        let spans = match &repeats {
-            Some(repeats) => &repeats.without_repeated_queries(spans),
-            None => spans,
+        let spans = match (queries, &repeats) {
+            (Some(queries), _) => queries,
+            (None, Some(repeats)) => &repeats.without_repeated_queries(spans),
+            (None, None) => spans,
         };
         backend.attention(&qkv.q, g, sinks, spans, pages, &mut out, &mut log_normalizers)
     };
@@ -237,6 +246,31 @@ fn whole_batch_pages(tokens: usize) -> usize {
 /// Bytes of keys and values in pages that a pass over `tokens` tokens takes at most, if it is not over a cache.
 pub fn attention_pages_bytes(backend: &dyn Backend, tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
     whole_batch_pages(tokens) * backend.kv_page_bytes(g.kv_layout(), dtype)
+}
+
+/// Refuses queries that are no part of the sequences, or beside which all others are wanted: on the way back, or by sequences without a cache.
+pub(super) fn check_queries(
+    queries: Option<&[AttentionSpan<'_>]>,
+    spans: &[AttentionSpan<'_>],
+    kv: &KvAccess<'_>,
+    records: bool,
+) -> Result<()> {
+    let Some(queries) = queries else { return Ok(()) };
+    if records || matches!(kv, KvAccess::None) {
+        return Err(Error::Unsupported("some of the queries alone, without a cache or on a way back".into()));
+    }
+    for part in queries {
+        let is_part = |whole: &AttentionSpan<'_>| {
+            let first = part.tokens.start.checked_sub(whole.tokens.start);
+            let within = !part.tokens.is_empty() && part.tokens.end <= whole.tokens.end && part.pages == whole.pages;
+            within && first.is_some_and(|first| part.past == whole.past + first)
+        };
+        if !spans.iter().any(is_part) {
+            let actual = format!("tokens {:?} after {}", part.tokens, part.past);
+            return Err(Error::Shape { op: OP, expected: "queries of the sequences".into(), actual });
+        }
+    }
+    Ok(())
 }
 
 /// Refuses heads that overlap or leave columns to nobody, and turns of more or less than pairs of a head.

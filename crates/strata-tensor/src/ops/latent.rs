@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use super::attention::{Attended, AttentionSight, KvAccess, attend, check_access, check_spans, like, like_qkv};
+use super::attention::{Attended, AttentionSight, KvAccess, attend, check_access, check_queries, check_spans, like, like_qkv};
 use super::linear::check_groups;
 use super::{check, check_f32, check_vector};
 use crate::backend::{Backend, HeadColumns, HeadMove, HeadPart, HeadSide, Qkv, Rotary, RotaryStyle, Turn};
@@ -119,6 +119,7 @@ impl<'a> Tape<'a> {
         let has_weights = input.layer.lora.iter().any(|g| !g.projections.is_empty());
         let records = self.records(&[q, &keys], has_weights);
         check_access(&input.sight.spans, &g, dtype, &kv, records)?;
+        check_queries(input.sight.queries.as_deref(), &input.sight.spans, &kv, records)?;
 
         let narrow_q = in_dtype(backend, q.shared(), dtype)?;
         let mut absorbed = backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?;
@@ -129,8 +130,14 @@ impl<'a> Tape<'a> {
         backend.rotate_heads(q.value(), &rotated, &angles, style, Turn::Forth, &mut absorbed)?;
         let (q_node, k_node) = (q.node(), keys.node());
         let qkv = Qkv { q: absorbed, k: keys.into_tensor(backend)?, v: None };
-        let Attended { out, log_normalizers } =
-            attend(backend, &qkv, &g, (input.sight.sinks, &input.sight.spans), kv, self.repeats(tokens))?;
+        let Attended { out, log_normalizers } = attend(
+            backend,
+            &qkv,
+            &g,
+            (input.sight.sinks, &input.sight.spans, input.sight.queries.as_deref()),
+            kv,
+            self.repeats(tokens),
+        )?;
         let mut y = backend.scratch(&[tokens, g.heads * widths.value], dtype)?;
         backend.head_linear(&out, &input.layer, &widths.values(), HeadSide::FromLatents, &mut y)?;
         let y = Rc::new(y);

@@ -139,7 +139,15 @@ fn image_geometry() -> AttentionGeometry {
 fn image_input(rotary: Rotary) -> AttentionInput<'static> {
     let geometry = image_geometry();
     let spans = IMAGES.map(whole).into();
-    AttentionInput { geometry, layout: QkvLayout::fused(&geometry), norms: None, sinks: None, rotary: Rc::new(rotary), spans }
+    AttentionInput {
+        geometry,
+        layout: QkvLayout::fused(&geometry),
+        norms: None,
+        sinks: None,
+        rotary: Rc::new(rotary),
+        spans,
+        queries: None,
+    }
 }
 
 /// What eager attention of each image by itself answers, `[tokens, heads * head_dim]`, with heads turned by `angles: [tokens, head_dim / 2]`.

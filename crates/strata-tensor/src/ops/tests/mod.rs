@@ -264,7 +264,7 @@ fn attention_input<'a>(
     let positions: Vec<u32> = spans.iter().flat_map(|s| (0..s.tokens.len()).map(|i| (s.past + i) as u32)).collect();
     let rotary = Rc::new(b.rotary(&positions, &frequencies(g.head_dim), 1.0).unwrap());
     let norms = Some([norms[0].as_ref(), norms[1].as_ref()]);
-    AttentionInput { geometry: g, layout: QkvLayout::fused(&g), norms, sinks: None, rotary, spans: spans.into() }
+    AttentionInput { geometry: g, layout: QkvLayout::fused(&g), norms, sinks: None, rotary, spans: spans.into(), queries: None }
 }
 
 fn whole(tokens: std::ops::Range<usize>) -> AttentionSpan<'static> {
@@ -349,6 +349,7 @@ fn gated_attention_with_sinks_in_a_window_has_the_same_bits_far_away() {
             sinks: Some(sinks.as_ref()),
             rotary: Rc::new(b.rotary(&[0, 1, 2, 3, 4, 0, 1, 2], &frequencies(4), 1.0).unwrap()),
             spans: [whole(0..5), whole(5..8)].into(),
+            queries: None,
         };
         let slot = Rc::new(RefCell::new(Vec::new()));
         let mut tape = Tape::recording(b);
@@ -372,7 +373,12 @@ fn attention_of_queries_keys_and_values_apart_has_the_gradient_of_finite_differe
     let b = backend();
     let spans: Rc<[AttentionSpan<'static>]> = [whole(0..5), whole(5..8)].into();
     for (values, v_width) in [(KvValues::Own(5), 2 * 5), (KvValues::PrefixOfKey(4), 0)] {
-        let sight = AttentionSight { geometry: AttentionGeometry { values, ..GEOMETRY }, sinks: None, spans: spans.clone() };
+        let sight = AttentionSight {
+            geometry: AttentionGeometry { values, ..GEOMETRY },
+            sinks: None,
+            spans: spans.clone(),
+            queries: None,
+        };
         let all = [tensor(&[8, 4, 6], DType::F32, 1), tensor(&[8, 2, 6], DType::F32, 2), tensor(&[8, 10], DType::F32, 3)];
         let attend =
             |tape: &mut Tape<'_>, [q, k, v]: [Var; 3]| tape.attend(q, k, (v_width > 0).then_some(v), &sight, KvAccess::None);
@@ -449,8 +455,24 @@ fn attention_has_the_same_bits_recorded_cached_and_among_recycled_nans() {
         let mut tape = Tape::inference(&b);
         let x = tape.constant(qkv.clone());
         let cached = attention_input(&b, g, &norms, &spans);
-        let cached = tape.attention(&x, &cached, KvAccess::Cache(&mut pages), dtype).unwrap();
-        assert_eq!(bits(&out), bits(cached.value()));
+        let all = tape.attention(&x, &cached, KvAccess::Cache(&mut pages), dtype).unwrap();
+        assert_eq!(bits(&out), bits(all.value()));
+        // Some of the queries alone find the same, and leave as much behind.
+        let mut other_pages = KvPages::new(4, 2, 64, dtype);
+        let part = AttentionSpan { tokens: 65..68, past: 65, ..spans[0].clone() };
+        let some = AttentionInput { queries: Some(Rc::from([part, spans[1].clone()])), ..cached.clone() };
+        let some = tape.attention(&x, &some, KvAccess::Cache(&mut other_pages), dtype).unwrap();
+        let of = |y: &Tensor, rows: Range<usize>| bits(y)[rows.start * g.out_width()..rows.end * g.out_width()].to_vec();
+        for rows in [65..68, first..first + second] {
+            assert_eq!(of(some.value(), rows.clone()), of(&out, rows));
+        }
+        let next = tensor(&[1, g.qkv_width()], DType::F32, 2);
+        let then = |pages: &mut KvPages| {
+            let one = [AttentionSpan { tokens: 0..1, past: first, pages: &[3, 1] }];
+            let (x, input) = (Tape::inference(&b).constant(next.clone()), attention_input(&b, g, &norms, &one));
+            bits(Tape::inference(&b).attention(&x, &input, KvAccess::Cache(pages), dtype).unwrap().value())
+        };
+        assert_eq!(then(&mut pages), then(&mut other_pages));
     }
 }
 
@@ -513,6 +535,19 @@ fn what_does_not_fit_is_an_error() {
     assert!(!attention(qkv(), &[whole(0..8)], &keep, None));
     assert!(!attention(qkv(), &[cached(0..6, 60, &[0, 3]), cached(6..8, 70, &[0, 1])], &keep, cache()));
     assert!(attention(f32s(&[8, 47]), &[whole(0..8)], &keep, None));
+    let queries = |tokens: Range<usize>, past, cache: Option<KvPages>| {
+        attention(
+            qkv(),
+            &[cached(0..6, 60, &[0, 3]), cached(6..8, 70, &[0, 1])],
+            &|input| input.queries = Some([cached(tokens.clone(), past, &[0, 3])].into()),
+            cache,
+        )
+    };
+    assert!(!queries(5..6, 65, cache()));
+    assert!(
+        queries(5..7, 65, cache()) && queries(5..6, 64, cache()) && queries(6..7, 70, cache()) && queries(5..5, 65, cache())
+    );
+    assert!(attention(qkv(), &[whole(0..8)], &|input| input.queries = Some([whole(0..8)].into()), None));
     for spans in [&[whole(0..7)][..], &[whole(0..5), whole(4..8)], &[whole(4..8), whole(0..4)], &[whole(0..9)], &[]] {
         assert!(attention(qkv(), spans, &keep, None), "{spans:?}");
     }

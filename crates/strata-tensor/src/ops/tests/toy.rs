@@ -300,6 +300,7 @@ impl Toy {
             sinks: None,
             rotary: Rc::new(b.rotary(&positions, &frequencies(GEOMETRY.head_dim), 1.0).unwrap()),
             spans: spans.into(),
+            queries: None,
         }
     }
 

@@ -93,14 +93,18 @@ pub(super) fn train(c: &ModelConfig, rank: usize, sequences: usize, tokens: usiz
     }
 }
 
-/// Prefill of one prompt, with the prediction after its last token, which alone passes what the last layer has behind attention. `rank`: that of the adapter, if there is one.
+/// Prefill of one prompt, with the prediction after its last token, which alone passes attention in the last layer and what is behind it. `rank`: that of the adapter, if there is one.
 pub(super) fn prefill(c: &ModelConfig, rank: Option<usize>, tokens: usize) -> f64 {
     let (work, rank) = (Work::of(c), rank.unwrap_or(0));
     let layers = decoder_elements(&work) + decoder_pair_elements(&work, rank);
     let of_one = |linear: &LinearWork| (elements(linear) + pair_elements(linear, rank)) / linear.layers as f64;
     let answers: f64 = work.linears.iter().filter(|linear| linear.answers).map(of_one).sum();
     let last = elements(&work.unembedding) + pair_elements(&work.unembedding, rank);
-    2.0 * (tokens as f64 * (layers - answers) + answers + last) + mixer_flops(&work, 1, tokens)
+    let without_queries = match work.mixers.last() {
+        Some(MixerWork::Attention(of)) => 4.0 * (tokens as f64 * (tokens as f64 - 1.0) / 2.0) * of.query_width as f64,
+        _ => 0.0,
+    };
+    2.0 * (tokens as f64 * (layers - answers) + answers + last) + mixer_flops(&work, 1, tokens) - without_queries
 }
 
 /// A decode step of one sequence that sees `context` tokens. `rank`: that of the adapter, if there is one.
@@ -196,19 +200,18 @@ mod tests {
 
     #[test]
     fn prefill_is_counted_as_by_hand() {
-        // Three tokens pass q, k and v, of 32 elements and with pairs of rank 2 of 40, and one the rest.
-        assert_eq!(prefill(&tiny(), None, 3), 2.0 * (3.0 * 32.0 + 88.0 + 40.0) + 96.0);
-        assert_eq!(prefill(&tiny(), Some(2), 3), 2.0 * (3.0 * (32.0 + 40.0) + 88.0 + 76.0 + 40.0 + 28.0) + 96.0);
+        // Three tokens pass q, k and v, of 32 elements and with pairs of rank 2 of 40, and one the rest; it sees three.
+        assert_eq!(prefill(&tiny(), None, 3), 2.0 * (3.0 * 32.0 + 88.0 + 40.0) + 48.0);
+        assert_eq!(prefill(&tiny(), Some(2), 3), 2.0 * (3.0 * (32.0 + 40.0) + 88.0 + 76.0 + 40.0 + 28.0) + 48.0);
         // Of two layers all tokens pass the first.
-        assert_eq!(prefill(&tiny_of_layers(2), None, 3), 2.0 * (3.0 * (120.0 + 32.0) + 88.0 + 40.0) + 2.0 * 96.0);
+        assert_eq!(prefill(&tiny_of_layers(2), None, 3), 2.0 * (3.0 * (120.0 + 32.0) + 88.0 + 40.0) + 96.0 + 48.0);
     }
 
     #[test]
     fn a_decode_step_is_the_last_token_of_a_prefill() {
         assert_eq!(decode(&tiny(), Some(2), 1.0), prefill(&tiny(), Some(2), 1));
-        // A further token that is not the last leaves 2 * (32 + 40), and attention to itself and all before it.
-        let further = prefill(&tiny(), Some(2), 3) - prefill(&tiny(), Some(2), 2);
-        assert_eq!(decode(&tiny(), Some(2), 3.0), further + 2.0 * (88.0 + 76.0 + 40.0 + 28.0));
+        // Of the two before it queries, keys and values.
+        assert_eq!(decode(&tiny(), Some(2), 3.0), prefill(&tiny(), Some(2), 3) - 2.0 * 2.0 * (32.0 + 40.0));
     }
 
     #[test]
