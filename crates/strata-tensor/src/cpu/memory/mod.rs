@@ -89,7 +89,7 @@ pub fn mapped_bytes() -> usize {
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
-    // A panic leaves the pool as it was: nothing in it is taken apart and put together again.
+    // Nothing that holds the lock runs what is another's, so that only a mistake in the pool itself could panic.
     POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
