@@ -8,7 +8,7 @@ use crate::tape::{Tape, Var, unshare};
 use crate::{DType, Error, Result, Shape, TensorRef};
 
 impl<'a> Tape<'a> {
-    /// Some rows of `x: [tokens, width]`, in the order of `rows`. Nothing goes back through it.
+    /// Some rows of `x: [tokens, width]`, in the order of `rows`: `[rows.len(), width]` in the dtype of `x`. Nothing goes back through it.
     ///
     /// # Errors
     /// If there is a way back, or a row is not there.

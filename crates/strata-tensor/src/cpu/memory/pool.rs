@@ -204,7 +204,7 @@ mod tests {
     /// Whatever is taken and freed, every byte is in use, free, or the system's, and in one of these only.
     #[test]
     fn nothing_is_lost_and_nothing_is_had_twice() {
-        let mut pool = Pool::new(Limit::All(200 * HUGE));
+        let mut pool = Pool::new(Limit::Held(0));
         let (mut live, mut mapped) = (Vec::<Range<usize>>::new(), BTreeSet::<usize>::new());
         let unmap = |mapped: &mut BTreeSet<usize>, gone: Vec<Range<usize>>| {
             for gone in gone {
@@ -212,14 +212,22 @@ mod tests {
                 assert!(gone.step_by(HUGE).all(|page| mapped.remove(&page)), "it was not mapped");
             }
         };
-        let (mut next, mut gathered) = (HUGE, 0);
+        let (mut next, mut gathered, mut evicted) = (HUGE, 0, 0);
         for i in 0..20_000u64 {
             let [kind, size, which, shift] = random::philox(7, [i, 0]);
             let in_use: usize = live.iter().map(Range::len).sum();
+            // By turns there is room beside what is in use, and there is not.
+            let limit = if i / 1000 % 2 == 0 { 200 * HUGE } else { 100 * HUGE };
+            if i % 1000 == 0 {
+                pool.limit = Limit::All(limit);
+                let gone = pool.evict(in_use);
+                unmap(&mut mapped, gone);
+            }
             if kind % 100 < 45 && !live.is_empty() {
                 let range = live.swap_remove(which as usize % live.len());
                 pool.put(range.clone(), false);
                 let gone = pool.evict(in_use - range.len());
+                evicted += gone.len();
                 unmap(&mut mapped, gone);
             } else {
                 let len = ((size as usize % (40 * HUGE)) >> (shift % 12)).max(1).next_multiple_of(4096);
@@ -231,7 +239,11 @@ mod tests {
                         let bytes = len.next_multiple_of(HUGE);
                         let pages = pool.take_pages(len);
                         gathered += usize::from(pages.is_some());
-                        let gone = pages.unwrap_or_else(|| pool.evict(in_use + bytes));
+                        let gone = pages.unwrap_or_else(|| {
+                            let gone = pool.evict(in_use + bytes);
+                            evicted += gone.len();
+                            gone
+                        });
                         unmap(&mut mapped, gone);
                         // Sometimes beside what was mapped last.
                         let start = next + (shift as usize >> 16) % 2 * HUGE;
@@ -256,7 +268,9 @@ mod tests {
             assert!(all.windows(2).all(|pair| !(pair[0].1 && pair[1].1 && pair[0].0.end == pair[1].0.start)), "not joined");
             let bytes: usize = all.iter().map(|(range, _)| range.len()).sum();
             assert_eq!(bytes, mapped.len() * HUGE);
+            let none_whole = || ranges(&pool).iter().all(|range| whole_pages(range).is_empty());
+            assert!(bytes <= limit || none_whole(), "{bytes} bytes are above the limit");
         }
-        assert!(gathered > 100, "{gathered}");
+        assert!(gathered > 100 && evicted > 100, "{gathered} gathered, {evicted} evicted");
     }
 }
