@@ -5,7 +5,7 @@
 //!   linear layers, and pages of keys and values, in whatever layout a backend streams. [`recurrent`](RecurrentStates): states of linear
 //!   attention. [`host`](HostRef): numbers on the host.
 //! - [`memory`](Memory): what every device does with memory; `storage`: why nobody else can.
-//! - [`moe`](Experts): mixtures of experts, and which rows go to which.
+//! - [`moe`](Experts): mixtures of experts, and which rows go to which. [`repeats`](Repeats), `live`: rows that need not be computed.
 //! - [`tape`](Tape) and `ops`: one file per fused op; shapes checked, forward, backward beside it.
 //! - [`backend`](Backend): what every device must compute; `cpu` is the reference and the fast path of processors.
 //!
@@ -24,6 +24,7 @@ mod error;
 mod host;
 mod int4_rows;
 mod kv;
+mod live;
 mod memory;
 mod moe;
 mod ops;
@@ -48,6 +49,7 @@ pub use error::{Error, Result};
 pub use host::{HostRef, HostTensor, SharedBytes};
 pub use int4_rows::Int4Rows;
 pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
+pub use live::live_runs;
 pub use memory::{Memory, PACKED_PIECE_BYTES};
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{

@@ -142,6 +142,19 @@ impl Dispatch {
         Ok(dispatch)
     }
 
+    /// The rows of some tokens alone.
+    pub(crate) fn of_tokens(&self, is_wanted: impl Fn(usize) -> bool) -> Self {
+        let mut some = Dispatch { top_k: self.top_k, places: Vec::with_capacity(self.places.len()), runs: Vec::new() };
+        for rows in self.experts() {
+            let first = some.places.len();
+            some.places.extend(rows.places.iter().filter(|&&place| is_wanted(place / self.top_k)));
+            if some.places.len() > first {
+                some.runs.push((rows.expert, first..some.places.len()));
+            }
+        }
+        some
+    }
+
     /// The experts that have rows, in order.
     pub(crate) fn experts(&self) -> impl Iterator<Item = ExpertRows<'_>> {
         self.runs.iter().map(|(expert, run)| ExpertRows {
@@ -214,6 +227,10 @@ mod tests {
         let dispatch = Dispatch::new("test", &[3, 0, 5, 3, 0, 5], 3, 2, 7).unwrap();
         let found: Vec<_> = dispatch.experts().map(|r| (r.expert, r.places.to_vec(), r.of(&(1..3)))).collect();
         assert_eq!(found, [(0, vec![1, 4], 1..2), (3, vec![0, 3], 1..2), (5, vec![2, 5], 0..2)]);
+        let some = dispatch.of_tokens(|token| token == 1);
+        let found: Vec<_> = some.experts().map(|r| (r.expert, r.places.to_vec())).collect();
+        assert_eq!(found, [(3, vec![3]), (5, vec![2])]);
+        assert_eq!(dispatch.of_tokens(|_| false).experts().count(), 0);
         assert_eq!(Dispatch::new("test", &[], 0, 2, 7).unwrap().experts().count(), 0);
     }
 

@@ -89,12 +89,17 @@ pub struct LoraGroup<'a> {
 }
 
 impl<'a> LoraGroup<'a> {
-    /// Groups as they are over some of the rows alone, which rise. For what does not go back: of their sequences nothing is left.
+    /// Groups as they are over some of the rows alone, which rise. Where something goes back these are whole granules of sequences, so that gradients have the bits that
+    /// they have over all rows with zeros for the others.
     pub fn of_rows(groups: &[Self], rows: &[usize]) -> Rc<[Self]> {
+        let among = |tokens: &Range<usize>| {
+            let [start, end] = [tokens.start, tokens.end].map(|token| rows.partition_point(|&row| row < token));
+            Some(start..end).filter(|rows| !rows.is_empty())
+        };
         let of = |group: &Self| {
-            let [start, end] = [group.tokens.start, group.tokens.end].map(|token| rows.partition_point(|&row| row < token));
+            let sequences = || group.sequences.iter().filter_map(among).collect();
             let projections = || group.projections.clone();
-            (start < end).then(|| LoraGroup { tokens: start..end, sequences: Rc::from([]), projections: projections() })
+            among(&group.tokens).map(|tokens| LoraGroup { tokens, sequences: sequences(), projections: projections() })
         };
         groups.iter().filter_map(of).collect()
     }

@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use super::{check, linear};
 use crate::backend::{Backend, LogprobTargets, RowReply, RowRequest, TOKEN_GRANULE};
+use crate::live::live_runs;
 use crate::tape::{Backward, Between, Linear, LoraGradients, LoraGroup, go_on};
 use crate::{DType, Error, PackedRef, Repeats, Result, Tensor};
 
@@ -18,9 +19,6 @@ const OP: &str = "target_logprobs";
 /// Bytes of f32 logits in a chunk, about, unless someone says otherwise: enough rows that the product is bound by arithmetic, and far from
 /// the memory of a batch.
 pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
-/// Rows that nobody needs and that are computed all the same, where there are no more between two that someone does: a product of more rows is
-/// faster for each.
-const DEAD_ROWS_MIN: usize = 2 * TOKEN_GRANULE;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = TOKEN_GRANULE..512;
 
@@ -269,30 +267,6 @@ fn chunk(
         of_runs.extend(dx.map(|dx| (run, dx)));
     }
     Ok(of_runs)
-}
-
-/// The runs of `rows`, by whole granules of their sequences, outside of which no row `counts`.
-pub(super) fn live_runs(sequences: &[Range<usize>], rows: &Range<usize>, counts: impl Fn(usize) -> bool) -> Vec<Range<usize>> {
-    let mut runs: Vec<Range<usize>> = Vec::new();
-    let mut start = rows.start;
-    while start < rows.end {
-        let end = match sequences.iter().find(|s| s.contains(&start)) {
-            Some(sequence) => {
-                let granule = (start - sequence.start) / TOKEN_GRANULE + 1;
-                (sequence.start + granule * TOKEN_GRANULE).min(sequence.end)
-            }
-            None => start + 1,
-        };
-        let granule = start..end.min(rows.end);
-        if granule.clone().any(&counts) {
-            match runs.last_mut() {
-                Some(last) if granule.start - last.end < DEAD_ROWS_MIN => last.end = granule.end,
-                _ => runs.push(granule.clone()),
-            }
-        }
-        start = granule.end;
-    }
-    runs
 }
 
 /// What `requests[i]` asks of the prediction after row `rows[i]` of `x`; `None` where logits are not finite numbers. About `chunk_bytes` of logits are

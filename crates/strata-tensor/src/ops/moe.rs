@@ -145,7 +145,7 @@ pub fn experts_bytes_per_token(hidden: usize, intermediate: usize, top_k: usize,
     // Gathered inputs and gradients, the first product, and what becomes of it with its gradient.
     let between_layers = 2 * hidden * narrow + 3 * intermediate * wide + 2 * intermediate * narrow;
     let last_product = hidden * (narrow + wide) + 2 * intermediate * narrow;
-    let choices = top_k * (size_of::<usize>() + 2 * size_of::<u32>() + 2 * wide);
+    let choices = top_k * (2 * size_of::<usize>() + 2 * size_of::<u32>() + 2 * wide);
     // The gradient of the output, rounded, and that of the input.
     hidden * (narrow + wide) + between_layers.max(last_product) + choices
 }

@@ -4,21 +4,47 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use super::check_f32;
-use crate::tape::{Tape, Var, unshare};
+use crate::tape::{Tape, Var, in_f32, unshare};
 use crate::{DType, Error, Result, Shape, TensorRef};
 
 impl<'a> Tape<'a> {
-    /// Some rows of `x: [tokens, width]`, in the order of `rows`: `[rows.len(), width]` in the dtype of `x`. Nothing goes back through it.
+    /// Some rows of `x: [tokens, width]`, which rise: `[rows.len(), width]` in the dtype of `x`. No gradient goes to the others.
     ///
     /// # Errors
-    /// If there is a way back, or a row is not there.
+    /// If a row is not there, or does not come after the one before.
     pub fn take_rows(&mut self, x: &Var, rows: &[usize]) -> Result<Var> {
-        if self.records(&[x], false) {
-            return Err(Error::Unsupported("the way back through some of the rows".into()));
+        const OP: &str = "take_rows";
+        let (tokens, width) = (x.value().rows(), x.value().shape().row_len());
+        if let Some(&row) = rows.iter().find(|&&row| row >= tokens) {
+            return Err(Error::Index { op: OP, what: "tokens", index: row, size: tokens });
         }
-        let mut y = self.backend().scratch(&[rows.len(), x.value().shape().row_len()], x.value().dtype())?;
+        if let Some(pair) = rows.windows(2).find(|pair| pair[0] >= pair[1]) {
+            let expected = format!("a row behind {}", pair[0]);
+            return Err(Error::Shape { op: OP, expected, actual: pair[1].to_string() });
+        }
+        let records = self.records(&[x], false);
+        let mut y = self.backend().scratch(&[rows.len(), width], x.value().dtype())?;
         self.backend().gather(x.value().as_ref(), rows, &mut y)?;
-        Ok(self.constant(y))
+        if !records {
+            return Ok(self.constant(y));
+        }
+        // Of rows that follow each other, where they go and where they come from.
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        for (place, &row) in rows.iter().enumerate() {
+            match runs.last_mut().filter(|(run, _)| run.end == row) {
+                Some((run, _)) => run.end += 1,
+                None => runs.push((row..row + 1, place)),
+            }
+        }
+        let node = x.node();
+        Ok(self.push(Rc::new(y), move |pass, dy| {
+            let dy = in_f32(pass.backend, dy)?;
+            let mut dx = pass.backend.zeros(&[tokens, width], DType::F32)?;
+            for (run, first) in runs {
+                pass.backend.copy(dy.as_ref().as_ref().rows(first..first + run.len()), dx.rows_mut(run))?;
+            }
+            pass.accumulate(node, Rc::new(dx))
+        }))
     }
 
     /// f32 `x: [tokens, width]` with f32 rows `[range.len(), width]` in the place of those of each range, which are in order and do not overlap. No gradient

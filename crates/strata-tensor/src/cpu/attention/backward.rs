@@ -5,7 +5,7 @@
 //! The square of queries by keys of one sequence and key head is cut into blocks of [`BLOCK_PAGES`] by as many pages, which are taken diagonal by diagonal from
 //! the one where queries attend to themselves. No two blocks of a diagonal have a query or a key in common, so all threads work on it at once; a block of the next one
 //! waits for no more than the two of its queries and of its keys. And yet each gradient is one chain: that of a query over blocks of keys backwards, pages of keys within a block, that of a key over blocks of queries, the heads that share it, pages of queries.
-//! Nothing depends on other sequences or on who computes what. Pages that a window puts out of each other's sight are passed over.
+//! Nothing depends on other sequences or on who computes what. Pages that a window puts out of each other's sight are passed over, and pages of queries to which no gradient comes.
 //!
 //! What a block needs of queries and keys, in the layouts of its products, is made once for all of them. Sequences and key heads are taken a few at a
 //! time, enough for all threads, so that memory does not grow with their number.
@@ -20,6 +20,7 @@ use crate::cpu::kv::key_len;
 use crate::cpu::matmul::TileKernel;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::LANES;
+use crate::cpu::rows::convert::is_zero;
 use crate::cpu::rows::softmax;
 use crate::cpu::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
@@ -108,6 +109,8 @@ struct Queries<'a, T> {
     dout_transposed: &'a mut [T],
     /// Σ dO∘O of each query.
     delta: &'a mut [f32],
+    /// One number: whether no gradient comes to any of them, as to those of a prompt in the last layer. 1 or 0.
+    is_dead: &'a mut [u32],
     log_normalizers: &'a mut [f32],
     /// Gradient, `[64, head_dim]`.
     dq: &'a mut [f32],
@@ -122,6 +125,7 @@ impl<'a, T: Plain + Element> Queries<'a, T> {
             q_transposed: arena.take(d * PAGE),
             dout_transposed: arena.take(value_dim * PAGE),
             delta: arena.take(PAGE),
+            is_dead: arena.take(1),
             log_normalizers: arena.take(PAGE),
             dq: arena.take(PAGE * d),
         }
@@ -129,7 +133,11 @@ impl<'a, T: Plain + Element> Queries<'a, T> {
 
     fn bytes(g: &AttentionGeometry) -> usize {
         let of = |d: usize| taken_bytes::<T>(PAGE * row_len::<T>(d)) + taken_bytes::<T>(d * PAGE);
-        of(g.head_dim) + of(g.values.width()) + 2 * taken_bytes::<f32>(PAGE) + taken_bytes::<f32>(PAGE * g.head_dim)
+        of(g.head_dim)
+            + of(g.values.width())
+            + 2 * taken_bytes::<f32>(PAGE)
+            + taken_bytes::<u32>(1)
+            + taken_bytes::<f32>(PAGE * g.head_dim)
     }
 }
 
@@ -369,6 +377,7 @@ impl<T: Element + Plain> Pass<'_, T> {
                     (tile.dout[r * value_row_len + c], tile.dout_transposed[c * PAGE + r]) = (dout, dout);
                 }
             }
+            tile.is_dead[0] = u32::from(is_zero(self.isa, tile.dout) && is_zero(self.isa, &tile.delta[..rows]));
         }
     }
 
@@ -395,6 +404,21 @@ impl<T: Element + Plain> Pass<'_, T> {
                     for query_page in pages_of(query_block).filter(|&page| page >= key_page && first_page(page) <= key_page) {
                         // SAFETY: passed on from the caller.
                         let tile = unsafe { pages.queries(unit, query_page, head) };
+                        // The first to reach a key is the page of queries of its own positions; a query, the first page of its own block that it sees.
+                        let key_has = !(head == 0 && query_page == key_page);
+                        let query_has =
+                            key_block != query_block || key_page > first_page(query_page).max(key_block * BLOCK_PAGES);
+                        if tile.is_dead[0] == 1 {
+                            // What it would add are zeros.
+                            if !key_has {
+                                keys.dk.fill(0.0);
+                                keys.dv.fill(0.0);
+                            }
+                            if !query_has {
+                                tile.dq.fill(0.0);
+                            }
+                            continue;
+                        }
                         let rows = unit.rows(query_page);
                         let from_rows =
                             |first: &[T], steps| Left { rows, steps, first: first.as_ptr().cast(), stride: steps * 4 };
@@ -432,10 +456,6 @@ impl<T: Element + Plain> Pass<'_, T> {
                         ds[rows * PAGE..].fill(zero);
                         pack_rows_as_steps(self.isa, p, PAGE, p_words);
                         pack_rows_as_steps(self.isa, ds, PAGE, ds_words);
-                        // The first to reach a key is the page of queries of its own positions; a query, the first page of its own block that it sees.
-                        let key_has = !(head == 0 && query_page == key_page);
-                        let query_has =
-                            key_block != query_block || key_page > first_page(query_page).max(key_block * BLOCK_PAGES);
                         // SAFETY: as above.
                         unsafe {
                             let (dout, q) = (from_columns(tile.dout_transposed, value_dim), from_columns(tile.q_transposed, d));

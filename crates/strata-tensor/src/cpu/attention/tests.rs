@@ -5,7 +5,7 @@ mod whole;
 use std::ops::Range;
 
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, Sight};
-use crate::testing::{assert_close, bits, poison, rows, tensor};
+use crate::testing::{assert_close, bits, poison, poison_recycled, rows, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, KvValues, Memory, Tensor};
 
 const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
@@ -125,7 +125,18 @@ fn attend_whole(b: &CpuBackend, layer: &Layer, qkv: &Qkv, sequences: &[Range<usi
 
 /// Gradients of queries, keys and values of whole sequences.
 fn go_back(b: &CpuBackend, layer: &Layer, qkv: &Qkv, dout: &Tensor, sequences: &[Range<usize>]) -> Vec<Tensor> {
-    let [out, log_normalizers] = attend_whole(b, layer, qkv, sequences);
+    go_back_from(b, layer, qkv, dout, sequences, attend_whole(b, layer, qkv, sequences))
+}
+
+/// The same, from what the forward pass answered.
+fn go_back_from(
+    b: &CpuBackend,
+    layer: &Layer,
+    qkv: &Qkv,
+    dout: &Tensor,
+    sequences: &[Range<usize>],
+    [out, log_normalizers]: [Tensor; 2],
+) -> Vec<Tensor> {
     let like = |t: &Tensor| poison(t.shape().dims(), DType::F32);
     let mut gradient = Qkv { q: like(&qkv.q), k: like(&qkv.k), v: qkv.v.as_ref().map(like) };
     let spans: Vec<_> = sequences.iter().map(|s| AttentionSpan { tokens: s.clone(), past: 0, pages: &[] }).collect();
@@ -232,6 +243,57 @@ fn cases() -> impl Iterator<Item = (Layer, DType, &'static [usize])> {
     let prefix = prefix.into_iter().chain([(Layer::latent(), &LONG_LENGTHS[..])]);
     let all = short.chain(windows).chain(long).chain(sinks).chain(own).chain(prefix);
     all.flat_map(|(layer, lengths)| DTYPES.map(|dtype| (layer.clone(), dtype, lengths)))
+}
+
+/// Pages of queries to which no gradient comes are passed over. A gradient so small that it is lost in every sum is not, and leaves the same bits.
+#[test]
+fn queries_without_a_gradient_are_passed_over_on_the_way_back() {
+    let lengths = [700, 64, 65, 3, 130];
+    let sequences = packed(&lengths);
+    let tokens = lengths.iter().sum::<usize>();
+    let layers = [Layer::plain((2, 2, 16)), Layer::new((1, 3, 20), Some(100), true), Layer::latent()];
+    for (layer, dtype) in layers.iter().flat_map(|layer| DTYPES.map(|dtype| (layer, dtype))) {
+        let (g, qkv) = (&layer.g, random_qkv(&layer.g, tokens, dtype));
+        let row = g.heads * g.values.width();
+        // Of the long sequence a page within a block, and its end; of others all, none, and the first page. Of one page one head alone.
+        let is_live = |token: usize, head: usize| match token {
+            130..140 => head == 0,
+            540..=765 => true,
+            829..840 => true,
+            _ => false,
+        };
+        let dense = random_dout(g, tokens).to_f32_vec();
+        for isa in Arithmetic::available() {
+            let b = CpuBackend::with_isa(isa, 2);
+            let go_back = |elsewhere: f32| {
+                let of = |(i, &v): (usize, &f32)| {
+                    if is_live(i / row, i % row / g.values.width()) { v } else { elsewhere }
+                };
+                let dout: Vec<f32> = dense.iter().enumerate().map(of).collect();
+                let dout = Tensor::from_f32(&dout, &[tokens, g.heads, g.values.width()], DType::F32).unwrap();
+                let [out, mut log_normalizers] = attend_whole(&b, layer, &qkv, &sequences);
+                if elsewhere == 0.0 {
+                    // Of what is passed over nobody looks at these.
+                    let mut values = log_normalizers.to_f32_vec();
+                    [0..128, 192..512, 896..960]
+                        .into_iter()
+                        .for_each(|rows| values[rows.start * g.heads..rows.end * g.heads].fill(f32::NAN));
+                    log_normalizers = Tensor::from_f32(&values, log_normalizers.shape().dims(), DType::F32).unwrap();
+                }
+                poison_recycled(&[1 << 20], DType::F32);
+                go_back_from(&b, layer, &qkv, &dout, &sequences, [out, log_normalizers])
+            };
+            let (passed_over, whole) = (go_back(0.0), go_back(1e-30));
+            for (what, (passed_over, whole)) in ["q", "k", "v"].iter().zip(passed_over.iter().zip(&whole)) {
+                let numbers = passed_over.to_f32_vec().into_iter().zip(whole.to_f32_vec());
+                for (i, (passed_over, whole)) in numbers.enumerate() {
+                    let same = passed_over == whole || passed_over == 0.0 && whole.abs() < 1e-25;
+                    assert!(same, "{isa} {dtype} {g:?}: d{what} {i} is {passed_over}, not {whole}");
+                }
+            }
+            assert!(passed_over.iter().all(|gradient| gradient.to_f32_vec().iter().any(|v| *v != 0.0)));
+        }
+    }
 }
 
 /// Checks outputs and log-normalizers of whole sequences against the definition, on every instruction set.

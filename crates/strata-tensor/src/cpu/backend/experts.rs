@@ -124,6 +124,13 @@ impl CpuBackend {
             self.fill_zero(dx.as_mut())?;
         }
         let (weights, dweights) = (weights.slice::<f32>()?, dweights.slice_mut::<f32>()?);
+        dweights.fill(0.0);
+        // Tokens to which no gradient comes have no part in any.
+        let width = dy.shape().row_len();
+        let dispatch = with_element!(dy.dtype(), T => {
+            let dy = dy.slice::<T>()?;
+            dispatch.of_tokens(|token| !convert::is_zero(self.isa, &dy[token * width..][..width]))
+        });
         let pairs_of_gate_up = layer.gate_up.lora.iter().map(|g| g.projections.len()).sum();
         let (of_gate_up, of_down) = gradients.split_at_mut(pairs_of_gate_up);
         for rows in dispatch.experts() {

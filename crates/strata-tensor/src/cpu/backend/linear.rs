@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex};
 use super::memory::weights;
 use super::{CpuBackend, with_element};
 use crate::backend::{LoraGradient, LowProducts};
-use crate::cpu::matmul::{Addend, Addends, Out, RightSide, Rows, SINGLE_ROWS, Target};
+use crate::cpu::matmul::{Addend, Addends, Out, RightSide, RowRuns, Rows, SINGLE_ROWS, Target};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::PackedRef;
 use crate::cpu::rows::convert;
 use crate::cpu::threads::SharedMut;
+use crate::live::live_runs;
 use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{DType, Result, Tensor, TensorMut};
@@ -102,6 +103,20 @@ impl CpuBackend {
         pending: &[Pending<'_>],
         out: &mut Tensor,
     ) -> Result<()> {
+        let all = 0..left.rows();
+        self.product_of_rows((left, RowRuns::of(&all)), right, bias, pending, out)
+    }
+
+    /// As [`CpuBackend::product`] of some rows, which are all if the right side is not transposed. What of `out` is in no other row is left as it is, or has zeros added to it
+    /// if nothing else is pending for it.
+    fn product_of_rows(
+        &self,
+        (left, rows): (Rows<'_>, RowRuns<'_>),
+        right: RightSide<'_>,
+        bias: Option<&[f32]>,
+        pending: &[Pending<'_>],
+        out: &mut Tensor,
+    ) -> Result<()> {
         let joins = pending.iter().all(|p| Addend::can_join(p.first_column, &p.right));
         let (joining, alone) = if joins { (pending, &[][..]) } else { (&[][..], pending) };
         let mut padded: Vec<Option<Buffer>> = joining.iter().map(|_| None).collect();
@@ -110,21 +125,33 @@ impl CpuBackend {
             let left = p.low.whole_steps(padded)?;
             products.push(Addend { first_row: p.first_row, first_column: p.first_column, left, right: p.right });
         }
-        let (rows, columns) = (left.rows(), right.columns());
-        self.multiply(left, right, all_of(out, &Target::overwrite(), rows, columns)?, &Addends::new(bias, products))?;
+        let of_rows = all_of(out, &Target::overwrite(), left.rows(), right.columns())?;
+        self.multiply((left, rows), right, of_rows, &Addends::new(bias, products))?;
         for p in alone {
             let out = all_of(out, &p.target(), p.low.rows(), p.right.columns())?;
-            self.multiply(p.low, p.right, out, &Addends::default())?;
+            self.multiply_all(p.low, p.right, out)?;
         }
         Ok(())
     }
 
-    /// `out = left · right`, and what is added to it.
-    fn multiply(&self, left: Rows<'_>, right: RightSide<'_>, out: Out, addends: &Addends<'_>) -> Result<()> {
+    /// `out = left · right`, and what is added to it. Of some rows, which are all if the right side is not transposed.
+    fn multiply(
+        &self,
+        (left, rows): (Rows<'_>, RowRuns<'_>),
+        right: RightSide<'_>,
+        out: Out,
+        addends: &Addends<'_>,
+    ) -> Result<()> {
         match right {
             RightSide::Weights(w) => self.matmul_for(w.dtype).forward(left, w, out, addends),
-            RightSide::Transposed(w) => self.matmul_for(w.dtype).backward_input(left, w, out, addends),
+            RightSide::Transposed(w) => self.matmul_for(w.dtype).backward_input((left, rows), w, out, addends),
         }
+    }
+
+    /// `out = left · right`.
+    fn multiply_all(&self, left: Rows<'_>, right: RightSide<'_>, out: Out) -> Result<()> {
+        let all = 0..left.rows();
+        self.multiply((left, RowRuns::of(&all)), right, out, &Addends::default())
     }
 
     /// `scale · left · right` in `dtype`.
@@ -165,6 +192,7 @@ impl CpuBackend {
         gradients: &mut [Option<LoraGradient<'_>>],
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
+        let live = self.live_rows(dy, &layer.lora)?;
         let mut wanted = Vec::new();
         for ((group, p), gradient) in pairs(&layer.lora).zip(&*gradients) {
             if gradient.is_some() || dx.is_some() {
@@ -183,14 +211,25 @@ impl CpuBackend {
                 let right = RightSide::Transposed(weights(p.a)?);
                 pending.push(Pending { low, first_row: group.tokens.start, first_column: 0, right });
             }
-            self.product(whole(dy)?, RightSide::Transposed(weights(layer.weight)?), None, &pending, dx)?;
+            let dead_before = |i: usize| i.checked_sub(1).map_or(0, |before| live[before].end);
+            for i in 0..=live.len() {
+                let dead = dead_before(i)..live.get(i).map_or(dy.rows(), |run| run.start);
+                self.fill_zero(dx.rows_mut(dead))?;
+            }
+            let right = RightSide::Transposed(weights(layer.weight)?);
+            self.product_of_rows((whole(dy)?, RowRuns::new(&live)), right, None, &pending, dx)?;
         }
         let mut pairs = rows_of(low)?.zip(&by_low).zip(gradients);
         let mut sums = Vec::new();
         for group in &*layer.lora {
             let tokens = group.tokens.clone();
-            let sequences: Arc<[Range<usize>]> =
-                group.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
+            // Whole granules that are left out leave the sums of the others as they are.
+            let alive = |s: &Range<usize>| {
+                let (s, first) = (s.clone(), live.partition_point(|run| run.end <= s.start));
+                let within = live[first..].iter().take_while(move |run| run.start < s.end);
+                within.map(move |run| run.start.max(s.start) - tokens.start..run.end.min(s.end) - tokens.start)
+            };
+            let sequences: Arc<[Range<usize>]> = group.sequences.iter().flat_map(alive).collect();
             let mut of_a: Vec<(Rows<'_>, TensorMut<'_>)> = Vec::new();
             for (p, ((low, dlow), gradient)) in group.projections.iter().zip(&mut pairs) {
                 let (Some(dlow), Some(LoraGradient { a, b })) = (dlow, gradient) else { continue };
@@ -205,6 +244,16 @@ impl CpuBackend {
             }
         }
         self.shared_out(sums, WeightSums::cost, |sums| self.backward_weights(sums.x, &sums.sequences, sums.pairs)).map(drop)
+    }
+
+    /// The rows of a gradient that are not all zeros, by whole granules of the sequences of groups, as runs.
+    fn live_rows(&self, dy: &Tensor, lora: &[LoraGroup<'_>]) -> Result<Vec<Range<usize>>> {
+        let sequences: Vec<Range<usize>> = lora.iter().flat_map(|group| group.sequences.iter().cloned()).collect();
+        let width = dy.shape().row_len();
+        with_element!(dy.dtype(), T => {
+            let numbers = dy.slice::<T>()?;
+            Ok(live_runs(&sequences, &(0..dy.rows()), |row| !convert::is_zero(self.isa, &numbers[row * width..][..width])))
+        })
     }
 
     /// Room for products of these rows and ranks; their numbers are unspecified.
@@ -243,7 +292,7 @@ impl CpuBackend {
                 // SAFETY: each job has a part of its own.
                 let (sums, rounded) = unsafe { (all_sums.part(part.clone()), all_rounded.part(part)) };
                 let out = Out::new(&mut *sums, rank, &Target::overwrite(), rows, rank);
-                self.multiply(low.left, low.right, out, &Addends::default())?;
+                self.multiply_all(low.left, low.right, out)?;
                 self.scale_into::<T>(sums, low.scale, rounded);
                 Ok(())
             })?;

@@ -45,7 +45,7 @@ pub(crate) use fetch::Fetch;
 use int8::{BytesKernel, BytesTile};
 use kernel::{Chains, ManyPanels};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
-pub(crate) use operands::{Out, RightSide, Rows, Target, panel_bytes};
+pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
 use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
@@ -145,8 +145,9 @@ impl<'a> Matmul<'a> {
             // What a few rows are multiplied with is read once: it should not leave the first-level cache.
             block_steps = NEAR_BLOCK_STEPS;
         }
-        let right = RightSide::Weights(w);
-        self.product(x, y, block_steps, |panel, steps, scratch| right.block(self.isa, panel, steps, scratch), addends)
+        let (right, all) = (RightSide::Weights(w), 0..x.rows);
+        let block = |panel, steps: Range<usize>, scratch: &mut [u32]| right.block(self.isa, panel, steps, scratch);
+        self.product((x, RowRuns::of(&all)), y, block_steps, block, addends)
     }
 
     /// Whether `x·Wᵀ` is one that [`Matmul::single_rows`] computes, and what it must have in common with others: steps and vectors of columns.
@@ -190,25 +191,39 @@ impl<'a> Matmul<'a> {
         }
     }
 
-    /// `dx = dy·W`, and what is added to it.
-    pub(crate) fn backward_input(&self, dy: Rows<'_>, w: PackedRef<'_>, dx: Out, addends: &Addends<'_>) -> Result<()> {
+    /// `dx = dy·W` of these rows, and what is added to it. Others are left as they are.
+    pub(crate) fn backward_input(
+        &self,
+        (dy, rows): (Rows<'_>, RowRuns<'_>),
+        w: PackedRef<'_>,
+        dx: Out,
+        addends: &Addends<'_>,
+    ) -> Result<()> {
         assert!(dy.width == w.out_features && dy.dtype == self.dtype && w.dtype == self.dtype);
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
         let mut padded = None;
         let dy = dy.whole_steps(&mut padded)?;
         let right = RightSide::Transposed(w);
-        self.product(dy, dx, self.block_steps(), |panel, steps, scratch| right.block(self.isa, panel, steps, scratch), addends)
+        let block = |panel, steps: Range<usize>, scratch: &mut [u32]| right.block(self.isa, panel, steps, scratch);
+        self.product((dy, rows), dx, self.block_steps(), block, addends)
     }
 
-    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps; then what is added to it.
-    fn product(&self, left: Rows<'_>, out: Out, block_steps: usize, right: impl Right, addends: &Addends<'_>) -> Result<()> {
-        assert!(addends.fit(out.rows, out.columns, self.dtype));
+    /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps; then what is added to it. Of some rows alone.
+    fn product(
+        &self,
+        (left, rows): (Rows<'_>, RowRuns<'_>),
+        out: Out,
+        block_steps: usize,
+        right: impl Right,
+        addends: &Addends<'_>,
+    ) -> Result<()> {
+        assert!(addends.fit(out.rows, out.columns, self.dtype) && rows.end() <= left.rows);
         match self.kernel {
             TileKernel::Chains(chains) => {
-                self.product_of_chains(&chains, left, &out, block_steps, &right, addends);
+                self.product_of_chains(&chains, (left, rows), &out, block_steps, &right, addends);
                 Ok(())
             }
-            TileKernel::Granules(run) => self.product_of_granules(run, left, &out, block_steps, &right, addends),
+            TileKernel::Granules(run) => self.product_of_granules(run, (left, rows), &out, block_steps, &right, addends),
         }
     }
 
@@ -216,14 +231,14 @@ impl<'a> Matmul<'a> {
     fn product_of_chains(
         &self,
         chains: &Chains,
-        left: Rows<'_>,
+        (left, all): (Rows<'_>, RowRuns<'_>),
         out: &Out,
         block_steps: usize,
         right: &impl Right,
         addends: &Addends<'_>,
     ) {
         let num_steps = steps(left.width, left.dtype);
-        self.over_panels(left.rows, out.columns, 1, |panel, rows| {
+        self.over_panels(all.len(), out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
             let words = block_steps * columns.next_multiple_of(LANES);
             // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next. Few rows have a block of that
@@ -232,13 +247,16 @@ impl<'a> Matmul<'a> {
             let chunk_steps = if are_few { num_steps } else { block_steps.min(num_steps) };
             let chunks_max = chains.chunks(rows.len(), chunk_steps).min(CHUNKS_MAX);
             // In the result a few rows lie so far apart that they push each other out of the first-level cache.
-            let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate;
+            let parts = || all.parts(rows.clone());
+            let first_row = parts().next().map_or(0, |part| part.start);
+            let whole = first_row..first_row + rows.len();
+            let is_one = parts().eq([whole.clone()]);
+            let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate && is_one;
             let sums_len = if apart { rows.len() * PANEL } else { 0 };
             let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + taken_bytes::<f32>(sums_len);
             with_scratch(scratch_bytes + addends.scratch_bytes(), |mut arena| {
                 let (scratch, chunks, sums) = (arena.take(words), arena.take(chunks_max), arena.take::<f32>(sums_len));
                 let sums = SharedMut::new(sums);
-                let first_row = rows.start;
                 let sums_of = |row: usize| match apart {
                     true => (sums.as_ptr().wrapping_add((row - first_row) * PANEL), PANEL),
                     false => (out.at(row, panel * PANEL), out.stride),
@@ -246,7 +264,7 @@ impl<'a> Matmul<'a> {
                 let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
                 let mut coming = ChunkList::new(chunks);
                 if are_few {
-                    coming.add_all(addends.read_for(&rows, panel));
+                    coming.add_all(addends.read_for(&whole, panel));
                 }
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
@@ -298,10 +316,10 @@ impl<'a> Matmul<'a> {
                         unsafe { chains.block(rows.len(), &tile) };
                     };
                     if !is_last {
-                        product(rows.clone());
+                        parts().for_each(&mut product);
                         continue;
                     }
-                    addends.runs(rows.clone(), |rows| {
+                    let mut last = |rows: Range<usize>| {
                         product(rows.clone());
                         for row in rows.clone().filter(|_| apart) {
                             // SAFETY: as above, and the sums are this task's.
@@ -309,7 +327,8 @@ impl<'a> Matmul<'a> {
                         }
                         // SAFETY: as above.
                         unsafe { added.add(out, rows) };
-                    });
+                    };
+                    parts().for_each(|part| addends.runs(part, &mut last));
                 }
             });
         });

@@ -71,6 +71,44 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// Which rows of a product are computed: runs in order, none of which is empty.
+#[derive(Clone, Copy)]
+pub(crate) struct RowRuns<'r>(&'r [Range<usize>]);
+
+impl<'r> RowRuns<'r> {
+    pub(crate) fn new(runs: &'r [Range<usize>]) -> Self {
+        assert!(runs.iter().all(|run| !run.is_empty()) && runs.windows(2).all(|pair| pair[0].end <= pair[1].start));
+        RowRuns(runs)
+    }
+
+    /// One run.
+    pub(crate) fn of(run: &'r Range<usize>) -> Self {
+        RowRuns(if run.is_empty() { &[] } else { std::slice::from_ref(run) })
+    }
+
+    /// Rows of all of them.
+    pub(super) fn len(self) -> usize {
+        self.0.iter().map(Range::len).sum()
+    }
+
+    /// One past the last row.
+    pub(super) fn end(self) -> usize {
+        self.0.last().map_or(0, |run| run.end)
+    }
+
+    /// The rows that have these places among them, as runs.
+    pub(super) fn parts(self, places: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let mut before = 0;
+        let part = move |run: &Range<usize>| {
+            let first = before;
+            before += run.len();
+            let of_run = places.start.max(first)..places.end.min(before);
+            (!of_run.is_empty()).then(|| run.start + of_run.start - first..run.start + of_run.end - first)
+        };
+        self.0.iter().filter_map(part)
+    }
+}
+
 /// Where in an output matrix a product goes, and whether it adds to what is there.
 #[derive(Clone)]
 pub(crate) struct Target {

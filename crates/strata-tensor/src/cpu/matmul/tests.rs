@@ -25,6 +25,12 @@ fn into(matrix: &mut [f32], columns: usize, accumulate: bool) -> Out {
     Out::new(matrix, columns, &Target { accumulate, ..Target::overwrite() }, rows, columns)
 }
 
+/// Of all rows.
+fn backward_input(matmul: &Matmul<'_>, dy: Rows<'_>, w: PackedRef<'_>, dx: Out, addends: &Addends<'_>) -> Result<()> {
+    let all = 0..dy.rows();
+    matmul.backward_input((dy, RowRuns::of(&all)), w, dx, addends)
+}
+
 fn close(actual: &[f32], expected: &[f64], what: &str) {
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         assert!((a as f64 - e).abs() <= 1e-4 * (1.0 + e.abs()), "{what}: element {i} is {a}, not {e}");
@@ -53,7 +59,7 @@ fn all_products_match_plain_sums<T: Element>() {
                 close(&y, &expected, &what);
 
                 let mut dx = vec![0.5; m * k];
-                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, true), &Addends::default()).unwrap();
+                backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut dx, k, true), &Addends::default()).unwrap();
                 let expected: Vec<f64> = (0..m * k)
                     .map(|i| 0.5 + (0..n).map(|j| get(&dy, i / k * n + j) * get(&w, j * k + i % k)).sum::<f64>())
                     .collect();
@@ -127,7 +133,7 @@ fn products_are_plain_chains<T: Element>(isas: &[Isa]) {
             matmul.forward(all(&x, k), stack.layer(0), into(&mut overwritten, n, false), &Addends::default()).unwrap();
             assert!(bits(out) == y && bits(overwritten) == fresh, "forward in {what}");
             let mut out = what_is_there(m * k);
-            matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut out, k, true), &Addends::default()).unwrap();
+            backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut out, k, true), &Addends::default()).unwrap();
             assert!(bits(out) == dx, "backward_input in {what}");
             let mut out = what_is_there(n * k);
             let mut pairs = [(all(&dy, n), into(&mut out, k, true))];
@@ -259,16 +265,53 @@ fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
         let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
         let matmul = Matmul::new(&many, arithmetic, DType::BF16);
         matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false), &Addends::default()).unwrap();
-        matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
+        backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
         let matmul = Matmul::new(&one, arithmetic, DType::BF16);
         for r in 0..m {
             let (mut alone, mut dx_alone) = (vec![0.0; n], vec![0.0; k]);
             matmul.forward(all(&x[r * k..][..k], k), stack.layer(0), into(&mut alone, n, false), &Addends::default()).unwrap();
-            matmul
-                .backward_input(all(&dy[r * n..][..n], n), stack.layer(0), into(&mut dx_alone, k, false), &Addends::default())
-                .unwrap();
+            backward_input(
+                &matmul,
+                all(&dy[r * n..][..n], n),
+                stack.layer(0),
+                into(&mut dx_alone, k, false),
+                &Addends::default(),
+            )
+            .unwrap();
             assert_eq!(alone, y[r * n..][..n], "{arithmetic} row {r}");
             assert_eq!(dx_alone, dx[r * k..][..k], "{arithmetic} row {r}");
+        }
+    }
+}
+
+#[test]
+fn some_rows_have_the_bits_that_they_have_among_all_and_the_others_are_left_as_they_are() {
+    let (k, n, rank) = (200, 1100, 5);
+    let w: Vec<bf16> = values(2, n * k);
+    let a: Vec<bf16> = values(3, rank * k);
+    for (arithmetic, threads) in Arithmetic::available().into_iter().flat_map(|a| [(a, 1), (a, 3)]) {
+        let pool = Pool::new(threads);
+        let matmul = Matmul::new(&pool, arithmetic, DType::BF16);
+        let (w, a) = (packed(&pool, &w, k, n), packed(&pool, &a, k, rank));
+        // More than are laid out at a time; a run of one row, runs as they come of granules, and one up to the last.
+        for (m, runs) in
+            [(1300, vec![3..4, 32..96, 130..1200, 1299..1300]), (101, vec![0..32, 64..101]), (70, vec![0..1, 69..70])]
+        {
+            let (dy, low): (Vec<bf16>, Vec<bf16>) = (values(4, m * n), values(5, (m - 10) * rank));
+            let product = |rows: RowRuns<'_>, dx: &mut [f32]| {
+                let addend =
+                    Addend { first_row: 10, first_column: 0, left: all(&low, rank), right: RightSide::Transposed(a.layer(0)) };
+                let addends = Addends::new(None, vec![addend]);
+                matmul.backward_input((all(&dy, n), rows), w.layer(0), into(dx, k, false), &addends).unwrap();
+            };
+            let (mut whole, mut some) = (vec![7.0; m * k], vec![7.0; m * k]);
+            product(RowRuns::of(&(0..m)), &mut whole);
+            product(RowRuns::new(&runs), &mut some);
+            for (row, (some, whole)) in some.chunks(k).zip(whole.chunks(k)).enumerate() {
+                let is_wanted = runs.iter().any(|run| run.contains(&row));
+                let as_it_was = some.iter().all(|v| *v == 7.0);
+                assert!(if is_wanted { some == whole } else { as_it_was }, "{arithmetic}, {threads} threads, row {row} of {m}");
+            }
         }
     }
 }
@@ -321,7 +364,7 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>(storage: WeightSto
                 let (mut y, mut added, mut dx) = (vec![7.0; m * n], vec![0.25; m * n], vec![7.0; m * k]);
                 matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false), &Addends::default()).unwrap();
                 matmul.forward(all(&x, k), stack.layer(0), into(&mut added, n, true), &Addends::default()).unwrap();
-                matmul.backward_input(all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
+                backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
                 (y, added, dx)
             };
             assert!(run(&quantized) == run(&dense), "{arithmetic} {format:?} {m} rows");
@@ -508,7 +551,7 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage,
                 let width = if transposed { k } else { n };
                 let multiply = |left: Rows<'_>, right: RightSide<'_>, out: Out, addends: &Addends<'_>| match right {
                     RightSide::Weights(w) => matmul.forward(left, w, out, addends).unwrap(),
-                    RightSide::Transposed(w) => matmul.backward_input(left, w, out, addends).unwrap(),
+                    RightSide::Transposed(w) => backward_input(&matmul, left, w, out, addends).unwrap(),
                 };
                 let (left, right) = match transposed {
                     false => (all(&x, k), RightSide::Weights(stack.layer(0))),

@@ -6,7 +6,7 @@ use super::Matmul;
 use super::addends::{Addends, PanelAddends};
 use super::granules::{self, GranuleFn, GranuleTile};
 use super::kernel;
-use super::operands::{Out, Right, RightBlock, Rows, panel_columns, steps};
+use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, steps};
 use crate::Result;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{LANES, PANEL};
@@ -27,30 +27,32 @@ impl Matmul<'_> {
     pub(super) fn product_of_granules(
         &self,
         run: GranuleFn,
-        left: Rows<'_>,
+        (left, all): (Rows<'_>, RowRuns<'_>),
         out: &Out,
         block_steps: usize,
         right: &impl Right,
         addends: &Addends<'_>,
     ) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
-        for first_row in (0..left.rows).step_by(TILED_ROWS_MAX) {
-            let rows = first_row..(first_row + TILED_ROWS_MAX).min(left.rows);
+        let num_rows = all.len();
+        for first in (0..num_rows).step_by(TILED_ROWS_MAX) {
+            let rows: Vec<Range<usize>> = all.parts(first..(first + TILED_ROWS_MAX).min(num_rows)).collect();
+            let rows = RowRuns::new(&rows);
             let step_bytes = rows.len().next_multiple_of(granules::TILE_ROWS) * 4;
             let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
             for first_step in (0..num_steps).step_by(steps_max) {
                 let steps = first_step..(first_step + steps_max).min(num_steps);
-                let tiles = TiledLeft::of(self.pool, &left, rows.clone(), steps.clone())?;
+                let tiles = TiledLeft::of(self.pool, &left, rows, steps.clone())?;
                 let accumulate = out.accumulate || first_step > 0;
                 self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
                     // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
                     unsafe { panel_of_granules(run, &tiles, part.clone(), out, accumulate, panel, block_steps, right) };
                     if steps.end == num_steps {
-                        let part = rows.start + part.start..rows.start + part.end;
                         with_scratch(addends.scratch_bytes(), |mut arena| {
                             let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
                             // SAFETY: as above.
-                            addends.runs(part, |rows| unsafe { added.add(out, rows) });
+                            let mut add = |rows| unsafe { added.add(out, rows) };
+                            rows.parts(part).for_each(|part| addends.runs(part, &mut add));
                         });
                     }
                 });
@@ -60,19 +62,19 @@ impl Matmul<'_> {
     }
 }
 
-/// Rows of a left side as kernels of granules read them: `[tiles of rows][granules][16 rows][64 bytes]`. Rows of a matrix lie a multiple of a large power of two apart, where
+/// Rows of a left side as kernels of granules read them: `[tiles of rows][granules][16 rows][64 bytes]`, side by side wherever they come from. Rows of a matrix lie a multiple of a large power of two apart, where
 /// they would push each other out of the cache. The last granule of a row is filled up with zeros; rows of the last tile that there are none of are unspecified.
-struct TiledLeft {
+struct TiledLeft<'r> {
     buffer: Buffer,
     /// Which rows and steps these are.
-    rows: Range<usize>,
+    rows: RowRuns<'r>,
     steps: Range<usize>,
 }
 
-impl TiledLeft {
+impl<'r> TiledLeft<'r> {
     const TILE_BYTES: usize = granules::TILE_ROWS * granules::ROW_BYTES;
 
-    fn of(pool: &Pool, left: &Rows<'_>, rows: Range<usize>, steps: Range<usize>) -> Result<Self> {
+    fn of(pool: &Pool, left: &Rows<'_>, rows: RowRuns<'r>, steps: Range<usize>) -> Result<Self> {
         let num_tiles = rows.len().div_ceil(granules::TILE_ROWS);
         let stride = tiles_bytes(steps.len());
         let mut buffer = Buffer::recycled(num_tiles * stride)?;
@@ -80,9 +82,9 @@ impl TiledLeft {
         let tile = |tile: usize| {
             // SAFETY: each task has a tile of its own.
             let tiled = unsafe { bytes.part(tile * stride..(tile + 1) * stride) };
-            let first = rows.start + tile * granules::TILE_ROWS;
-            for row in first..(first + granules::TILE_ROWS).min(rows.end) {
-                let at = (row - first) * granules::ROW_BYTES;
+            let places = tile * granules::TILE_ROWS..((tile + 1) * granules::TILE_ROWS).min(rows.len());
+            for (place, row) in rows.parts(places).flatten().enumerate() {
+                let at = place * granules::ROW_BYTES;
                 let source = &left.bytes[row * left.stride..][steps.start * 4..steps.end * 4];
                 for (granule, source) in source.chunks(granules::ROW_BYTES).enumerate() {
                     let target = &mut tiled[granule * Self::TILE_BYTES + at..][..granules::ROW_BYTES];
@@ -133,7 +135,7 @@ pub(super) fn panel_scratch_bytes(rows: usize) -> usize {
 #[allow(clippy::too_many_arguments)]
 unsafe fn panel_of_granules(
     run: GranuleFn,
-    left: &TiledLeft,
+    left: &TiledLeft<'_>,
     part: Range<usize>,
     out: &Out,
     accumulate: bool,
@@ -146,17 +148,20 @@ unsafe fn panel_of_granules(
     let width = vectors * LANES;
     let is_laid_out = rows >= LAID_OUT_ROWS_MIN;
     // Rows of a result lie as far apart as those of a left side: what is added to several times is kept together meanwhile.
-    let on_the_side = left.steps.len() > block_steps && is_laid_out || !columns.is_multiple_of(LANES);
+    let side_by_side = left.rows.parts(part.clone()).nth(1).is_none();
+    let on_the_side = left.steps.len() > block_steps && is_laid_out || !columns.is_multiple_of(LANES) || !side_by_side;
     let side_words = if on_the_side { rows * width } else { 0 };
     let block_words = block_steps * width;
     with_scratch(2 * taken_bytes::<u32>(block_words) + taken_bytes::<f32>(side_words), |mut arena| {
         let (written, laid_out, side) = (arena.take(block_words), arena.take(block_words), arena.take::<f32>(side_words));
-        let result = |row: usize| out.at(left.rows.start + part.start + row, panel * PANEL);
-        let (c, c_row) = if on_the_side { (side.as_mut_ptr(), width) } else { (result(0), out.stride) };
+        let result = |row: usize| out.at(row, panel * PANEL);
+        let rows_of_result = || left.rows.parts(part.clone()).flatten();
+        let first = rows_of_result().next().expect("there are rows");
+        let (c, c_row) = if on_the_side { (side.as_mut_ptr(), width) } else { (result(first), out.stride) };
         // SAFETY: the caller vouches for the result; the side has room for all rows, the tiles have them, and blocks have whole granules.
         unsafe {
-            for row in 0..rows {
-                let c: *mut f32 = c.add(row * c_row);
+            for (place, row) in rows_of_result().enumerate() {
+                let c: *mut f32 = c.add(place * c_row);
                 match (accumulate, on_the_side) {
                     (false, _) => c.write_bytes(0, width),
                     (true, true) => c.copy_from_nonoverlapping(result(row), columns),
@@ -193,7 +198,9 @@ unsafe fn panel_of_granules(
                 }
             }
             if on_the_side {
-                (0..rows).for_each(|row| result(row).copy_from_nonoverlapping(c.add(row * c_row), columns));
+                for (place, row) in rows_of_result().enumerate() {
+                    result(row).copy_from_nonoverlapping(c.add(place * c_row), columns);
+                }
             }
         }
     });

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Matmul;
 use super::addends::Addends;
 use super::granules;
-use super::operands::{Out, RightBlock, Rows, panel_columns};
+use super::operands::{Out, RightBlock, RowRuns, Rows, panel_columns};
 use super::pack::pack_step;
 use crate::backend::TOKEN_GRANULE;
 use crate::cpu::isa::Isa;
@@ -50,8 +50,8 @@ impl Matmul<'_> {
                     let low_columns = low_columns.numbers_mut::<T>(low.width * tokens.len());
                     let low_columns = Rows::new(low_columns, tokens.len(), 0..low.width, 0..tokens.len());
                     let dw = dw.columns(columns.clone());
-                    let right = |panel, steps, _: &mut [u32]| panels.block(panel, steps);
-                    self.product(low_columns, dw, self.block_steps(), right, &Addends::default())?;
+                    let (right, all) = (|panel, steps, _: &mut [u32]| panels.block(panel, steps), 0..low_columns.rows);
+                    self.product((low_columns, RowRuns::of(&all)), dw, self.block_steps(), right, &Addends::default())?;
                 }
             }
         }

@@ -1,7 +1,8 @@
-//! Conversions between element types, and sums of rows.
+//! Conversions between element types, sums of rows, and whether there is anything in them.
 
 use crate::Element;
 use crate::cpu::isa::{Fma, multiversion};
+use crate::cpu::packed::LANES;
 
 multiversion! {
     /// Widens `source` into `out`, of the same length.
@@ -21,6 +22,11 @@ multiversion! {
 multiversion! {
     /// Adds `bias: [n]` to every row of `target: [rows, n]`.
     pub(crate) fn add_bias(bias: &[f32], target: &mut [f32]) = add_bias_body;
+}
+
+multiversion! {
+    /// Whether there is nothing but zeros, of either sign. Found as soon as there is something else.
+    pub(crate) fn is_zero<T: Element>(source: &[T]) -> bool = is_zero_body;
 }
 
 #[inline(always)]
@@ -55,6 +61,12 @@ fn add_bias_body(fma: impl Fma, bias: &[f32], target: &mut [f32]) {
     }
 }
 
+#[inline(always)]
+fn is_zero_body<T: Element>(_: impl Fma, source: &[T]) -> bool {
+    // A number of them at a time, so that they are looked at side by side.
+    source.chunks(4 * LANES).all(|some| !some.iter().fold(false, |found, v| found | (v.to_f32() != 0.0)))
+}
+
 #[cfg(test)]
 mod tests {
     use half::bf16;
@@ -62,6 +74,21 @@ mod tests {
     use super::*;
     use crate::cpu::isa::Isa;
     use crate::cpu::rows::testing::{LENGTHS, random};
+
+    #[test]
+    fn any_number_but_a_zero_is_something() {
+        for (isa, n) in Isa::available().into_iter().flat_map(|isa| LENGTHS.map(|n| (isa, n))) {
+            let mut numbers: Vec<f32> = (0..n).map(|i| if i % 2 == 0 { 0.0 } else { -0.0 }).collect();
+            let mut narrow: Vec<bf16> = numbers.iter().copied().map(bf16::from_f32).collect();
+            assert!(is_zero(isa, &numbers) && is_zero(isa, &narrow), "{isa}");
+            for (i, something) in (0..n).map(|i| (i, [1e-40, f32::NAN, -3.0][i % 3])) {
+                let (before, before_narrow) = (numbers[i], narrow[i]);
+                (numbers[i], narrow[i]) = (something, bf16::from_f32(something));
+                assert!(!is_zero(isa, &numbers) && !is_zero(isa, &narrow), "{isa}: {something} at {i} of {n}");
+                (numbers[i], narrow[i]) = (before, before_narrow);
+            }
+        }
+    }
 
     #[test]
     fn conversions_round_and_widen_every_element() {

@@ -6,8 +6,9 @@ use std::rc::Rc;
 use super::toy::{Gradients, Quadratic};
 use super::{Layer, PAIRS, backend, layer_gradients, tensor};
 use crate::backend::{Backend, LogprobTargets};
+use crate::live::live_runs;
 use crate::ops::linear;
-use crate::ops::loss::{LOGITS_CHUNK_BYTES, LogprobPass, Part, TargetLoss, in_chunks, live_runs, target_logprobs};
+use crate::ops::loss::{LOGITS_CHUNK_BYTES, LogprobPass, Part, TargetLoss, in_chunks, target_logprobs};
 use crate::tape::{Backward, Linear, LoraGroup, LoraProjection, LoraSite};
 use crate::{DType, Memory, Tensor};
 

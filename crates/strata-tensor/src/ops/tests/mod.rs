@@ -22,7 +22,7 @@ use crate::backend::{
     AdamwStep, AttentionGeometry, AttentionSpan, Backend, HeadColumns, LogprobTargets, LoraGradient, QkvLayout, RotaryStyle,
     RowRequest, Sight,
 };
-use crate::tape::{Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
+use crate::tape::{Backward, Linear, LoraGradients, LoraGroup, LoraProjection, LoraSite, Tape, Var, in_f32};
 use crate::testing::{RemoteBackend, assert_close, bits, normal, packed, poison_recycled, slopes, tensor};
 use crate::{Arithmetic, CpuBackend, DType, Isa, KV_PAGE_TOKENS, KvPages, KvValues, Memory, PackedStack};
 use toy::{Gradients, Quadratic};
@@ -241,6 +241,61 @@ fn the_gradients_of_linear_are_those_of_finite_differences() {
     for site in [0, 2].map(|module| LoraSite { group: 0, module, layer: 0 }) {
         assert_eq!(gradients.of(site), fewer.of(site));
         assert_eq!(gradients.of(site), leaf.of(site));
+    }
+}
+
+/// Rows to which no gradient comes are left out of what goes back. A gradient so small that it is lost in every sum is not, and leaves the same bits.
+#[test]
+fn rows_without_a_gradient_are_left_out_of_the_way_back_of_linear() {
+    let sequences = [0..200, 200..330, 330..340, 340..500];
+    let is_live = |row: usize| (150..230).contains(&row) || row == 335 || (440..468).contains(&row);
+    for dtype in [DType::F32, DType::BF16] {
+        let (w, a, b_t) = (normal(70 * 40, 1), normal(6 * 40, 2), normal(70 * 6, 3));
+        let (w, a, b_t) = (packed(&w, 40, 70, dtype), packed(&a, 40, 6, dtype), packed(&b_t, 6, 70, dtype));
+        let site = |group| LoraSite { group, module: 0, layer: 0 };
+        let group = |number: usize, sequences: &[Range<usize>]| LoraGroup {
+            tokens: sequences[0].start..sequences[sequences.len() - 1].end,
+            sequences: sequences.into(),
+            projections: vec![LoraProjection {
+                a: a.layer(0),
+                b: b_t.layer(0),
+                scale: 0.5,
+                first_column: 0,
+                site: site(number),
+            }],
+        };
+        let lora: Rc<[LoraGroup<'_>]> = [group(0, &sequences[..3]), group(1, &sequences[3..])].into();
+        let (x, dense) = (tensor(&[500, 40], dtype, 4), normal(500 * 70, 5));
+        for arithmetic in Arithmetic::available() {
+            let b = CpuBackend::with_isa(arithmetic, 2);
+            let layer = Linear { weight: w.layer(0), bias: None, lora: lora.clone() };
+            let low = b.linear(&x, &layer, None).unwrap();
+            let go_back = |elsewhere: f32| {
+                let mut x = x.clone();
+                if elsewhere == 0.0 {
+                    // Of what is left out nobody looks at these.
+                    let mut values = x.to_f32_vec();
+                    [0..128, 232..330, 340..436, 468..500]
+                        .into_iter()
+                        .for_each(|rows| values[rows.start * 40..rows.end * 40].fill(f32::NAN));
+                    x = Tensor::from_f32(&values, x.shape().dims(), dtype).unwrap();
+                }
+                let dy: Vec<f32> =
+                    dense.iter().enumerate().map(|(i, &v)| if is_live(i / 70) { v } else { elsewhere }).collect();
+                let dy = Tensor::from_f32(&dy, &[500, 70], dtype).unwrap();
+                let mut gradients = Gradients::default();
+                (0..2).for_each(|group| gradients.open(site(group), 6, 40, 70));
+                let mut pass = Backward::new(&b, &mut gradients);
+                let dx = linear::backward(&mut pass, &x, &dy, &layer, &low, true).unwrap().unwrap();
+                (dx.to_f32_vec(), [0, 1].map(|group| gradients.of(site(group))))
+            };
+            let ((skipped, weights), (whole, weights_of_whole)) = (go_back(0.0), go_back(1e-30));
+            assert!(weights == weights_of_whole, "{arithmetic} {dtype}");
+            for (row, (skipped, whole)) in skipped.chunks(40).zip(whole.chunks(40)).enumerate() {
+                let expected = if is_live(row) { whole } else { &[0.0; 40][..] };
+                assert_eq!(skipped, expected, "{arithmetic} {dtype}, row {row}");
+            }
+        }
     }
 }
 

@@ -405,11 +405,23 @@ impl Block {
         keep: Keep,
         lora: &mut dyn LoraGradients,
     ) -> Result<[Vec<f32>; 2]> {
+        self.train_on(b, batch, keep, [&input(&self.case, batch), &output_gradient(&self.case, batch)], lora)
+    }
+
+    /// The same for another input and another gradient of the outputs.
+    fn train_on<'a>(
+        &'a self,
+        b: &'a dyn Backend,
+        batch: &[Sequence],
+        keep: Keep,
+        [x, dy]: [&[f32]; 2],
+        lora: &mut dyn LoraGradients,
+    ) -> Result<[Vec<f32>; 2]> {
         let tensor = |values: &[f32]| b.tensor(values, &[values.len() / self.case.hidden, self.case.hidden], DType::F32);
         let gradient = Rc::new(RefCell::new(Vec::new()));
         let slot = gradient.clone();
         let mut tape = Tape::recording(b);
-        let x = tape.push(Rc::new(tensor(&input(&self.case, batch))?), move |_, dx| {
+        let x = tape.push(Rc::new(tensor(x)?), move |_, dx| {
             *slot.borrow_mut() = b.to_f32_vec((*dx).as_ref())?;
             Ok(())
         });
@@ -419,7 +431,7 @@ impl Block {
             Keep::Checkpoint => tape.checkpoint(&x, layer)?,
         };
         let out = b.to_f32_vec(y.value().as_ref())?;
-        tape.backward(y, tensor(&output_gradient(&self.case, batch))?, lora)?;
+        tape.backward(y, tensor(dy)?, lora)?;
         Ok([out, gradient.take()])
     }
 }
@@ -566,6 +578,37 @@ fn gradients_of_experts_of_two_calls_add_up_to_the_bits_of_one() {
                 }
                 let equal = |g| gradient_bits(&whole, g) == gradient_bits(&gradients, g);
                 assert!((0..2).all(equal), "{arithmetic} {dtype} cut at {cut}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_without_a_gradient_leave_what_there_is_without_them() {
+    let without = [(Some(0), 40, 10), (Some(0), 1, 20), (None, 3, 40), (Some(1), 33, 50)];
+    // Before every third token there are two more in their places.
+    let has_gradient = |token: usize| token % 3 == 2;
+    let with = without.map(|(adapter, len, seed)| (adapter, 3 * len, seed + 1));
+    for (case, dtype) in LARGE_CASES.into_iter().flat_map(|c| [DType::F32, DType::BF16].map(|d| (c, d))) {
+        let block = Block::random(&cpu(Isa::Portable, 1), case, dtype);
+        let [mut x, mut dy] = [input(&case, &with), vec![0.0; with.iter().map(|s| s.1 * case.hidden).sum()]];
+        for (among, alone) in [(&mut x, input(&case, &without)), (&mut dy, output_gradient(&case, &without))] {
+            let rows = among.chunks_mut(case.hidden).enumerate().filter(|(token, _)| has_gradient(*token));
+            rows.zip(alone.chunks(case.hidden)).for_each(|((_, row), alone)| row.copy_from_slice(alone));
+        }
+        for arithmetic in Arithmetic::available() {
+            let b = cpu(arithmetic, 2);
+            let mut gradients = case.gradients();
+            let [_, dx] = block.train_on(&b, &with, Keep::Everything, [&x, &dy], &mut gradients).unwrap();
+            let ([_, dx_alone], alone) = train_fresh(&block, &b, &without, Keep::Checkpoint);
+            assert!((0..2).all(|g| gradient_bits(&gradients, g) == gradient_bits(&alone, g)), "{arithmetic} {dtype}");
+            let mut dx_alone = dx_alone.chunks(case.hidden);
+            for (token, dx) in dx.chunks(case.hidden).enumerate() {
+                let as_expected = match has_gradient(token) {
+                    true => dx_alone.next().is_some_and(|alone| bits_of(dx) == alone),
+                    false => dx.iter().all(|v| *v == 0.0),
+                };
+                assert!(as_expected, "{arithmetic} {dtype}, token {token}");
             }
         }
     }

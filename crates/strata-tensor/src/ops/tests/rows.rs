@@ -48,6 +48,12 @@ fn gradients_pass_through_added_rows_and_not_through_replaced_ones() {
     let (x, from, weight) = (tensor(&[TOKENS, WIDTH], DType::F32, 1), sources(&b), on_forever(&b, &normal(WIDTH, 2), &[WIDTH]));
     check_gradient(&b, &x, |tape, x| tape.replace_rows(x.clone(), &rows_of(&from)));
     check_gradient(&b, &x, |tape, x| tape.add_rows(x.clone(), &rows_of(&from)));
+    check_gradient(&b, &x, |tape, x| tape.take_rows(x, &[0, 1, 3, 6]));
+    check_gradient(&b, &x, |tape, x| {
+        let h = tape.take_rows(x, &[2, 3, 4, 5])?;
+        let rest = tape.take_rows(x, &[0, 2, 3, 6])?;
+        tape.add(&h, rest)
+    });
     // In the middle of others, beside who reads the same value, and as the last of a layer that is run again.
     let layer = move |tape: &mut Tape<'_>, x: &Var| {
         let h = tape.replace_rows(x.clone(), &rows_of(&from)[..2])?;
