@@ -2,6 +2,7 @@
 
 mod merge;
 mod packed_copy;
+mod wanted;
 mod weights;
 
 use std::collections::HashMap;
@@ -23,6 +24,7 @@ use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::vision::{ImageProcessor, Patches};
 use crate::{Error, KvCache, ModelConfig, ModelSource, PackedBatch, Result};
 use packed_copy::{PackedCopy, Unusable};
+use wanted::WantedRows;
 use weights::{CheckpointWeights, RandomWeights, account_for, check_tied, tensors_of};
 
 pub use merge::write_merged;
@@ -407,8 +409,10 @@ impl Model {
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend()).with_repeats(inputs.repeats.clone());
-        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(Keeping::ALL_CHECKPOINTS), None, between)?;
-        Ok(self.target_logprobs(&inputs, hidden.value(), targets, None, between)?.0)
+        let wanted = WantedRows::of(&inputs, targets, self.config.num_layers);
+        let leaves = leaving(Keeping::ALL_CHECKPOINTS, wanted.as_ref());
+        let hidden = self.decoder.hidden(&mut tape, &inputs, leaves, None, between)?;
+        Ok(self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), targets, None, between)?.0)
     }
 
     /// Log-probabilities of all targets; adds the gradient of `loss` to `gradients[g]` for the adapter of `batch.groups[g]`
@@ -449,33 +453,40 @@ impl Model {
         let mut gradients = GroupGradients { groups: gradients };
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::recording(self.backend()).with_repeats(inputs.repeats.clone());
-        let hidden = self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(keeping), None, between)?;
+        let wanted = WantedRows::of(&inputs, targets, self.config.num_layers);
+        let hidden = self.decoder.hidden(&mut tape, &inputs, leaving(keeping, wanted.as_ref()), None, between)?;
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
-        let (logprobs, dhidden) = self.target_logprobs(&inputs, hidden.value(), targets, Some(loss), between)?;
+        let (logprobs, dhidden) =
+            self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), targets, Some(loss), between)?;
         let dhidden = dhidden.expect("a loss was given");
         tape.backward_with(hidden, dhidden, &mut gradients, between)?;
         Ok(logprobs)
     }
 
-    /// The unembedding of a training or scoring pass.
+    /// The unembedding of a training or scoring pass, over the hidden states of all tokens or of those that are wanted.
     fn target_logprobs<'p>(
         &self,
         inputs: &'p BatchInputs<'_>,
+        wanted: Option<&'p WantedRows>,
         hidden: &Tensor,
         targets: &'p Targets,
         loss: Option<(&'p dyn TargetLoss, &'p mut dyn LoraGradients)>,
         between: &'p mut Between<'p>,
     ) -> Result<(Vec<f32>, Option<Tensor>)> {
         let (w, module) = self.decoder.unembedding();
+        let lora = inputs.lora(0, &[(module, 0)]);
+        let all = (&inputs.sequences, &targets.offsets, inputs.repeats.as_deref(), lora.clone());
+        let (sequences, offsets, repeats, lora) =
+            wanted.map_or(all, |wanted| (&wanted.sequences, &wanted.offsets, None, LoraGroup::of_rows(&lora, &wanted.rows)));
         let pass = LogprobPass {
-            sequences: &inputs.sequences,
-            targets: LogprobTargets { ids: &targets.ids, offsets: &targets.offsets },
+            sequences,
+            targets: LogprobTargets { ids: &targets.ids, offsets },
             loss,
             chunk_bytes: self.logits_chunk_bytes,
-            repeats: inputs.repeats.as_deref(),
+            repeats,
             between,
         };
-        Ok(target_logprobs(self.backend(), hidden, w, &inputs.lora(0, &[(module, 0)]), pass)?)
+        Ok(target_logprobs(self.backend(), hidden, w, &lora, pass)?)
     }
 
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Answers what `requests[i]` asks of the prediction after token
@@ -524,14 +535,18 @@ impl Model {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let mut tape = Tape::inference(self.backend());
         let observer: Observer<'_> = Some(&mut *observe);
-        let hidden =
-            self.decoder.hidden(&mut tape, &inputs, Leaves::Activations(Keeping::ALL_CHECKPOINTS), observer, &mut || {
-                ControlFlow::Continue(())
-            })?;
+        let hidden = self
+            .decoder
+            .hidden(&mut tape, &inputs, leaving(Keeping::ALL_CHECKPOINTS, None), observer, &mut || ControlFlow::Continue(()))?;
         let (w, module) = self.decoder.unembedding();
         let logits = tape.linear(&hidden, Linear { weight: w, bias: None, lora: inputs.lora(0, &[(module, 0)]) })?;
         observe(Observed::Logits, logits.value())
     }
+}
+
+/// What a pass over whole sequences leaves.
+fn leaving(keeping: Keeping, wanted: Option<&WantedRows>) -> Leaves<'static> {
+    Leaves::Activations { keeping, answered: wanted.map(|wanted| wanted.rows.clone()) }
 }
 
 /// Carries a loss across the crates.

@@ -34,9 +34,9 @@ impl<'a> Pass<'a> {
         Pass { rows: self.answered.clone().or_else(|| self.rows.clone()), answered: None, ..self.clone() }
     }
 
-    /// Of each sequence the queries from the first row that is answered to the last, if not all rows are.
+    /// Of each sequence in a cache the queries from the first row that is answered to the last, if not all rows are.
     pub(crate) fn queries(&self) -> Option<Rc<[AttentionSpan<'a>]>> {
-        let rows = self.answered.as_ref()?;
+        let rows = self.answered.as_ref().filter(|_| self.inputs.spans.iter().any(|span| !span.pages.is_empty()))?;
         let answered = |span: &AttentionSpan<'a>| {
             let [start, end] = [span.tokens.start, span.tokens.end].map(|token| rows.partition_point(|&row| row < token));
             let (first, last) = (*rows[start..end].first()?, *rows[start..end].last()?);

@@ -81,8 +81,8 @@ impl LayerBytes {
 pub(crate) enum Leaves<'c> {
     /// Keys and values, in a cache. Of hidden states only those of the rows that are `answered`, if not all are; they rise.
     Cache { cache: &'c mut KvCache, answered: Option<Rc<[usize]>> },
-    /// The way back, if the tape records.
-    Activations(Keeping),
+    /// The way back, if the tape records. Of hidden states only those of the rows that are `answered`, if not all are: whole granules of their sequences, which rise.
+    Activations { keeping: Keeping, answered: Option<Rc<[usize]>> },
 }
 
 /// The unembedding's place in adapters.
@@ -206,17 +206,18 @@ impl Decoder {
                     l += 1;
                     x
                 }
-                Leaves::Activations(keeping) => {
-                    let run = self.layers_from(first, &pass);
+                Leaves::Activations { keeping, answered } => {
                     let checkpointed = self.num_layers.saturating_sub(keeping.layers.max(1));
                     if first < checkpointed {
                         let count = keeping.every.clamp(1, checkpointed - first);
                         l += count;
-                        tape.checkpoint_run(&x, count, run, &mut after)?
+                        tape.checkpoint_run(&x, count, self.layers_from(first, &pass), &mut after)?
                     } else {
-                        let x = tape.keep(&x, |tape, x| run(0, tape, x))?;
-                        after(0, x.value())?;
                         l += 1;
+                        pass.answered = answered.clone().filter(|_| l == self.num_layers);
+                        let x = tape.keep(&x, |tape, x| self.layers_from(first, &pass)(0, tape, x))?;
+                        pass = pass.after_mixing();
+                        after(0, x.value())?;
                         x
                     }
                 }
@@ -234,13 +235,13 @@ impl Decoder {
         first: usize,
         pass: &Pass<'a>,
     ) -> impl Fn(usize, &mut Tape<'a>, &Var) -> strata_tensor::Result<Var> + 'a {
-        let pass = pass.clone();
+        let (pass, mixed) = (pass.clone(), pass.after_mixing());
         move |i, tape, x| {
             let l = first + i;
             let added = if i > 0 { pass.inputs.deepstack(l - 1) } else { Vec::new() };
             let x = tape.add_rows(x.clone(), &added)?;
             let x = self.plan.layers.mix(&pass, tape, l, &x, LayerAccess::None)?;
-            self.plan.layers.transform(&pass, tape, l, &x)
+            self.plan.layers.transform(&mixed, tape, l, &x)
         }
     }
 
