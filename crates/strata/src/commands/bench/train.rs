@@ -196,7 +196,8 @@ impl<'e> Trainer<'e> {
         self.all(|| TrainOp::ForwardBackward { data: data(), loss: loss.clone(), forward_only: false })
     }
 
-    fn optim_step(&mut self) -> anyhow::Result<f64> {
+    /// A step of every tenant's optimizer.
+    pub(super) fn optim_step(&mut self) -> anyhow::Result<f64> {
         self.all(|| TrainOp::OptimStep(AdamParams::default()))
     }
 }

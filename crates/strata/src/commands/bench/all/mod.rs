@@ -182,6 +182,8 @@ fn measure_all(
     if !trains.is_empty() {
         match train::Trainer::start(engine, &ranks) {
             Ok(mut trainer) => {
+                // What optimizers keep has its memory before anything is timed.
+                trainer.optim_step()?;
                 for setting in trains {
                     found.insert((Work::Train, setting), measure_training(common, engine, &mut trainer, setting, repeats)?);
                 }
