@@ -192,6 +192,25 @@ fn is_made_by(vendor: &[u8; 12]) -> bool {
     }
 }
 
+/// Whether the processor by itself reads far enough ahead of a tile of six rows, so that fetches of ours only come between: Zen 4 (AMD's family 19h), where four to
+/// six rows read memory at 96 to 99% of its speed without, and 70 to 83% with them.
+pub(crate) fn looks_far_ahead() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static ANSWER: LazyLock<bool> = LazyLock::new(|| is_made_by(b"AuthenticAMD") && family() == 0x19);
+        *ANSWER
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// The family of a processor of AMD.
+#[cfg(target_arch = "x86_64")]
+fn family() -> u32 {
+    let signature = std::arch::x86_64::__cpuid(1).eax;
+    (signature >> 8 & 0xf) + (signature >> 20 & 0xff)
+}
+
 /// Whether processor and system have [`Isa::Amx`]. To ask a processor costs an exit to the hypervisor where there is one.
 #[cfg(target_arch = "x86_64")]
 static HAS_AMX: LazyLock<bool> =

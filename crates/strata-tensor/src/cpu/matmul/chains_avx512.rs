@@ -67,7 +67,7 @@ macro_rules! tile_kernel {
                             }
                         }
                         for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
-                            _mm_prefetch::<_MM_HINT_T0>(next.cast());
+                            _mm_prefetch::<_MM_HINT_T1>(next.cast());
                             next = next.wrapping_add(64);
                         }
                         if FETCH & CHUNKS != 0 {
@@ -76,7 +76,7 @@ macro_rules! tile_kernel {
                             {
                                 chunk = std::ptr::without_provenance(at);
                             }
-                            _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(step % CHUNK_STEPS * 64).cast());
+                            _mm_prefetch::<_MM_HINT_T1>(chunk.wrapping_add(step % CHUNK_STEPS * 64).cast());
                         }
                         for r in 0..ROWS {
                             let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());

@@ -1,6 +1,7 @@
 //! What products fetch from memory while they compute.
 //!
-//! A prefetch of any address is harmless, and changes no bits.
+//! A prefetch of any address is harmless, and changes no bits. What comes next is fetched into the second-level cache: the first has room for few lines on their way
+//! at a time, and what computes would wait behind them (Zen 4, 16 rows in 6, 5 and 5: 46 ms into the first level, 36 into the second, where reading takes 27 and computing 35).
 
 use std::ops::Range;
 
@@ -14,11 +15,11 @@ pub(super) const FETCHING_TILES_MAX: usize = 8;
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Fetch {
     Nothing,
-    /// What the tile itself comes to.
+    /// What the tile itself comes to, into the first-level cache.
     Own,
     /// A line for each step from there on, or two: where there are few tiles to fetch with. And beside it chunks, as below, if there are any.
     Next(*const u8, Lines, *const [usize]),
-    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch. It waits in the second-level cache.
+    /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch.
     Chunks(*const [usize]),
 }
 

@@ -11,7 +11,7 @@ use super::fetch::{CHUNK_STEPS, FETCHING_TILES_MAX, Fetch, Lines, chunks_of_tile
 use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
 use super::int8::BytesKernel;
 use crate::DType;
-use crate::cpu::isa::{Arithmetic, Isa, Numerics};
+use crate::cpu::isa::{Arithmetic, Isa, Numerics, looks_far_ahead};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Columns of a full tile, in vectors of [`LANES`].
@@ -241,6 +241,7 @@ impl Chains {
         match self.tiles(rows) {
             // Only kernels of AVX-512 fetch.
             _ if self.many_panels.is_none() => Fetch::Nothing,
+            0 | 1 if looks_far_ahead() => Fetch::Nothing,
             0 | 1 => Fetch::Own,
             2..=FETCHING_TILES_MAX => Fetch::Next(next, Lines::One, &[]),
             _ => Fetch::Nothing,

@@ -128,7 +128,7 @@ impl<'a> Matmul<'a> {
                 return Ok(());
             }
             if matches!(chains.fetch(x.rows, std::ptr::null()), Fetch::Next(..)) {
-                // The block that is fetched waits in the first-level cache beside the one that is read.
+                // The block that is read stays in the first-level cache until the last tile has read it.
                 block_steps = NEAR_BLOCK_STEPS;
             }
         }
