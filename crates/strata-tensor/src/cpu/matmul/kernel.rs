@@ -255,7 +255,11 @@ impl Chains {
 
     /// Chunks that tiles of so many rows and steps fetch while they compute: none where they are few.
     pub(super) fn chunks(&self, rows: usize, steps: usize) -> usize {
-        if self.many_panels.is_some() { self.tiles(rows) * (steps / CHUNK_STEPS) } else { 0 }
+        match self.tiles(rows) {
+            _ if self.many_panels.is_none() => 0,
+            0 | 1 if looks_far_ahead() => 0,
+            tiles => tiles * (steps / CHUNK_STEPS),
+        }
     }
 
     /// # Safety
