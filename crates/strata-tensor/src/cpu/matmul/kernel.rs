@@ -253,7 +253,7 @@ impl Chains {
         rows.div_ceil(self.rows_max[VECTORS_MAX - 1])
     }
 
-    /// Chunks that tiles of so many rows and steps fetch while they compute: none where they are few.
+    /// Chunks that tiles of so many rows and steps fetch while they compute: none where steps are few, or where the processor itself looks ahead of so few rows.
     pub(super) fn chunks(&self, rows: usize, steps: usize) -> usize {
         match self.tiles(rows) {
             _ if self.many_panels.is_none() => 0,
