@@ -179,11 +179,14 @@ pub(crate) trait Compute {
     where
         Self: Sized;
 
+    /// How often a pass calls `between` before it has computed much, or added to a gradient: what breaks it till then leaves all as it was.
+    fn early_layers(&self) -> usize;
+
     /// Log-probabilities of all targets, part after part; gradients are added to the learners. `seen` has every picture of the examples. Beyond what it needs the pass has
     /// `kept_bytes` of memory, of which nothing but its time depends.
     ///
     /// # Errors
-    /// If `between` breaks or the device fails; gradients are then incomplete.
+    /// If `between` breaks or the device fails; gradients are then incomplete, but for a break in the early layers.
     fn pass(
         &self,
         parts: &mut [PassPart<'_, Self>],

@@ -2,7 +2,7 @@
 //!
 //! A turn takes what has arrived, begins the operations whose turn it is, and runs one piece of device work: a sampling step or a training
 //! pass. Between the layers of a pass the same happens again: whoever is due before the pass runs a step, or a small pass of
-//! their own, so that nobody waits for longer than a layer.
+//! their own, so that nobody waits for longer than a layer. A pass that has hardly begun when many come who would go with it is left, and runs with them.
 //!
 //! Nothing here knows a clock but the device's, a thread, or a file: a simulation drives it turn by turn.
 
@@ -63,6 +63,8 @@ struct State<C: Compute, S> {
     retired: Vec<(u64, WeightsId)>,
     /// Passes that run, each between two layers of the one before.
     passes: Vec<passes::PassInWork>,
+    /// Tokens of the pass that was left for a larger one, if none has come to its end since.
+    left_tokens: usize,
     last_uid: u64,
     /// Counts passes, so that the models of a session take turns.
     served: u64,
@@ -92,6 +94,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             budget,
             retired: Vec::new(),
             passes: Vec::new(),
+            left_tokens: 0,
             last_uid: 0,
             served: 0,
             recoveries: 0,

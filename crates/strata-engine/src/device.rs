@@ -21,6 +21,9 @@ use crate::pictures::{Picture, PictureId};
 use crate::sampler::{Alternatives, Room, draw};
 use crate::snapshot::WeightsId;
 
+/// This part of a model's layers is little: on the way there alone, without the unembedding.
+const EARLY_FRACTION: usize = 8;
+
 /// A model, its device and a clock.
 pub(crate) struct Device {
     pub(crate) model: Arc<Model>,
@@ -166,6 +169,10 @@ impl Compute for Device {
             keeping.layers = 1;
         }
         self.model.kept_bytes(keeping, tokens, rank)
+    }
+
+    fn early_layers(&self) -> usize {
+        (self.model.config().num_layers / EARLY_FRACTION).max(1)
     }
 
     fn pass(

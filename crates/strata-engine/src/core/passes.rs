@@ -20,6 +20,15 @@ use crate::tenant::{RunningForward, Tenant};
 pub(super) struct PassInWork {
     /// Who takes part, and with how many tokens.
     pub(super) clients: Vec<(Client, usize)>,
+    /// What of each model is in it, and the tokens of all.
+    pub(super) queues: Vec<Queue>,
+    pub(super) tokens: usize,
+    /// Tokens of the largest pass that may take its place.
+    pub(super) most: usize,
+    /// Layers after each of which it may still be left for a larger pass.
+    pub(super) early: usize,
+    /// Whether it is.
+    pub(super) left: bool,
     /// Tokens of the largest pass that may run within it, where there is room.
     pub(super) inner: usize,
     /// What it takes of the memory for training, in tokens: more than it has, where it keeps activations.
@@ -31,6 +40,14 @@ pub(super) struct PassInWork {
     pub(super) sees: Option<Sees>,
     /// Up to when its time was charged.
     pub(super) charged_until: Duration,
+}
+
+/// Lengths of the next examples of a model.
+#[derive(Clone)]
+pub(super) struct Queue {
+    model_id: ModelId,
+    client: Client,
+    lengths: Vec<usize>,
 }
 
 /// A picture that is being seen.
@@ -51,6 +68,20 @@ struct Part<C: Compute> {
     /// Examples of `ops` that are in the pass.
     count: usize,
     backward: bool,
+}
+
+/// What became of a pass.
+#[derive(Clone, Copy)]
+enum Outcome<'a> {
+    Done,
+    /// It has changed nothing.
+    Left,
+    Failed(&'a str),
+}
+
+/// Tokens of a pass for which one of so many is worth leaving.
+fn larger_than(tokens: usize) -> usize {
+    tokens + tokens.div_ceil(2)
 }
 
 impl<C: Compute, S: Storage<C::State>> State<C, S> {
@@ -80,9 +111,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         next.is_some_and(|datum| unseen(datum).is_none_or(|picture| self.batcher.may_see(&tenant.client.owner, &picture)))
     }
 
-    /// Runs one pass for a session, whose next pictures were `seen`, and for others what goes with it.
+    /// Runs one pass for a session, whose next pictures were `seen`, and for others what goes with it. If more come who would go with it when it has hardly begun, it is left, and all is as it was.
     fn run_pass(&mut self, c: &C, primary: &Client, tokens_max: usize, mut seen: Seen<C>) {
-        let mut parts = self.choose_parts(primary, tokens_max, self.room(), &mut seen);
+        let free = self.room();
+        let mut parts = self.choose_parts(primary, tokens_max, free, &mut seen);
         if parts.is_empty() {
             return;
         }
@@ -96,13 +128,30 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
         let tokens: usize = clients.iter().map(|(_, tokens)| tokens).sum();
         let uids = parts.iter().map(|p| p.uid).collect();
+        let queue =
+            |p: &Part<C>| Queue { model_id: p.model_id.clone(), client: p.client.clone(), lengths: p.lengths().collect() };
+        let queues = parts.iter().map(queue).collect();
         let mut parts_in_work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
         // What is free beyond this pass and all that may run within it saves computing activations twice.
-        let spare = self.room().saturating_sub(tokens + tokens / (INNER_PASS_FRACTION - 1)) as u64;
+        let spare = free.saturating_sub(tokens + tokens / (INNER_PASS_FRACTION - 1)) as u64;
         let kept_bytes = c.kept_bytes(&parts_in_work, spare * self.budget.bytes_per_token);
         let room = tokens + kept_bytes.div_ceil(self.budget.bytes_per_token) as usize;
-        let (inner, work, sees) = (tokens / INNER_PASS_FRACTION, Work::Training, None);
-        self.passes.push(PassInWork { clients, inner, room, work, uids, sees, charged_until: c.now() });
+        // What comes after one that was left is larger, or stays: there is an end to it.
+        let may_be_left = seen.is_empty() && tokens >= larger_than(self.left_tokens);
+        self.passes.push(PassInWork {
+            clients,
+            queues,
+            tokens,
+            most: self.budget.pass_tokens.min(tokens_max).min(free),
+            early: if may_be_left { c.early_layers() } else { 0 },
+            left: false,
+            inner: tokens / INNER_PASS_FRACTION,
+            room,
+            work: Work::Training,
+            uids,
+            sees: None,
+            charged_until: c.now(),
+        });
         let depth = self.passes.len();
         let done = {
             let mut between = || self.guarded_between(c, depth);
@@ -112,7 +161,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         // An inner pass that panicked may have left itself behind.
         self.passes.truncate(depth);
         self.charge_pass(c);
-        self.passes.pop();
+        let left = self.passes.pop().is_some_and(|pass| pass.left);
+        if left && matches!(done, Ok(Err(PassError::Interrupted))) {
+            self.left_tokens = tokens;
+            return parts.into_iter().for_each(|part| self.put_back(c, part, Outcome::Left));
+        }
+        self.left_tokens = 0;
         let error = match done {
             Ok(Ok(logprobs)) if logprobs.len() == parts.iter().map(Part::num_targets).sum::<usize>() => {
                 let mut rest = &logprobs[..];
@@ -130,33 +184,32 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             tracing::error!(error, "a training pass failed");
         }
         for part in parts {
-            self.put_back(c, part, error.as_deref());
+            self.put_back(c, part, error.as_deref().map_or(Outcome::Done, Outcome::Failed));
         }
+    }
+
+    /// Whether the pass that runs had better be left: it has hardly begun, and with those who have come since it would be much larger. Many who send at the same time
+    /// come one by one: without this whoever is first would run alone, and others in passes that are as small.
+    fn is_better_left(&self) -> bool {
+        let Some(pass) = self.passes.last().filter(|pass| pass.early > 0) else { return false };
+        let mut queues = self.queues(pass.most, pass.most, &Seen::<C>::new());
+        queues.extend(pass.queues.iter().cloned());
+        let first = queues.iter().map(|queue| &queue.client).min_by_key(|client| self.fair.standing(client, Work::Training));
+        let Some(first) = first.cloned() else { return false };
+        let shares = self.share_out(&first, queues, pass.most, self.room() + pass.room);
+        let tokens: usize = shares.iter().map(|(queue, count)| queue.lengths[..*count].iter().sum::<usize>()).sum();
+        tokens >= larger_than(pass.tokens)
     }
 
     /// Takes examples for a pass: from the session whose turn it is at least one, from others what costs nobody more than taking turns would.
     /// A sequence longer than a pass is the only one of its pass.
     /// Examples with pictures are taken if those are among what was `seen`, or were seen before.
     fn choose_parts(&mut self, primary: &Client, tokens_max: usize, room: usize, seen: &mut Seen<C>) -> Vec<Part<C>> {
-        let (most, most_of_one) = (self.budget.pass_tokens.min(tokens_max), tokens_max);
-        let is_seen =
-            |datum: &PreparedDatum| datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(p));
-        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one));
-        let mut models: Vec<(bool, Standing, u64, ModelId)> = ready
-            .map(|(id, t)| (t.client != *primary, self.fair.standing(&t.client, Work::Training), t.served, id.clone()))
-            .collect();
-        models.sort();
-        let lengths = |id| {
-            let examples = self.tenants[id].next_examples(most).take_while(|(_, datum)| is_seen(datum));
-            examples.map(|(_, datum)| datum.tokens.len()).collect()
-        };
-        let queues: Vec<Vec<usize>> = models.iter().map(|(.., id)| lengths(id)).collect();
-        let wants = models.iter().zip(&queues).map(|((.., id), queue)| (&self.tenants[id].client, queue.iter().sum()));
-        let limit = company_limit(wants, PASS_BASE_TOKENS).map_or(most, |company| company.min(most));
-        let counts = share(&queues, limit, room);
+        let most = self.budget.pass_tokens.min(tokens_max);
+        let queues = self.share_out(primary, self.queues(most, tokens_max, seen), most, room);
         self.served += 1;
         let mut parts = Vec::new();
-        for ((.., model_id), count) in models.into_iter().zip(counts) {
+        for (Queue { model_id, .. }, count) in queues {
             if count > 0
                 && let Some(tenant) = self.tenants.get_mut(&model_id)
             {
@@ -174,8 +227,33 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         parts
     }
 
+    /// What waits for a pass of `most` tokens, if those of an example are at most `most_of_one`.
+    fn queues(&self, most: usize, most_of_one: usize, seen: &Seen<C>) -> Vec<Queue> {
+        let is_seen =
+            |datum: &PreparedDatum| datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(p));
+        let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one));
+        let queue = |(model_id, t): (&ModelId, &Tenant<C>)| {
+            let examples = t.next_examples(most).take_while(|(_, datum)| is_seen(datum));
+            let lengths = examples.map(|(_, datum)| datum.tokens.len()).collect();
+            Queue { model_id: model_id.clone(), client: t.client.clone(), lengths }
+        };
+        ready.map(queue).collect()
+    }
+
+    /// How many examples a pass takes of each, the session's whose turn it is first.
+    fn share_out(&self, primary: &Client, mut queues: Vec<Queue>, most: usize, room: usize) -> Vec<(Queue, usize)> {
+        queues.sort_by_cached_key(|Queue { model_id, client, .. }| {
+            let served = self.tenants.get(model_id).map(|t| t.served);
+            (client != primary, self.fair.standing(client, Work::Training), served, model_id.clone())
+        });
+        let wants = queues.iter().map(|queue| (&queue.client, queue.lengths.iter().sum()));
+        let limit = company_limit(wants, PASS_BASE_TOKENS).map_or(most, |company| company.min(most));
+        let counts = share(&queues, limit, room);
+        queues.into_iter().zip(counts).collect()
+    }
+
     /// Puts a part back where it came from, or answers for it if its model is gone.
-    fn put_back(&mut self, c: &C, mut part: Part<C>, error: Option<&str>) {
+    fn put_back(&mut self, c: &C, mut part: Part<C>, outcome: Outcome<'_>) {
         let tenant = self.tenants.get_mut(&part.model_id).filter(|t| t.uid == part.uid);
         let Some(tenant) = tenant else {
             let failure = Failure::User(format!("model {} was unloaded before this operation was done", part.model_id));
@@ -183,7 +261,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             return;
         };
         tenant.in_pass = false;
-        if let Some(error) = error {
+        if let Outcome::Failed(error) = outcome {
             // What was answered had a part in the gradient, so a step without it would not be what was asked for.
             let why = Failure::Server(format!("training pass: {error}"));
             if part.backward {
@@ -191,7 +269,9 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             }
             part.ops.drain(..).for_each(|forward| forward.fail(why.clone()));
         }
-        part.fail_what_is_not_finite(c);
+        if !matches!(outcome, Outcome::Left) {
+            part.fail_what_is_not_finite(c);
+        }
         tenant.learner = Some(part.learner);
         while let Some(forward) = part.ops.pop_back() {
             tenant.running.push_front(forward);
@@ -204,11 +284,15 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     /// As `between`, of pass `depth`. What panics between layers is no part of it.
     pub(super) fn guarded_between(&mut self, c: &C, depth: usize) -> ControlFlow<()> {
-        catch_unwind(AssertUnwindSafe(|| self.between(c))).unwrap_or_else(|_| {
+        let flow = catch_unwind(AssertUnwindSafe(|| self.between(c))).unwrap_or_else(|_| {
             tracing::error!("the engine panicked between the layers of a pass; samples in work fail, models stay");
             self.recover(c, depth);
             ControlFlow::Continue(())
-        })
+        });
+        if let Some(pass) = self.passes.last_mut() {
+            pass.early = pass.early.saturating_sub(1);
+        }
+        flow
     }
 
     /// Tokens for which training has memory now.
@@ -223,6 +307,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         loop {
             self.take_arrivals(c);
             if self.intake.is_closed() || self.pass_is_for_nobody() {
+                return ControlFlow::Break(());
+            }
+            if self.is_better_left() {
+                self.passes.last_mut().into_iter().for_each(|pass| pass.left = true);
                 return ControlFlow::Break(());
             }
             let Some(pass) = self.passes.last() else { return ControlFlow::Continue(()) };
@@ -372,12 +460,12 @@ impl<C: Compute> Part<C> {
 
 /// How many examples a pass takes from each queue of lengths: one from each in turn, until the next of a queue would go beyond `limit`. The
 /// first is taken if it fits `room`.
-fn share(queues: &[Vec<usize>], limit: usize, room: usize) -> Vec<usize> {
+fn share(queues: &[Queue], limit: usize, room: usize) -> Vec<usize> {
     let mut counts = vec![0; queues.len()];
     let mut open: VecDeque<usize> = (0..queues.len()).collect();
     let mut total = 0;
     while let Some(queue) = open.pop_front() {
-        let Some(&length) = queues[queue].get(counts[queue]) else { continue };
+        let Some(&length) = queues[queue].lengths.get(counts[queue]) else { continue };
         let fits = if total == 0 { length <= room } else { total + length <= limit.min(room) };
         if !fits {
             continue;
@@ -393,9 +481,14 @@ fn share(queues: &[Vec<usize>], limit: usize, room: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
+    fn queues(lengths: &[&[usize]]) -> Vec<Queue> {
+        let client = Client { owner: "o".into(), session: "s".into() };
+        lengths.iter().map(|l| Queue { model_id: "m".into(), client: client.clone(), lengths: l.to_vec() }).collect()
+    }
+
     #[test]
     fn a_pass_takes_from_every_queue_in_turn() {
-        let queues = [vec![10; 100], vec![10; 2], vec![10; 100]];
+        let queues = queues(&[&[10; 100], &[10; 2], &[10; 100]]);
         assert_eq!(share(&queues, 100, 1000), [4, 2, 4]);
         assert_eq!(share(&queues, 110, 1000), [5, 2, 4], "the odd one goes to the first in line");
         assert_eq!(share(&queues, 110, 50), [2, 2, 1], "there is no more room");
@@ -403,12 +496,12 @@ mod tests {
 
     #[test]
     fn a_sequence_longer_than_the_limit_runs_alone_if_it_fits_at_all() {
-        assert_eq!(share(&[vec![500, 1], vec![500]], 100, 1000), [1, 0]);
-        assert_eq!(share(&[vec![500, 1], vec![50]], 100, 400), [0, 1]);
+        assert_eq!(share(&queues(&[&[500, 1], &[500]]), 100, 1000), [1, 0]);
+        assert_eq!(share(&queues(&[&[500, 1], &[50]]), 100, 400), [0, 1]);
     }
 
     #[test]
     fn a_queue_whose_next_example_does_not_fit_waits_and_keeps_its_order() {
-        assert_eq!(share(&[vec![60, 60, 1], vec![10, 10, 10, 10, 10]], 100, 1000), [1, 4]);
+        assert_eq!(share(&queues(&[&[60, 60, 1], &[10, 10, 10, 10, 10]]), 100, 1000), [1, 4]);
     }
 }

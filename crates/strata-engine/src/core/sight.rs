@@ -41,6 +41,11 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let (client, uids) = (tenant.client.clone(), vec![tenant.uid]);
         self.passes.push(PassInWork {
             clients: vec![(client.clone(), 1)],
+            queues: Vec::new(),
+            tokens: 0,
+            most: 0,
+            early: 0,
+            left: false,
             inner: usize::MAX,
             room: 0,
             work: Work::Training,
@@ -119,6 +124,11 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     fn see(&mut self, c: &C, client: &Client, work: Work, picture: &Picture) -> Result<C::Seen, Option<Failure>> {
         self.passes.push(PassInWork {
             clients: vec![(client.clone(), 1)],
+            queues: Vec::new(),
+            tokens: 0,
+            most: 0,
+            early: 0,
+            left: false,
             inner: usize::MAX,
             room: 0,
             work,

@@ -66,6 +66,14 @@ fn datum(number: u64, length: usize, rng: &mut Rng) -> Datum {
     Datum { tokens: ids(rng), images: Vec::new(), loss_inputs }
 }
 
+fn forward_backward(data: Vec<Datum>) -> TrainOp {
+    TrainOp::ForwardBackward {
+        data,
+        loss: LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() },
+        forward_only: false,
+    }
+}
+
 /// A picture that no other request has.
 fn picture(request: u64, n: usize) -> Image {
     let mut file = vec![PICTURE_TOKENS_MAX as u8];
@@ -121,11 +129,7 @@ impl Clients {
                 }
             }
             Load::Training(models, ops, examples, tokens) => self.train(who, models, ops, |_, number, rng| {
-                vec![TrainOp::ForwardBackward {
-                    data: (0..examples).map(|_| datum(number, tokens, rng)).collect(),
-                    loss: LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() },
-                    forward_only: false,
-                }]
+                vec![forward_backward((0..examples).map(|_| datum(number, tokens, rng)).collect())]
             }),
             Load::PictureTraining(ops, examples) => self.train(who, 1, ops, |_, number, rng| {
                 let example = |n: usize| {
@@ -134,11 +138,7 @@ impl Clients {
                     datum.images = vec![picture(number, n)];
                     datum
                 };
-                vec![TrainOp::ForwardBackward {
-                    data: (0..examples).map(example).collect(),
-                    loss: LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() },
-                    forward_only: false,
-                }]
+                vec![forward_backward((0..examples).map(example).collect())]
             }),
             Load::Steps(models, ops) => self.train(who, models, ops, |_, _, _| vec![TrainOp::OptimStep(AdamParams::default())]),
             Load::Snapshots(models, ops) => self.train(who, models, ops, |model, _, _| {
@@ -149,19 +149,17 @@ impl Clients {
         self.sent.get()
     }
 
+    fn create(&self, who: &Client, model_id: &str) {
+        let lora =
+            LoraSpec { rank: 1, seed: 1, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() };
+        self.send(who, Request::CreateModel { model_id: model_id.into(), lora });
+    }
+
     fn train(&self, who: &Client, models: usize, ops: usize, op: impl Fn(&str, u64, &mut Rng) -> Vec<TrainOp>) {
         let mut rng = Rng::new(3);
         for n in 0..models {
             let model_id = format!("{}:{n}", who.session);
-            let lora = LoraSpec {
-                rank: 1,
-                seed: 1,
-                train_attn: true,
-                train_mlp: true,
-                train_unembed: true,
-                ranks: Default::default(),
-            };
-            self.send(who, Request::CreateModel { model_id: model_id.clone(), lora });
+            self.create(who, &model_id);
             let ops = (0..ops).flat_map(|_| op(&model_id, self.sent.get() + 1, &mut rng)).collect::<Vec<_>>();
             for (seq_id, op) in (1..).zip(ops) {
                 self.send(who, Request::Train { model_id: model_id.clone(), seq_id, op });
@@ -322,5 +320,67 @@ fn owners_with_as_much_to_do_have_as_much_of_the_device() {
         let [a, b] = ["one", "other"].map(|owner| engine.core.used(&client(owner, &format!("{owner}0"))).as_micros() as i64);
         // A pass or step of either may be in front.
         assert!((a - b).abs() < 12_000, "{a} and {b} us for {one:?} and {other:?}");
+    }
+}
+
+/// Tokens of the passes that are begun, and how long all take, where so many owners have an example each of so many tokens; they send it so long after the first.
+fn passes(senders: &[(usize, Duration)]) -> (Vec<usize>, Duration) {
+    let (mut engine, clients) = Clients::new(PAGES, Room { states: 0, gallery_tokens: 128 });
+    let whos: Vec<Client> = (0..senders.len()).map(|n| client(&format!("o{n}"), &format!("s{n}"))).collect();
+    whos.iter().for_each(|who| clients.create(who, &who.session));
+    while clients.answers.lock().unwrap().len() < whos.len() {
+        if !engine.turn() && !engine.advance_to_disk() {
+            engine.advance(Duration::from_micros(10));
+        }
+    }
+    let (start, mut rng) = (engine.now(), Rng::new(7));
+    let mut left: Vec<(Duration, Client, usize)> =
+        senders.iter().zip(whos).map(|(&(tokens, after), who)| (start + after, who, tokens)).collect();
+    let (others, shared) = (clients.clone(), engine.shared.clone());
+    let mut send_due = move || {
+        let now = shared.now.get();
+        for (_, who, tokens) in left.extract_if(.., |(at, ..)| *at <= now) {
+            let model_id = who.session.to_string();
+            let op = forward_backward(vec![datum(others.sent.get() + 1, tokens, &mut rng)]);
+            others.send(&who, Request::Train { model_id, seq_id: 1, op });
+        }
+    };
+    send_due();
+    engine.on_time(send_due);
+    while clients.answers.lock().unwrap().len() < 2 * senders.len() {
+        if !engine.turn() {
+            engine.advance(Duration::from_micros(10));
+        }
+        engine.audit().unwrap();
+    }
+    let log = engine.shared.log.borrow();
+    let tokens = log.iter().filter_map(|(_, w)| if let Worked::Pass { tokens, .. } = w { Some(*tokens) } else { None });
+    (tokens.collect(), engine.now() - start)
+}
+
+#[test]
+fn those_who_send_at_the_same_time_share_a_pass_although_one_comes_first() {
+    let us = Duration::from_micros;
+    let layer = |tokens: u32| (BASE_COST + TOKEN_COST * tokens) / LAYERS;
+    // One of sixteen is first; the others come while its first layer runs.
+    let at_once: Vec<_> = (0..16).map(|n| (8, us(n))).collect();
+    let (tokens, time) = passes(&at_once);
+    assert_eq!(tokens, [8, 128]);
+    assert!(time <= layer(8) + layer(128) * LAYERS + us(10), "{time:?}");
+
+    // After its first layer it is too late: they do not fit between its layers, and share the next.
+    let late: Vec<_> = (0..16).map(|n| (8, if n == 0 { us(0) } else { layer(8) + us(1) })).collect();
+    assert_eq!(passes(&late).0, [8, 120]);
+
+    // Who has little to do runs between the layers of a large pass, and does not have it begin anew; nor do few who would make it a little larger.
+    assert_eq!(passes(&[(100, us(0)), (8, us(1))]).0, [100, 8]);
+    assert_eq!(passes(&[(40, us(0)), (30, us(0)), (30, us(1))]).0[..2], [70, 30]);
+
+    // However they come, what is left is little.
+    for gap in 1..100 {
+        let in_turn: Vec<_> = (0..16).map(|n| (8, us(gap * n))).collect();
+        let (tokens, _) = passes(&in_turn);
+        let begun: usize = tokens.iter().sum();
+        assert!(begun - 128 <= 2 * 128, "{tokens:?}");
     }
 }

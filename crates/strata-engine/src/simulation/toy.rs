@@ -372,11 +372,13 @@ impl Toy {
         let requests: Vec<u64> = data().map(|d| number_of(d)).collect();
         let tokens: usize = data().map(|d| d.tokens.len()).sum();
         self.shared.note(Worked::Pass { requests: requests.clone(), tokens });
-        // A learner whose pass ends early has part of a gradient.
         let gradients: Vec<u64> = parts.iter().map(|p| p.learner.gradient).collect();
-        parts.iter_mut().filter(|p| p.backward).for_each(|p| p.learner.gradient = STALE);
         let fails_at = self.shared.chance(self.shared.faults.get().pass).then(|| self.shared.rng.borrow_mut().below(4) as u32);
         for layer in 0..LAYERS {
+            if layer as usize == self.early_layers() {
+                // A learner whose pass ends from here on has part of a gradient.
+                parts.iter_mut().filter(|p| p.backward).for_each(|p| p.learner.gradient = STALE);
+            }
             if fails_at == Some(layer) {
                 self.shared.failed.borrow_mut().extend(&requests);
                 return Err(PassError::Failed(self.shared.fail()));
@@ -560,6 +562,10 @@ impl Compute for Toy {
         let tokens: usize = parts.iter().flat_map(|part| &part.data).map(|datum| datum.tokens.len()).sum();
         let of_layer = tokens as u64 * KEPT_BYTES;
         (spare_bytes / of_layer.max(1)).min(LAYERS as u64 - 1) * of_layer
+    }
+
+    fn early_layers(&self) -> usize {
+        1
     }
 
     fn pass(

@@ -198,6 +198,32 @@ fn a_pass_ends_where_it_is_interrupted() {
 }
 
 #[test]
+fn a_pass_that_is_interrupted_on_the_way_there_has_added_nothing_to_gradients() {
+    let model = model();
+    let (_, adapter) = adapter(&model, 4);
+    let (batch, targets) = batch(&adapter, &[33, 70]);
+    // Whether anything was added if the pass is stopped at a call.
+    let adds = |stop: usize, keeping: Keeping| {
+        let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora(4)).unwrap();
+        let mut calls = 0;
+        let mut between = || {
+            calls += 1;
+            if calls == stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let given = &mut [Some(&mut gradients)];
+        let result = model.forward_backward_with(&batch, &targets, &CrossEntropy, given, keeping, &mut between);
+        assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
+        gradient_bits(&model, &gradients).iter().any(|bits| *bits != 0)
+    };
+    for keeping in other_than_checkpoints(model.config()).chain([Keeping::ALL_CHECKPOINTS]) {
+        for stop in 1..=model.config().num_layers {
+            assert!(!adds(stop, keeping), "after layer {stop} with {keeping:?}");
+        }
+        assert!(adds(model.config().num_layers + 2, keeping), "behind a layer on the way back with {keeping:?}");
+    }
+}
+
+#[test]
 fn no_bit_depends_on_the_size_of_a_chunk_of_logits() {
     let mut model = model();
     let (_, adapter) = adapter(&model, 4);

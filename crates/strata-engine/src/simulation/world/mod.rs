@@ -300,16 +300,18 @@ impl World {
                     if let Some(number) = requests.iter().find(over) {
                         self.violate(format!("work for request {number} began after it had ended"));
                     }
-                    for &number in &requests {
-                        let asked = &mut self.asked[number as usize - 1];
-                        asked.worked = matches!(asked.kind, Kind::Train { .. });
-                    }
                 }
                 // A pass is not cut short for one of its requests.
                 Worked::GoesOn { requests } if requests.iter().all(|n| ended(&n)) => {
                     self.violate(format!("a pass goes on for requests that have ended: {requests:?}"));
                 }
-                Worked::GoesOn { .. } => {}
+                // What is left after its first layer has changed nothing.
+                Worked::GoesOn { requests } => {
+                    for number in requests {
+                        let asked = &mut self.asked[number as usize - 1];
+                        asked.worked = matches!(asked.kind, Kind::Train { .. });
+                    }
+                }
                 Worked::Sight { file, block } => {
                     let shows = |(n, asked): (usize, &Asked)| shows(&asked.request, &file) && !over(&&(n as u64 + 1));
                     if !self.asked.iter().enumerate().any(shows) {
