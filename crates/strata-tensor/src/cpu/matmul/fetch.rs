@@ -57,6 +57,49 @@ pub(super) fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usiz
     chunks.chunks((steps / CHUNK_STEPS).max(1)).nth(i).unwrap_or(&[])
 }
 
+/// Memory in pieces that are equally far apart, some of it gone through.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Pieces {
+    /// What is left of the next.
+    pub(super) next: Range<usize>,
+    /// Where a whole piece begins, and its bytes.
+    first: usize,
+    bytes: usize,
+    /// From one to the next.
+    apart: usize,
+    /// The next included.
+    pub(super) count: usize,
+}
+
+impl Pieces {
+    /// Some bytes from an address on.
+    pub(super) fn one(address: usize, bytes: Range<usize>) -> Self {
+        let next = address + bytes.start..address + bytes.end;
+        Pieces { first: next.start, bytes: bytes.len(), next, apart: 0, count: 1 }
+    }
+
+    /// So many of them.
+    pub(super) fn repeated(self, count: usize, apart: usize) -> Self {
+        Pieces { count, apart, ..self }
+    }
+
+    /// Each of them.
+    #[cfg(test)]
+    pub(super) fn each(mut self) -> Vec<Range<usize>> {
+        let mut each = Vec::new();
+        while self.count > 0 {
+            each.push(self.next.clone());
+            self = self.behind_next();
+        }
+        each
+    }
+
+    fn behind_next(self) -> Self {
+        let first = self.first + self.apart;
+        Pieces { next: first..first + self.bytes, first, count: self.count - 1, ..self }
+    }
+}
+
 /// Chunks to fetch.
 pub(super) struct ChunkList<'a> {
     chunks: &'a mut [usize],
@@ -86,6 +129,18 @@ impl<'a> ChunkList<'a> {
             at += CHUNK_BYTES;
         }
         at.min(bytes.end)..bytes.end
+    }
+
+    /// As [`ChunkList::add`], of all pieces.
+    pub(super) fn add_pieces(&mut self, mut pieces: Pieces) -> Pieces {
+        while pieces.count > 0 {
+            let left = self.add(pieces.next.clone());
+            if !left.is_empty() {
+                return Pieces { next: left, ..pieces };
+            }
+            pieces = pieces.behind_next();
+        }
+        pieces
     }
 
     pub(super) fn add_all<'b>(&mut self, all: impl Iterator<Item = &'b [u8]>) {
@@ -157,5 +212,22 @@ mod tests {
         assert_eq!(list.add(0..CHUNK_BYTES * 5), CHUNK_BYTES * 3..CHUNK_BYTES * 5);
         list.clear(2);
         assert_eq!(list.add(0..CHUNK_BYTES * 5), CHUNK_BYTES * 2..CHUNK_BYTES * 5);
+    }
+
+    #[test]
+    fn pieces_are_gone_through_one_after_another_as_far_as_there_is_room() {
+        let mut room = [0; 5];
+        let mut pieces = Pieces::one(1000, 0..CHUNK_BYTES * 2 + 1).repeated(3, 10_000);
+        let mut all = Vec::new();
+        for room_for in [5, 1, 5] {
+            let mut list = ChunkList::new(&mut room[..room_for]);
+            pieces = list.add_pieces(pieces);
+            let len = list.len;
+            all.extend_from_slice(&room[..len]);
+        }
+        let expected = [1000, 11_000, 21_000].map(|first| [0, 1, 2].map(|chunk| first + chunk * CHUNK_BYTES));
+        assert_eq!(all, expected.as_flattened());
+        assert_eq!(pieces.count, 0);
+        assert_eq!(ChunkList::new(&mut room).add_pieces(Pieces::default()).count, 0);
     }
 }

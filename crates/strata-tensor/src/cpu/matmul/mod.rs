@@ -40,13 +40,13 @@ use std::ops::Range;
 
 use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
-use fetch::ChunkList;
 pub(crate) use fetch::Fetch;
+use fetch::{ChunkList, Pieces};
 use int8::{BytesKernel, BytesTile};
 use kernel::{Chains, ManyPanels};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
-use operands::{Right, panel_columns, part_panel_bytes, steps};
+use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
 use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
 pub(crate) use transpose::block as transpose_block;
@@ -145,9 +145,8 @@ impl<'a> Matmul<'a> {
             // What a few rows are multiplied with is read once: it should not leave the first-level cache.
             block_steps = NEAR_BLOCK_STEPS;
         }
-        let (right, all) = (RightSide::Weights(w), 0..x.rows);
-        let block = |panel, steps: Range<usize>, scratch: &mut [u32]| right.block(self.isa, panel, steps, scratch);
-        self.product((x, RowRuns::of(&all)), y, block_steps, block, addends)
+        let (right, all) = (RightOn(self.isa, RightSide::Weights(w)), 0..x.rows);
+        self.product((x, RowRuns::of(&all)), y, block_steps, right, addends)
     }
 
     /// Whether `x·Wᵀ` is one that [`Matmul::single_rows`] computes, and what it must have in common with others: steps and vectors of columns.
@@ -203,9 +202,7 @@ impl<'a> Matmul<'a> {
         assert!(dx.rows == dy.rows && dx.columns == w.in_features);
         let mut padded = None;
         let dy = dy.whole_steps(&mut padded)?;
-        let right = RightSide::Transposed(w);
-        let block = |panel, steps: Range<usize>, scratch: &mut [u32]| right.block(self.isa, panel, steps, scratch);
-        self.product((dy, rows), dx, self.block_steps(), block, addends)
+        self.product((dy, rows), dx, self.block_steps(), RightOn(self.isa, RightSide::Transposed(w)), addends)
     }
 
     /// `out` = or += `left·right`, for rows of whole steps, and blocks of the right side of `block_steps` steps; then what is added to it. Of some rows alone.
@@ -269,25 +266,23 @@ impl<'a> Matmul<'a> {
                 for first in (0..num_steps).step_by(block_steps) {
                     let steps = first..(first + block_steps).min(num_steps);
                     let is_last = steps.end == num_steps;
-                    let block = right(panel, steps.clone(), scratch);
+                    let block = right.block(panel, steps.clone(), scratch);
+                    // What comes next of the right side, as far as it is still to be fetched. Threads take panels in turns.
+                    let next_panel = panel + self.pool.num_threads();
+                    let mut ahead = if !is_last {
+                        right.pieces(panel, steps.end..(steps.end + block_steps).min(num_steps))
+                    } else if (next_panel + 1) * PANEL <= out.columns {
+                        right.pieces(next_panel, 0..block_steps.min(num_steps))
+                    } else {
+                        Pieces::default()
+                    };
                     let mut near = Fetch::Nothing;
-                    // What comes next of the right side, as far as it is still to be fetched.
-                    let mut ahead = 0..0;
                     if block.is_streamed {
-                        // Threads take panels in turns.
-                        let next_panel = panel + self.pool.num_threads();
-                        let next = if !is_last {
-                            Some(block.first.wrapping_add(steps.len() * block.stride))
-                        } else if (next_panel + 1) * PANEL <= out.columns {
-                            Some(right(next_panel, 0..steps.len(), scratch).first)
-                        } else {
-                            None
-                        };
-                        near = match chains.fetch(rows.len(), next.unwrap_or(block.first)) {
+                        let next = if ahead.count > 0 { std::ptr::without_provenance(ahead.next.start) } else { block.first };
+                        near = match chains.fetch(rows.len(), next) {
                             Fetch::Next(next, lines, _) => Fetch::Next(next, lines, coming.share(&steps, num_steps)),
                             near => near,
                         };
-                        ahead = next.map_or(0..0, |next| next.addr()..next.addr() + steps.len() * block.stride);
                     }
                     let mut product = |rows: Range<usize>| {
                         let mut fetch = near;
@@ -296,7 +291,7 @@ impl<'a> Matmul<'a> {
                             if is_last {
                                 coming.add_all(addends.read_for(&rows, panel));
                             }
-                            ahead = coming.add(ahead.clone());
+                            ahead = coming.add_pieces(std::mem::take(&mut ahead));
                             fetch = coming.fetch();
                         }
                         let (c, c_stride) = sums_of(rows.start);

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::fetch::Pieces;
 use super::pack::unpack;
 use super::{int4, int8, transpose};
 use crate::cpu::isa::Isa;
@@ -199,10 +200,27 @@ impl RightBlock {
     }
 }
 
-/// Gives the block of a panel of the right side for some steps of the reduction. What does not lie in memory as it should is written to
-/// the scratch, which holds a block.
-pub(super) trait Right: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync {}
-impl<F: Fn(usize, Range<usize>, &mut [u32]) -> RightBlock + Sync> Right for F {}
+/// The right side of a product.
+pub(super) trait Right: Sync {
+    /// The block of a panel for some steps of the reduction. What does not lie in memory as it should is written to the scratch, which holds a block.
+    fn block(&self, panel: usize, steps: Range<usize>, scratch: &mut [u32]) -> RightBlock;
+
+    /// Where in memory that is read from, if it is not in a cache.
+    fn pieces(&self, panel: usize, steps: Range<usize>) -> Pieces;
+}
+
+/// A right side, for the instructions of the machine.
+pub(super) struct RightOn<'a>(pub(super) Isa, pub(super) RightSide<'a>);
+
+impl Right for RightOn<'_> {
+    fn block(&self, panel: usize, steps: Range<usize>, scratch: &mut [u32]) -> RightBlock {
+        self.1.block(self.0, panel, steps, scratch)
+    }
+
+    fn pieces(&self, panel: usize, steps: Range<usize>) -> Pieces {
+        self.1.pieces(panel, steps)
+    }
+}
 
 /// Packed weights as the right side of a product.
 #[derive(Clone, Copy)]
@@ -258,7 +276,36 @@ impl<'a> RightSide<'a> {
         }
     }
 
-    /// See [`Right`].
+    /// See [`Right::pieces`].
+    pub(super) fn pieces(&self, panel: usize, range: Range<usize>) -> Pieces {
+        // Of a panel of outputs the bytes of some steps over inputs, which go from its front to its back.
+        let of_panel = |w: &PackedRef<'_>, width: usize, range: Range<usize>| {
+            let (bytes, num_steps) =
+                (part_panel_bytes(w.storage, w.dtype, w.in_features, width), steps(w.in_features, w.dtype));
+            let at = |step: usize| bytes * step / num_steps;
+            at(range.start)..at(range.end)
+        };
+        match self {
+            RightSide::Weights(w) => {
+                let columns = panel_columns(panel, w.out_features);
+                let width =
+                    if w.storage == WeightStorage::Dense { dense_width(columns) } else { columns.next_multiple_of(LANES) };
+                Pieces::one(w.bytes.as_ptr().addr() + panel * panel_bytes(w), of_panel(w, width, range))
+            }
+            RightSide::Transposed(w) => {
+                let per_step = 4 / w.dtype.size_bytes();
+                let inputs = panel * PANEL..panel * PANEL + panel_columns(panel, w.in_features);
+                let outputs = range.start * per_step..(range.end * per_step).min(w.out_features);
+                let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
+                // Of the last panel, which may have fewer, what lies there.
+                let bytes = of_panel(w, PANEL, inputs.start / per_step..inputs.end.div_ceil(per_step));
+                let apart = panel_bytes(w);
+                Pieces::one(w.bytes.as_ptr().addr() + panels.start * apart, bytes).repeated(panels.len(), apart)
+            }
+        }
+    }
+
+    /// See [`Right::block`].
     pub(super) fn block(&self, isa: Isa, panel: usize, range: Range<usize>, scratch: &mut [u32]) -> RightBlock {
         let columns = panel_columns(panel, self.columns());
         let width = columns.next_multiple_of(LANES);

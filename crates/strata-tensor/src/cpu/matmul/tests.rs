@@ -641,3 +641,39 @@ fn what_has_other_panels_or_no_room_on_a_thread_is_added_apart() {
     assert!(Addend::can_join(0, &RightSide::Transposed(small.layer(0))));
     assert!(!Addend::can_join(0, &RightSide::Transposed(large.layer(0))));
 }
+
+#[test]
+fn a_block_is_made_of_its_pieces_and_nothing_else() {
+    let (k, n) = (256, 320);
+    let pool = Pool::new(1);
+    let w = values::<bf16>(1, k * n);
+    for storage in [WeightStorage::Dense, WeightStorage::Int8, WeightStorage::Int4(Int4Group::Of64)] {
+        let stack = || PackedStack::zeros(1, k, n, WeightFormat { compute: DType::BF16, storage }).unwrap();
+        let mut whole = stack();
+        pack_rows(&pool, Isa::detect(), &w, 0, &mut whole.layer_mut(0).unwrap()).unwrap();
+        let whole = whole.layer(0);
+        // Of the forward pass steps over inputs, of the way back over outputs.
+        for (transposed, panel, steps) in [(false, 1, 32..96), (false, 4, 0..128), (true, 2, 64..160), (true, 0, 32..64)] {
+            fn side(transposed: bool, w: PackedRef<'_>) -> RightSide<'_> {
+                if transposed { RightSide::Transposed(w) } else { RightSide::Weights(w) }
+            }
+            let words = |w: PackedRef<'_>| {
+                let mut scratch = vec![0; steps.len() * PANEL];
+                let block = side(transposed, w).block(Isa::detect(), panel, steps.clone(), &mut scratch);
+                // SAFETY: a block has so many steps of whole panels.
+                let step = |step| unsafe { std::slice::from_raw_parts(block.first.add(step * block.stride), PANEL * 4) };
+                (0..steps.len()).flat_map(|at| step(at).to_vec()).collect::<Vec<u8>>()
+            };
+            let mut some = stack();
+            let (mut bytes, base) = (0, whole.bytes.as_ptr().addr());
+            for piece in side(transposed, whole).pieces(panel, steps.clone()).each() {
+                let piece = piece.start - base..piece.end - base;
+                bytes += piece.len();
+                some.layer_mut(0).unwrap().bytes[piece.clone()].copy_from_slice(&whole.bytes[piece]);
+            }
+            let what = format!("{storage:?}, transposed: {transposed}, panel {panel}, steps {steps:?}");
+            assert_eq!(bytes, whole.bytes.len() * steps.len() * PANEL / (k / 2 * n), "{what}");
+            assert!(words(some.layer(0)) == words(whole), "{what}");
+        }
+    }
+}

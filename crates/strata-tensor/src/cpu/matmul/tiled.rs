@@ -170,7 +170,7 @@ unsafe fn panel_of_granules(
             }
             for first in left.steps.clone().step_by(block_steps) {
                 let steps = first..(first + block_steps).min(left.steps.end);
-                let block = right(panel, steps.clone(), written);
+                let block = right.block(panel, steps.clone(), written);
                 let tiles = part.start / granules::TILE_ROWS * left.stride() + tiles_bytes(first - left.steps.start);
                 let tile = GranuleTile {
                     granules: steps.len().div_ceil(granules::STEPS),

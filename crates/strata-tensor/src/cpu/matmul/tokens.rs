@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use super::Matmul;
 use super::addends::Addends;
+use super::fetch::Pieces;
 use super::granules;
-use super::operands::{Out, RightBlock, RowRuns, Rows, panel_columns};
+use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns};
 use super::pack::pack_step;
 use crate::backend::TOKEN_GRANULE;
 use crate::cpu::isa::Isa;
@@ -50,8 +51,8 @@ impl Matmul<'_> {
                     let low_columns = low_columns.numbers_mut::<T>(low.width * tokens.len());
                     let low_columns = Rows::new(low_columns, tokens.len(), 0..low.width, 0..tokens.len());
                     let dw = dw.columns(columns.clone());
-                    let (right, all) = (|panel, steps, _: &mut [u32]| panels.block(panel, steps), 0..low_columns.rows);
-                    self.product((low_columns, RowRuns::of(&all)), dw, self.block_steps(), right, &Addends::default())?;
+                    let all = 0..low_columns.rows;
+                    self.product((low_columns, RowRuns::of(&all)), dw, self.block_steps(), &panels, &Addends::default())?;
                 }
             }
         }
@@ -119,11 +120,18 @@ impl TokenPanels {
         });
         Ok(TokenPanels { buffer, num_steps, num_columns })
     }
+}
 
-    fn block(&self, panel: usize, steps: Range<usize>) -> RightBlock {
+impl Right for &TokenPanels {
+    fn block(&self, panel: usize, steps: Range<usize>, _: &mut [u32]) -> RightBlock {
         let stride = panel_columns(panel, self.num_columns).next_multiple_of(LANES) * 4;
         let panel = &self.buffer[panel * PANEL * self.num_steps * 4..][..self.num_steps * stride];
         RightBlock { first: panel[steps.start * stride..steps.end * stride].as_ptr(), stride, is_streamed: false }
+    }
+
+    fn pieces(&self, _: usize, _: Range<usize>) -> Pieces {
+        // They were just written.
+        Pieces::default()
     }
 }
 
