@@ -23,9 +23,10 @@ pub(crate) enum Fetch {
     Chunks(*const [usize]),
 }
 
+const LINE_BYTES: usize = 64;
 /// Steps of a tile that fetch a chunk, and its bytes.
 pub(super) const CHUNK_STEPS: usize = 8;
-pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * 64;
+pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * LINE_BYTES;
 
 /// Lines that a tile fetches at each step.
 #[derive(Clone, Copy, PartialEq)]
@@ -81,6 +82,33 @@ impl Pieces {
     /// So many of them.
     pub(super) fn repeated(self, count: usize, apart: usize) -> Self {
         Pieces { count, apart, ..self }
+    }
+
+    /// Lines of those that are left.
+    pub(super) fn lines(&self) -> usize {
+        let further = self.count.saturating_sub(1) * self.bytes.div_ceil(LINE_BYTES);
+        if self.count > 0 { self.next.len().div_ceil(LINE_BYTES) + further } else { 0 }
+    }
+
+    /// Fetches so many lines into the second-level cache; answers what is left.
+    pub(super) fn fetch(mut self, lines: usize) -> Self {
+        for _ in 0..lines {
+            if self.count == 0 {
+                break;
+            }
+            let at = self.next.start;
+            #[cfg(target_arch = "x86_64")]
+            {
+                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+                // SAFETY: every such processor has the instruction, and any address will do.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(std::ptr::without_provenance(at)) };
+            }
+            self.next.start = at + LINE_BYTES;
+            if self.next.start >= self.next.end {
+                self = self.behind_next();
+            }
+        }
+        self
     }
 
     /// Each of them.
@@ -229,5 +257,19 @@ mod tests {
         assert_eq!(all, expected.as_flattened());
         assert_eq!(pieces.count, 0);
         assert_eq!(ChunkList::new(&mut room).add_pieces(Pieces::default()).count, 0);
+    }
+
+    #[test]
+    fn lines_of_pieces_are_fetched_one_after_another() {
+        let mut pieces = Pieces::one(4096, 0..3 * LINE_BYTES).repeated(2, 10_000);
+        assert_eq!(pieces.lines(), 6);
+        let mut left = Vec::new();
+        while pieces.count > 0 {
+            pieces = pieces.fetch(2);
+            left.push((pieces.next.start, pieces.lines()));
+        }
+        assert_eq!(left[..2], [(4096 + 2 * LINE_BYTES, 4), (14_096 + LINE_BYTES, 2)]);
+        assert_eq!(left[2].1, 0);
+        assert_eq!(Pieces::default().fetch(1), Pieces::default());
     }
 }

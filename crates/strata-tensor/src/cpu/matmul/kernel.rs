@@ -335,7 +335,7 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
 ///
 /// # Safety
 /// As [`GranuleFn`], for all of them.
-pub(super) unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile) {
+unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile) {
     debug_assert!(t.granules > 0 && (1..=VECTORS_MAX).contains(&t.vectors), "kernels count granules down to zero");
     for first in (0..rows).step_by(granules::ROWS_MAX) {
         // SAFETY: passed on from the caller; whole tiles of rows come before each part.

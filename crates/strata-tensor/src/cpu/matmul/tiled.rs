@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::Matmul;
 use super::addends::{Addends, PanelAddends};
+use super::fetch::Pieces;
 use super::granules::{self, GranuleFn, GranuleTile};
-use super::kernel;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, steps};
 use crate::Result;
 use crate::cpu::memory::Buffer;
@@ -171,6 +171,14 @@ unsafe fn panel_of_granules(
             for first in left.steps.clone().step_by(block_steps) {
                 let steps = first..(first + block_steps).min(left.steps.end);
                 let block = right.block(panel, steps.clone(), written);
+                // A few rows read the right side once, all its columns as they lie; many rows two vectors of columns at a time, which stay
+                // in the first-level cache.
+                let at_a_time = if is_laid_out { 2 } else { vectors };
+                // What the next block is made of is fetched a few lines at a time, as often as the kernel is called for this one. It fetches itself what it streams.
+                let next = steps.end..(steps.end + block_steps).min(left.steps.end);
+                let is_fetched = !next.is_empty() && (is_laid_out || !block.is_streamed);
+                let mut ahead = if is_fetched { right.pieces(panel, next) } else { Pieces::default() };
+                let lines = ahead.lines().div_ceil(rows.div_ceil(granules::ROWS_MAX) * vectors.div_ceil(at_a_time));
                 let tiles = part.start / granules::TILE_ROWS * left.stride() + tiles_bytes(first - left.steps.start);
                 let tile = GranuleTile {
                     granules: steps.len().div_ceil(granules::STEPS),
@@ -184,9 +192,6 @@ unsafe fn panel_of_granules(
                     c_row,
                     vectors,
                 };
-                // A few rows read the right side once, all its columns as they lie; many rows two vectors of columns at a time, which stay
-                // in the first-level cache.
-                let at_a_time = if is_laid_out { 2 } else { vectors };
                 for vector in (0..vectors).step_by(at_a_time) {
                     let vectors = at_a_time.min(vectors - vector);
                     let mut tile = GranuleTile { vectors, c: c.add(vector * LANES), ..tile };
@@ -194,7 +199,11 @@ unsafe fn panel_of_granules(
                         lay_out(&block, steps.len(), vector * LANES..(vector + vectors) * LANES, laid_out);
                         (tile.b, tile.b_step) = (laid_out.as_ptr().cast(), vectors * LANES * 4);
                     }
-                    kernel::run_all(run, rows, &tile);
+                    for first in (0..rows).step_by(granules::ROWS_MAX) {
+                        ahead = ahead.fetch(lines);
+                        let a = tile.a.add(first / granules::TILE_ROWS * tile.a_tile);
+                        run((rows - first).min(granules::ROWS_MAX), &GranuleTile { a, c: tile.c.add(first * c_row), ..tile });
+                    }
                 }
             }
             if on_the_side {
