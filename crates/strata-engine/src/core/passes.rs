@@ -20,14 +20,9 @@ use crate::tenant::{RunningForward, Tenant};
 pub(super) struct PassInWork {
     /// Who takes part, and with how many tokens.
     pub(super) clients: Vec<(Client, usize)>,
-    /// What of each model is in it, and the tokens of all.
-    pub(super) queues: Vec<Queue>,
-    pub(super) tokens: usize,
-    /// Tokens of the largest pass that may take its place.
-    pub(super) most: usize,
-    /// Layers after each of which it may still be left for a larger pass.
-    pub(super) early: usize,
-    /// Whether it is.
+    /// If it has hardly begun and may be left for a larger one.
+    pub(super) early: Option<Early>,
+    /// Whether it is left.
     pub(super) left: bool,
     /// Tokens of the largest pass that may run within it, where there is room.
     pub(super) inner: usize,
@@ -40,6 +35,16 @@ pub(super) struct PassInWork {
     pub(super) sees: Option<Sees>,
     /// Up to when its time was charged.
     pub(super) charged_until: Duration,
+}
+
+/// A pass that has hardly begun.
+pub(super) struct Early {
+    /// What of each model is in it.
+    queues: Vec<Queue>,
+    /// Tokens of the largest pass that may take its place.
+    most: usize,
+    /// Layers after each of which it may still be left.
+    layers: usize,
 }
 
 /// Lengths of the next examples of a model.
@@ -130,7 +135,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let uids = parts.iter().map(|p| p.uid).collect();
         let queue =
             |p: &Part<C>| Queue { model_id: p.model_id.clone(), client: p.client.clone(), lengths: p.lengths().collect() };
-        let queues = parts.iter().map(queue).collect();
+        let (queues, most) = (parts.iter().map(queue).collect(), self.budget.pass_tokens.min(tokens_max).min(free));
         let mut parts_in_work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
         // What is free beyond this pass and all that may run within it saves computing activations twice.
         let spare = free.saturating_sub(tokens + tokens / (INNER_PASS_FRACTION - 1)) as u64;
@@ -140,10 +145,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let may_be_left = seen.is_empty() && tokens >= larger_than(self.left_tokens);
         self.passes.push(PassInWork {
             clients,
-            queues,
-            tokens,
-            most: self.budget.pass_tokens.min(tokens_max).min(free),
-            early: if may_be_left { c.early_layers() } else { 0 },
+            early: may_be_left.then(|| Early { queues, most, layers: c.early_layers() }),
             left: false,
             inner: tokens / INNER_PASS_FRACTION,
             room,
@@ -191,14 +193,15 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     /// Whether the pass that runs had better be left: it has hardly begun, and with those who have come since it would be much larger. Many who send at the same time
     /// come one by one: without this whoever is first would run alone, and others in passes that are as small.
     fn is_better_left(&self) -> bool {
-        let Some(pass) = self.passes.last().filter(|pass| pass.early > 0) else { return false };
-        let mut queues = self.queues(pass.most, pass.most, &Seen::<C>::new());
-        queues.extend(pass.queues.iter().cloned());
+        let Some(pass) = self.passes.last() else { return false };
+        let Some(Early { queues: own, most, .. }) = &pass.early else { return false };
+        let mut queues = self.queues(*most, *most, &Seen::<C>::new());
+        queues.extend(own.iter().cloned());
         let first = queues.iter().map(|queue| &queue.client).min_by_key(|client| self.fair.standing(client, Work::Training));
         let Some(first) = first.cloned() else { return false };
-        let shares = self.share_out(&first, queues, pass.most, self.room() + pass.room);
+        let shares = self.share_out(&first, queues, *most, self.room() + pass.room);
         let tokens: usize = shares.iter().map(|(queue, count)| queue.lengths[..*count].iter().sum::<usize>()).sum();
-        tokens >= larger_than(pass.tokens)
+        tokens >= larger_than(own.iter().flat_map(|queue| &queue.lengths).sum())
     }
 
     /// Takes examples for a pass: from the session whose turn it is at least one, from others what costs nobody more than taking turns would.
@@ -290,7 +293,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             ControlFlow::Continue(())
         });
         if let Some(pass) = self.passes.last_mut() {
-            pass.early = pass.early.saturating_sub(1);
+            let further = |early: Early| (early.layers > 1).then(|| Early { layers: early.layers - 1, ..early });
+            pass.early = pass.early.take().and_then(further);
         }
         flow
     }

@@ -41,10 +41,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let (client, uids) = (tenant.client.clone(), vec![tenant.uid]);
         self.passes.push(PassInWork {
             clients: vec![(client.clone(), 1)],
-            queues: Vec::new(),
-            tokens: 0,
-            most: 0,
-            early: 0,
+            early: None,
             left: false,
             inner: usize::MAX,
             room: 0,
@@ -124,10 +121,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     fn see(&mut self, c: &C, client: &Client, work: Work, picture: &Picture) -> Result<C::Seen, Option<Failure>> {
         self.passes.push(PassInWork {
             clients: vec![(client.clone(), 1)],
-            queues: Vec::new(),
-            tokens: 0,
-            most: 0,
-            early: 0,
+            early: None,
             left: false,
             inner: usize::MAX,
             room: 0,

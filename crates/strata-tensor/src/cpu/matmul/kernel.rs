@@ -323,7 +323,7 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
             (0..rows).for_each(|row| t.c.add(row * t.c_stride).write_bytes(0, t.columns));
         }
         if tile.granules > 0 {
-            run_all(run, rows, &tile);
+            run_all(run, rows, &tile, || ());
         }
         if !t.steps.is_multiple_of(granules::STEPS) {
             last_granule(run, rows, t.steps % granules::STEPS, &tile);
@@ -331,13 +331,14 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
     }
 }
 
-/// Any number of rows.
+/// Any number of rows. `before` is called before each call of the kernel.
 ///
 /// # Safety
 /// As [`GranuleFn`], for all of them.
-unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile) {
+pub(super) unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile, mut before: impl FnMut()) {
     debug_assert!(t.granules > 0 && (1..=VECTORS_MAX).contains(&t.vectors), "kernels count granules down to zero");
     for first in (0..rows).step_by(granules::ROWS_MAX) {
+        before();
         // SAFETY: passed on from the caller; whole tiles of rows come before each part.
         unsafe {
             let a = t.a.add(first / granules::TILE_ROWS * t.a_tile);

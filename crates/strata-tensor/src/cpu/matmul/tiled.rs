@@ -6,6 +6,7 @@ use super::Matmul;
 use super::addends::{Addends, PanelAddends};
 use super::fetch::Pieces;
 use super::granules::{self, GranuleFn, GranuleTile};
+use super::kernel;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, steps};
 use crate::Result;
 use crate::cpu::memory::Buffer;
@@ -199,11 +200,7 @@ unsafe fn panel_of_granules(
                         lay_out(&block, steps.len(), vector * LANES..(vector + vectors) * LANES, laid_out);
                         (tile.b, tile.b_step) = (laid_out.as_ptr().cast(), vectors * LANES * 4);
                     }
-                    for first in (0..rows).step_by(granules::ROWS_MAX) {
-                        ahead = ahead.fetch(lines);
-                        let a = tile.a.add(first / granules::TILE_ROWS * tile.a_tile);
-                        run((rows - first).min(granules::ROWS_MAX), &GranuleTile { a, c: tile.c.add(first * c_row), ..tile });
-                    }
+                    kernel::run_all(run, rows, &tile, || ahead = std::mem::take(&mut ahead).fetch(lines));
                 }
             }
             if on_the_side {
