@@ -1,7 +1,7 @@
 //! The tile unit of Intel processors from Sapphire Rapids on: sixteen rows by sixteen columns by 32 inputs at a time, in one instruction.
 //!
-//! Roofline: two tiles of rows by two of columns do four products of sixteen cycles on four loads of a kilobyte each, so the loads have to
-//! come from the first two levels of cache; few rows by a whole panel take a cycle for each row and wait for memory.
+//! Roofline: a product takes sixteen cycles, the load of a tile, a kilobyte, eight from the first-level cache and some twenty from the second. Many rows keep a block of a whole panel in the first, and
+//! four products need one tile from the second (`one_by_four_near`); two tiles of rows by two of columns would need two of their four. Few rows take a cycle for each row and wait for memory.
 //!
 //! What `tdpbf16ps` computes is written down in [`granules`](super::granules). The instructions have no stable intrinsics, so each loop is one block of assembly: nothing the compiler
 //! does can come between a tile's loads and its products.
@@ -68,6 +68,17 @@ pub(crate) fn release() {
 /// # Safety
 /// As there, with AMX-BF16 and the system's permission.
 pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
+    if t.is_near && t.vectors == WIDE {
+        for first in (0..rows).step_by(TILE_ROWS) {
+            let rows = TILE_ROWS.min(rows - first);
+            configure(rows, rows);
+            // SAFETY: rows that the caller vouches for, with tiles of as many.
+            unsafe { one_by_four_near(&t.below(first)) };
+        }
+        return;
+    }
+    // SAFETY: the caller's promise.
+    let t = unsafe { &t.begun(rows) };
     let second = rows.saturating_sub(TILE_ROWS);
     let at = |v: usize| GranuleTile { b: t.b.wrapping_add(v * LANES * 4), c: t.c.wrapping_add(v * LANES), ..*t };
     // SAFETY: rows and vectors that the caller vouches for, with tiles of as many rows.
@@ -93,6 +104,62 @@ pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
                 _ => 1,
             };
         }
+    }
+}
+
+/// Up to 16 rows by 64 columns, where the right side is near and the left side is not: of four products one load comes from the second-level cache. Two by two would be two of four.
+/// The result begins with what there is and goes where it belongs without a copy.
+///
+/// # Safety
+/// As [`run`], with tiles configured.
+unsafe fn one_by_four_near(t: &GranuleTile) {
+    // SAFETY: the caller vouches for the operands; tile registers are used in this block alone.
+    unsafe {
+        asm!(
+            "test {from}, {from}",
+            "jz 3f",
+            "tileloadd tmm0, [{from} + {from_row}*1]",
+            "tileloadd tmm1, [{from} + {from_row}*1 + 64]",
+            "tileloadd tmm2, [{from} + {from_row}*1 + 128]",
+            "tileloadd tmm3, [{from} + {from_row}*1 + 192]",
+            "jmp 2f",
+            "3:",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "2:",
+            "tileloadd tmm4, [{a} + {a_row}*1]",
+            "tileloadd tmm6, [{b} + {b_step}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{b} + {b_step}*1 + 64]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm6, [{b} + {b_step}*1 + 128]",
+            "tdpbf16ps tmm2, tmm4, tmm6",
+            "tileloadd tmm7, [{b} + {b_step}*1 + 192]",
+            "tdpbf16ps tmm3, tmm4, tmm7",
+            "add {a}, {a_granule}",
+            "add {b}, {b_granule}",
+            "dec {granules}",
+            "jnz 2b",
+            "tilestored [{c} + {c_row}*1], tmm0",
+            "tilestored [{c} + {c_row}*1 + 64], tmm1",
+            "tilestored [{c} + {c_row}*1 + 128], tmm2",
+            "tilestored [{c} + {c_row}*1 + 192], tmm3",
+            from = in(reg) t.from,
+            from_row = in(reg) t.from_row * 4,
+            a = inout(reg) t.a => _,
+            a_row = in(reg) t.a_row,
+            a_granule = in(reg) t.a_granule,
+            b = inout(reg) t.b => _,
+            b_step = in(reg) t.b_step,
+            b_granule = in(reg) TILE_ROWS * t.b_step,
+            c = in(reg) t.c,
+            c_row = in(reg) t.c_row * 4,
+            granules = inout(reg) t.granules => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
     }
 }
 

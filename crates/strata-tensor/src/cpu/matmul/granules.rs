@@ -46,18 +46,59 @@ pub(crate) struct GranuleTile {
     pub b: *const u8,
     /// From one step to the next.
     pub b_step: usize,
-    /// Result, which is added to.
+    /// What the product is added to: a null pointer for zeros.
+    pub from: *const f32,
+    /// Elements from one row of it to the next.
+    pub from_row: usize,
+    /// Result, which may be the same.
     pub c: *mut f32,
     /// Elements from one row of the result to the next.
     pub c_row: usize,
     /// Vectors of columns, 1 to 4, all whole.
     pub vectors: usize,
+    /// Whether the right side is near: many rows read it, one tile after another, and it stays in the first-level cache meanwhile.
+    pub is_near: bool,
 }
 
-/// Adds the product of up to [`ROWS_MAX`] rows to the result.
+impl GranuleTile {
+    /// The tile `rows` rows further on, whole tiles of the left side.
+    ///
+    /// # Safety
+    /// There are that many.
+    pub(super) unsafe fn below(&self, rows: usize) -> GranuleTile {
+        debug_assert!(rows.is_multiple_of(TILE_ROWS));
+        // SAFETY: the caller's promise.
+        let (a, c) = unsafe { (self.a.add(rows / TILE_ROWS * self.a_tile), self.c.add(rows * self.c_row)) };
+        let from = if self.from.is_null() { self.from } else { self.from.wrapping_add(rows * self.from_row) };
+        GranuleTile { a, c, from, ..*self }
+    }
+
+    /// The tile with what it is added to in the result.
+    ///
+    /// # Safety
+    /// As [`GranuleFn`].
+    pub(super) unsafe fn begun(&self, rows: usize) -> GranuleTile {
+        let len = self.vectors * LANES;
+        if !std::ptr::eq(self.from, self.c) {
+            for row in 0..rows {
+                // SAFETY: the caller vouches for both, which are the same or apart.
+                unsafe {
+                    let c = self.c.add(row * self.c_row);
+                    match self.from.is_null() {
+                        true => c.write_bytes(0, len),
+                        false => c.copy_from_nonoverlapping(self.from.add(row * self.from_row), len),
+                    }
+                }
+            }
+        }
+        GranuleTile { from: self.c, from_row: self.c_row, ..*self }
+    }
+}
+
+/// Adds the product of up to [`ROWS_MAX`] rows to what there is, in the result.
 ///
 /// # Safety
-/// All operands must be readable, and the result writable, for that many rows and for whole vectors. The machine must have the instructions.
+/// All operands must be readable, and the result writable, for that many rows and for whole vectors; what it is added to is the result or apart from it. The machine must have the instructions.
 pub(crate) type GranuleFn = unsafe fn(rows: usize, tile: &GranuleTile);
 
 /// The kernel of this order for an instruction set.
@@ -137,6 +178,8 @@ unsafe fn body(isa: Isa, rows: usize, tile: &GranuleTile) {
 
 #[inline(always)]
 fn vectors_body(_fma: impl Fma, rows: usize, t: &GranuleTile) {
+    // SAFETY: the caller's promise.
+    let t = unsafe { &t.begun(rows) };
     for row in 0..rows {
         // SAFETY: the caller of the kernel vouches for all operands.
         unsafe {
@@ -211,13 +254,26 @@ mod tests {
         (0..n).map(|i| number(key, 2 * i) as u32 | (number(key, 2 * i + 1) as u32) << 16).collect()
     }
 
+    /// What a product is added to.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum From {
+        Result,
+        Zeros,
+        Elsewhere,
+    }
+
     /// The product of a tile in plain rows, by the kernel of `isa` and by the reference.
-    fn both(isa: Isa, rows: usize, granules: usize, vectors: usize, number: fn(u64, usize) -> u16) -> [Vec<f32>; 2] {
+    fn both(
+        isa: Isa,
+        [rows, granules, vectors]: [usize; 3],
+        (from, is_near): (From, bool),
+        number: fn(u64, usize) -> u16,
+    ) -> [Vec<f32>; 2] {
         let (steps, columns) = (granules * STEPS, vectors * LANES);
         let key = (rows * 1000 + granules * 10 + vectors) as u64;
         let (a, b) = (words(2 * key, rows * steps, number), words(2 * key + 1, steps * columns, number));
         let c: Vec<f32> = (0..rows * columns).map(|i| pair(words(3 * key, i + 1, number)[i]).0).collect();
-        let mut expected = c.clone();
+        let mut expected = if from == From::Zeros { vec![0.0; c.len()] } else { c.clone() };
         for (i, c) in expected.iter_mut().enumerate() {
             for g in 0..granules {
                 let a = std::array::from_fn(|s| a[i / columns * steps + g * STEPS + s]);
@@ -225,7 +281,15 @@ mod tests {
                 *c = reference(&a, &b, *c);
             }
         }
-        let mut actual = c;
+        // Elsewhere rows lie further apart.
+        let apart = columns + 3;
+        let elsewhere: Vec<f32> = c.chunks(columns).flat_map(|row| [row, &[f32::NAN; 3]].concat()).collect();
+        let mut actual = if from == From::Elsewhere { vec![f32::NAN; c.len()] } else { c };
+        let (from, from_row) = match from {
+            From::Result => (actual.as_ptr(), columns),
+            From::Zeros => (std::ptr::null(), 0),
+            From::Elsewhere => (elsewhere.as_ptr(), apart),
+        };
         let tile = GranuleTile {
             granules,
             a: a.as_ptr().cast(),
@@ -234,9 +298,12 @@ mod tests {
             a_tile: TILE_ROWS * steps * 4,
             b: b.as_ptr().cast(),
             b_step: columns * 4,
+            from,
+            from_row,
             c: actual.as_mut_ptr(),
             c_row: columns,
             vectors,
+            is_near,
         };
         // SAFETY: the operands are as large as the tile says, and the machine has the instructions.
         unsafe { kernel(isa)(rows, &tile) };
@@ -248,10 +315,15 @@ mod tests {
         for (rows, granules, vectors) in
             (1..=ROWS_MAX).map(|rows| (rows, 1 + rows % 3, 1 + rows % 4)).chain([(32, 5, 4), (16, 3, 4), (17, 2, 3), (1, 7, 4)])
         {
-            let [actual, expected] = both(isa, rows, granules, vectors, number);
-            for (i, (a, e)) in actual.iter().zip(&expected).enumerate() {
-                let same = a.to_bits() == e.to_bits() || a.is_nan() && e.is_nan();
-                assert!(same, "{isa}, {rows} rows, {granules} granules, {vectors} vectors: element {i} is {a:e}, not {e:e}");
+            for begins in
+                [From::Result, From::Zeros, From::Elsewhere].into_iter().flat_map(|from| [(from, false), (from, true)])
+            {
+                let [actual, expected] = both(isa, [rows, granules, vectors], begins, number);
+                for (i, (a, e)) in actual.iter().zip(&expected).enumerate() {
+                    let same = a.to_bits() == e.to_bits() || a.is_nan() && e.is_nan();
+                    let what = format!("{rows} rows, {granules} granules, {vectors} vectors, {begins:?}");
+                    assert!(same, "{isa}, {what}: element {i} is {a:e}, not {e:e}");
+                }
             }
         }
     }
@@ -291,9 +363,12 @@ mod tests {
                     a_tile: 0,
                     b: b_first,
                     b_step,
+                    from: c.as_ptr(),
+                    from_row: LANES,
                     c: c.as_mut_ptr(),
                     c_row: LANES,
                     vectors: 1,
+                    is_near: false,
                 };
                 // SAFETY: one row, one granule and one vector, and the machine has the instructions.
                 unsafe { kernel(isa)(1, &tile) };

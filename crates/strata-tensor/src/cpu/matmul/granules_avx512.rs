@@ -16,6 +16,8 @@ const FLUSH: u32 = 0x1f80 | 1 << 15 | 1 << 6;
 /// # Safety
 /// As there, with AVX-512 F, BW, VL and DQ.
 pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
+    // SAFETY: the caller's promise.
+    let t = unsafe { &t.begun(rows) };
     for first in (0..rows).step_by(TILE_ROWS) {
         let in_tile = TILE_ROWS.min(rows - first);
         let parts = in_tile.div_ceil(ONE_VECTOR.len());

@@ -4,6 +4,8 @@
 //! granules of sixteen steps, as matrix units have it (`granules`). Either way the bits of an element do not depend on the size of the tile it was computed in, nor on where a
 //! long reduction was cut, if it was cut between granules.
 
+use std::ops::Range;
+
 use super::chains;
 #[cfg(target_arch = "x86_64")]
 use super::chains_avx512 as avx512;
@@ -313,37 +315,40 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
         a_tile: granules::TILE_ROWS * t.a_stride,
         b: t.b,
         b_step: t.b_stride,
+        from: if t.accumulate { t.c } else { std::ptr::null() },
+        from_row: t.c_stride,
         c: t.c,
         c_row: t.c_stride,
         vectors: t.columns / LANES,
+        is_near: false,
     };
+    let last = t.steps % granules::STEPS;
     // SAFETY: the caller vouches for all operands.
     unsafe {
-        if !t.accumulate {
-            (0..rows).for_each(|row| t.c.add(row * t.c_stride).write_bytes(0, t.columns));
-        }
         if tile.granules > 0 {
-            run_all(run, rows, &tile, || ());
-        }
-        if !t.steps.is_multiple_of(granules::STEPS) {
-            last_granule(run, rows, t.steps % granules::STEPS, &tile);
+            run_all(run, rows, &tile, |_| ());
+            if last > 0 {
+                last_granule(run, rows, last, &GranuleTile { from: t.c, ..tile });
+            }
+        } else if last > 0 {
+            last_granule(run, rows, last, &tile);
+        } else {
+            tile.begun(rows);
         }
     }
 }
 
-/// Any number of rows. `before` is called before each call of the kernel.
+/// Any number of rows. `before` is called before each call of the kernel, with the rows that it is for.
 ///
 /// # Safety
 /// As [`GranuleFn`], for all of them.
-pub(super) unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile, mut before: impl FnMut()) {
+pub(super) unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile, mut before: impl FnMut(Range<usize>)) {
     debug_assert!(t.granules > 0 && (1..=VECTORS_MAX).contains(&t.vectors), "kernels count granules down to zero");
     for first in (0..rows).step_by(granules::ROWS_MAX) {
-        before();
+        let count = (rows - first).min(granules::ROWS_MAX);
+        before(first..first + count);
         // SAFETY: passed on from the caller; whole tiles of rows come before each part.
-        unsafe {
-            let a = t.a.add(first / granules::TILE_ROWS * t.a_tile);
-            run((rows - first).min(granules::ROWS_MAX), &GranuleTile { a, c: t.c.add(first * t.c_row), ..*t });
-        }
+        unsafe { run(count, &t.below(first)) };
     }
 }
 
@@ -371,8 +376,8 @@ unsafe fn last_granule(run: GranuleFn, rows: usize, steps: usize, t: &GranuleTil
             }
             let a = a.as_ptr();
             let (a_row, a_tile) = (ROW_BYTES, granules::TILE_ROWS * ROW_BYTES);
-            let (b, c) = (b.as_ptr(), t.c.add(first * t.c_row));
-            run(rows, &GranuleTile { granules: 1, a, a_row, a_tile, b, b_step: step_bytes, c, ..*t });
+            let b = b.as_ptr();
+            run(rows, &GranuleTile { granules: 1, a, a_row, a_tile, b, b_step: step_bytes, ..t.below(first) });
         }
     }
 }

@@ -48,7 +48,7 @@ pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
-use tiled::{GRANULE_BLOCK_STEPS, LAID_OUT_ROWS_MIN};
+use tiled::{GRANULE_BLOCK_STEPS, NEAR_ROWS_MIN};
 pub(crate) use transpose::block as transpose_block;
 
 use super::isa::{Arithmetic, Isa};
@@ -132,7 +132,7 @@ impl<'a> Matmul<'a> {
                 block_steps = NEAR_BLOCK_STEPS;
             }
         }
-        if w.storage != WeightStorage::Dense && x.rows < LAID_OUT_ROWS_MIN {
+        if w.storage != WeightStorage::Dense && x.rows < NEAR_ROWS_MIN {
             let of_bytes = match (self.kernel, w.storage) {
                 (TileKernel::Chains(Chains { of_bytes, .. }), WeightStorage::Int8) => of_bytes,
                 (TileKernel::Chains(Chains { of_int4, .. }), WeightStorage::Int4(_)) => of_int4,

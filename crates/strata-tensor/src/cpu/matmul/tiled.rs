@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::Matmul;
 use super::addends::{Addends, PanelAddends};
-use super::fetch::Pieces;
+use super::fetch::{Pieces, fetch_row};
 use super::granules::{self, GranuleFn, GranuleTile};
 use super::kernel;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, steps};
@@ -14,14 +14,17 @@ use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::scratch::{taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
 
-/// Steps of a block of a product in granules, which keeps the result together: two vectors of columns of it, 32 KiB, stay in the first-level cache.
+/// Steps of a block of a product in granules that a few rows read once.
 pub(super) const GRANULE_BLOCK_STEPS: usize = 256;
-/// Rows of a left side in tiles at a time, at most: what a block of the reduction has of them, a megabyte, stays in the second-level cache.
-const TILED_ROWS_MAX: usize = 1024;
-/// Bytes of a left side in tiles at a time, at most.
-const TILED_BYTES_MAX: usize = 16 << 20;
-/// From so many rows on, a block of the right side is worth laying out for the tiles of a kernel.
-pub(super) const LAID_OUT_ROWS_MIN: usize = 64;
+/// Steps of a block that many rows read: 32 KiB of a full panel. They stay in a first-level cache of 48 KiB, from which a tile of the left side, 8 KiB of it, and one of the result do not push them out.
+const NEAR_BLOCK_STEPS: usize = 128;
+/// Rows of a left side in tiles at a time, at most.
+const TILED_ROWS_MAX: usize = 512;
+/// Bytes of a left side in tiles at a time, at most: half of a second-level cache, where they stay for all panels of the right side. (From the third a core of a large server reads some ten bytes a cycle, and a matrix unit
+/// eats sixteen.)
+const TILED_BYTES_MAX: usize = 1 << 20;
+/// From so many rows on a block of the right side is read often enough to be kept near.
+pub(super) const NEAR_ROWS_MIN: usize = 64;
 
 impl Matmul<'_> {
     /// Left sides in tiles, a part of the rows and of the reduction at a time.
@@ -41,13 +44,19 @@ impl Matmul<'_> {
             let rows = RowRuns::new(&rows);
             let step_bytes = rows.len().next_multiple_of(granules::TILE_ROWS) * 4;
             let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
+            let block_steps = if rows.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_BLOCK_STEPS) };
             for first_step in (0..num_steps).step_by(steps_max) {
                 let steps = first_step..(first_step + steps_max).min(num_steps);
-                let tiles = TiledLeft::of(self.pool, &left, rows, steps.clone())?;
+                // What one panel alone reads is not worth a copy.
+                let in_place = if out.columns <= PANEL { TiledLeft::in_place(&left, rows, steps.clone()) } else { None };
+                let tiles = in_place.map_or_else(|| TiledLeft::of(self.pool, &left, rows, steps.clone()), Ok)?;
                 let accumulate = out.accumulate || first_step > 0;
                 self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
+                    let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
+                    // Threads take panels in turns.
+                    let next_panel = panel + self.pool.num_threads();
                     // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
-                    unsafe { panel_of_granules(run, &tiles, part.clone(), out, accumulate, panel, block_steps, right) };
+                    unsafe { product.panel(panel, part.clone(), next_panel) };
                     if steps.end == num_steps {
                         with_scratch(addends.scratch_bytes(), |mut arena| {
                             let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
@@ -63,18 +72,31 @@ impl Matmul<'_> {
     }
 }
 
-/// Rows of a left side as kernels of granules read them: `[tiles of rows][granules][16 rows][64 bytes]`, side by side wherever they come from. Rows of a matrix lie a multiple of a large power of two apart, where
-/// they would push each other out of the cache. The last granule of a row is filled up with zeros; rows of the last tile that there are none of are unspecified.
+/// Rows of a left side as kernels of granules read them.
 struct TiledLeft<'r> {
-    buffer: Buffer,
+    /// The first row's first granule.
+    first: *const u8,
+    /// Bytes from one row to the next within a tile, from one granule of a row to the next, and from one tile to the next.
+    row: usize,
+    granule: usize,
+    tile: usize,
     /// Which rows and steps these are.
     rows: RowRuns<'r>,
     steps: Range<usize>,
+    /// Where they lie, if they were copied.
+    _buffer: Option<Buffer>,
 }
+
+// SAFETY: the numbers are read alone.
+unsafe impl Sync for TiledLeft<'_> {}
 
 impl<'r> TiledLeft<'r> {
     const TILE_BYTES: usize = granules::TILE_ROWS * granules::ROW_BYTES;
+    /// Granules that are copied of a row at a time: what processors fetch ahead of by themselves.
+    const GRANULES_AT_ONCE: usize = 4;
 
+    /// `[tiles of rows][granules][16 rows][64 bytes]`, side by side wherever they come from: rows of a matrix lie a multiple of a large power of two apart, where they would push each other out of the cache.
+    /// The last granule of a row is filled up with zeros; rows of the last tile that there are none of are unspecified.
     fn of(pool: &Pool, left: &Rows<'_>, rows: RowRuns<'r>, steps: Range<usize>) -> Result<Self> {
         let num_tiles = rows.len().div_ceil(granules::TILE_ROWS);
         let stride = tiles_bytes(steps.len());
@@ -84,16 +106,22 @@ impl<'r> TiledLeft<'r> {
             // SAFETY: each task has a tile of its own.
             let tiled = unsafe { bytes.part(tile * stride..(tile + 1) * stride) };
             let places = tile * granules::TILE_ROWS..((tile + 1) * granules::TILE_ROWS).min(rows.len());
-            for (place, row) in rows.parts(places).flatten().enumerate() {
-                let at = place * granules::ROW_BYTES;
-                let source = &left.bytes[row * left.stride..][steps.start * 4..steps.end * 4];
-                for (granule, source) in source.chunks(granules::ROW_BYTES).enumerate() {
-                    let target = &mut tiled[granule * Self::TILE_BYTES + at..][..granules::ROW_BYTES];
-                    if let Ok(source) = <&[u8; granules::ROW_BYTES]>::try_from(source) {
-                        target.copy_from_slice(source);
-                    } else {
-                        target.fill(0);
-                        target[..source.len()].copy_from_slice(source);
+            let at_once = Self::GRANULES_AT_ONCE * granules::STEPS;
+            for (first, tiled) in
+                steps.clone().step_by(at_once).zip(tiled.chunks_mut(Self::GRANULES_AT_ONCE * Self::TILE_BYTES))
+            {
+                let steps = first..(first + at_once).min(steps.end);
+                for (place, row) in rows.parts(places.clone()).flatten().enumerate() {
+                    let source = &left.bytes[row * left.stride..][steps.start * 4..steps.end * 4];
+                    let targets = tiled[place * granules::ROW_BYTES..].chunks_mut(Self::TILE_BYTES);
+                    let (whole, rest) = source.as_chunks::<{ granules::ROW_BYTES }>();
+                    for (source, target) in whole.iter().zip(targets) {
+                        target.first_chunk_mut().expect("a granule of a row").clone_from(source);
+                    }
+                    if !rest.is_empty() {
+                        let target = &mut tiled[whole.len() * Self::TILE_BYTES + place * granules::ROW_BYTES..];
+                        target[..granules::ROW_BYTES].fill(0);
+                        target[..rest.len()].copy_from_slice(rest);
                     }
                 }
             }
@@ -104,12 +132,21 @@ impl<'r> TiledLeft<'r> {
         } else {
             pool.run(num_tiles, &tile)
         }
-        Ok(TiledLeft { buffer, rows, steps })
+        let (row, granule) = (granules::ROW_BYTES, Self::TILE_BYTES);
+        Ok(TiledLeft { first: buffer.as_ptr(), row, granule, tile: stride, rows, steps, _buffer: Some(buffer) })
     }
 
-    /// Bytes from one tile of rows to the next.
-    fn stride(&self) -> usize {
-        tiles_bytes(self.steps.len())
+    /// The rows as they lie, if a kernel can read them so: one run, whole granules.
+    fn in_place(left: &Rows<'r>, rows: RowRuns<'r>, steps: Range<usize>) -> Option<Self> {
+        let mut runs = rows.parts(0..rows.len());
+        let (run, None) = (runs.next()?, runs.next()) else { return None };
+        drop(runs);
+        if !steps.len().is_multiple_of(granules::STEPS) {
+            return None;
+        }
+        let bytes = &left.bytes[run.start * left.stride + steps.start * 4..(run.end - 1) * left.stride + steps.end * 4];
+        let (first, row, granule) = (bytes.as_ptr(), left.stride, granules::ROW_BYTES);
+        Some(TiledLeft { first, row, granule, tile: granules::TILE_ROWS * row, rows, steps, _buffer: None })
     }
 }
 
@@ -129,101 +166,118 @@ pub(super) fn panel_scratch_bytes(rows: usize) -> usize {
     (2 * GRANULE_BLOCK_STEPS + rows.min(TILED_ROWS_MAX)) * PANEL * 4
 }
 
-/// One panel of a product of granules, for rows `part` of the tiles.
-///
-/// # Safety
-/// The result is in bounds, and nobody else has this part of it.
-#[allow(clippy::too_many_arguments)]
-unsafe fn panel_of_granules(
+/// A product of granules with some rows and steps of its left side.
+struct PanelProduct<'p, R> {
     run: GranuleFn,
-    left: &TiledLeft<'_>,
-    part: Range<usize>,
-    out: &Out,
+    left: &'p TiledLeft<'p>,
+    out: &'p Out,
     accumulate: bool,
-    panel: usize,
     block_steps: usize,
-    right: &impl Right,
-) {
-    let columns = panel_columns(panel, out.columns);
-    let (rows, vectors) = (part.len(), columns.div_ceil(LANES));
-    let width = vectors * LANES;
-    let is_laid_out = rows >= LAID_OUT_ROWS_MIN;
-    // Rows of a result lie as far apart as those of a left side: what is added to several times is kept together meanwhile.
-    let side_by_side = left.rows.parts(part.clone()).nth(1).is_none();
-    let on_the_side = left.steps.len() > block_steps && is_laid_out || !columns.is_multiple_of(LANES) || !side_by_side;
-    let side_words = if on_the_side { rows * width } else { 0 };
-    let block_words = block_steps * width;
-    with_scratch(2 * taken_bytes::<u32>(block_words) + taken_bytes::<f32>(side_words), |mut arena| {
-        let (written, laid_out, side) = (arena.take(block_words), arena.take(block_words), arena.take::<f32>(side_words));
-        let result = |row: usize| out.at(row, panel * PANEL);
-        let rows_of_result = || left.rows.parts(part.clone()).flatten();
-        let first = rows_of_result().next().expect("there are rows");
-        let (c, c_row) = if on_the_side { (side.as_mut_ptr(), width) } else { (result(first), out.stride) };
-        // SAFETY: the caller vouches for the result; the side has room for all rows, the tiles have them, and blocks have whole granules.
-        unsafe {
-            for (place, row) in rows_of_result().enumerate() {
-                let c: *mut f32 = c.add(place * c_row);
-                match (accumulate, on_the_side) {
-                    (false, _) => c.write_bytes(0, width),
-                    (true, true) => c.copy_from_nonoverlapping(result(row), columns),
-                    (true, false) => {}
-                }
-            }
-            for first in left.steps.clone().step_by(block_steps) {
-                let steps = first..(first + block_steps).min(left.steps.end);
-                let block = right.block(panel, steps.clone(), written);
-                // A few rows read the right side once, all its columns as they lie; many rows two vectors of columns at a time, which stay
-                // in the first-level cache.
-                let at_a_time = if is_laid_out { 2 } else { vectors };
-                // What the next block is made of is fetched a few lines at a time, as often as the kernel is called for this one. It fetches itself what it streams.
-                let next = steps.end..(steps.end + block_steps).min(left.steps.end);
-                let is_fetched = !next.is_empty() && (is_laid_out || !block.is_streamed);
-                let mut ahead = if is_fetched { right.pieces(panel, next) } else { Pieces::default() };
-                let lines = ahead.lines().div_ceil(rows.div_ceil(granules::ROWS_MAX) * vectors.div_ceil(at_a_time));
-                let tiles = part.start / granules::TILE_ROWS * left.stride() + tiles_bytes(first - left.steps.start);
-                let tile = GranuleTile {
-                    granules: steps.len().div_ceil(granules::STEPS),
-                    a: left.buffer.as_ptr().add(tiles),
-                    a_row: granules::ROW_BYTES,
-                    a_granule: TiledLeft::TILE_BYTES,
-                    a_tile: left.stride(),
-                    b: block.first,
-                    b_step: block.stride,
-                    c,
-                    c_row,
-                    vectors,
-                };
-                for vector in (0..vectors).step_by(at_a_time) {
-                    let vectors = at_a_time.min(vectors - vector);
-                    let mut tile = GranuleTile { vectors, c: c.add(vector * LANES), ..tile };
-                    if is_laid_out || !steps.len().is_multiple_of(granules::STEPS) {
-                        lay_out(&block, steps.len(), vector * LANES..(vector + vectors) * LANES, laid_out);
-                        (tile.b, tile.b_step) = (laid_out.as_ptr().cast(), vectors * LANES * 4);
-                    }
-                    kernel::run_all(run, rows, &tile, || ahead = std::mem::take(&mut ahead).fetch(lines));
-                }
-            }
-            if on_the_side {
-                for (place, row) in rows_of_result().enumerate() {
-                    result(row).copy_from_nonoverlapping(c.add(place * c_row), columns);
-                }
-            }
-        }
-    });
+    right: &'p R,
 }
 
-/// Copies `columns` of a block of `steps` steps together, and fills up the last granule with zeros.
+impl<R: Right> PanelProduct<'_, R> {
+    /// One panel for rows `part` of the tiles. `next_panel` is the one that this thread comes to then, if there is one.
+    ///
+    /// # Safety
+    /// The result is in bounds, and nobody else has this part of it.
+    unsafe fn panel(&self, panel: usize, part: Range<usize>, next_panel: usize) {
+        let PanelProduct { run, left, out, accumulate, block_steps, right } = *self;
+        let columns = panel_columns(panel, out.columns);
+        let (rows, vectors) = (part.len(), columns.div_ceil(LANES));
+        let width = vectors * LANES;
+        let is_near = rows >= NEAR_ROWS_MIN;
+        // The kernel can begin with the result and end in it if that is made of whole vectors in equal distances.
+        let is_regular = columns.is_multiple_of(LANES) && left.rows.parts(part.clone()).nth(1).is_none();
+        // Rows of a result lie as far apart as those of a left side: sums of many are kept together between blocks.
+        let on_the_side = left.steps.len() > block_steps && is_near || !is_regular;
+        let side_words = if on_the_side { rows * width } else { 0 };
+        let block_words = block_steps * width;
+        with_scratch(2 * taken_bytes::<u32>(block_words) + taken_bytes::<f32>(side_words), |mut arena| {
+            let (written, filled_up, side) = (arena.take(block_words), arena.take(block_words), arena.take::<f32>(side_words));
+            let result = |row: usize| out.at(row, panel * PANEL);
+            let rows_of_result = || left.rows.parts(part.clone()).flatten();
+            let first_row = rows_of_result().next().expect("there are rows");
+            let in_result = (result(first_row), out.stride);
+            let aside = if on_the_side { (side.as_mut_ptr(), width) } else { in_result };
+            // SAFETY: the caller vouches for the result; the side has room for all rows, the tiles have them, and blocks have whole granules.
+            unsafe {
+                if accumulate && !is_regular {
+                    for (place, row) in rows_of_result().enumerate() {
+                        aside.0.add(place * width).copy_from_nonoverlapping(result(row), columns);
+                    }
+                }
+                for first in left.steps.clone().step_by(block_steps) {
+                    let steps = first..(first + block_steps).min(left.steps.end);
+                    let (is_first, is_last) = (first == left.steps.start, steps.end == left.steps.end);
+                    let (from, from_row) = match is_first {
+                        true if !accumulate => (std::ptr::null_mut(), 0),
+                        true if is_regular => in_result,
+                        _ => aside,
+                    };
+                    let (c, c_row) = if is_last && is_regular { in_result } else { aside };
+                    let block = right.block(panel, steps.clone(), written);
+                    // What comes next is fetched a few lines at a time, as often as the kernel is called. It fetches itself what it streams.
+                    let mut ahead = if !is_near && block.is_streamed {
+                        Pieces::default()
+                    } else if !is_last {
+                        right.pieces(panel, steps.end..(steps.end + block_steps).min(left.steps.end))
+                    } else if (next_panel + 1) * PANEL <= out.columns {
+                        right.pieces(next_panel, left.steps.start..(left.steps.start + block_steps).min(left.steps.end))
+                    } else {
+                        Pieces::default()
+                    };
+                    let lines = ahead.lines().div_ceil(rows.div_ceil(granules::ROWS_MAX));
+                    let meets_result = is_near && on_the_side && is_regular && (is_last || is_first && accumulate);
+                    let before = |now: Range<usize>| {
+                        ahead = std::mem::take(&mut ahead).fetch(lines);
+                        if meets_result {
+                            let next = now.end..(now.end + granules::ROWS_MAX).min(rows);
+                            next.for_each(|place| fetch_row(result(first_row + place), vectors));
+                        }
+                    };
+                    let granules_before = (first - left.steps.start) / granules::STEPS;
+                    let at = part.start / granules::TILE_ROWS * left.tile + granules_before * left.granule;
+                    let mut tile = GranuleTile {
+                        granules: steps.len().div_ceil(granules::STEPS),
+                        a: left.first.add(at),
+                        a_row: left.row,
+                        a_granule: left.granule,
+                        a_tile: left.tile,
+                        b: block.first,
+                        b_step: block.stride,
+                        from,
+                        from_row,
+                        c,
+                        c_row,
+                        vectors,
+                        is_near,
+                    };
+                    if !steps.len().is_multiple_of(granules::STEPS) {
+                        fill_up(&block, steps.len(), width, filled_up);
+                        (tile.b, tile.b_step) = (filled_up.as_ptr().cast(), width * 4);
+                    }
+                    kernel::run_all(run, rows, &tile, before);
+                }
+                if !is_regular {
+                    for (place, row) in rows_of_result().enumerate() {
+                        result(row).copy_from_nonoverlapping(aside.0.add(place * width), columns);
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// Copies a block of `steps` steps of `width` words, and fills up the last granule with zeros.
 ///
 /// # Safety
-/// The block has these steps and columns.
-unsafe fn lay_out(block: &RightBlock, steps: usize, columns: Range<usize>, out: &mut [u32]) {
-    let (steps_of, rest) = out[..steps.next_multiple_of(granules::STEPS) * columns.len()].split_at_mut(steps * columns.len());
-    for (step, out) in steps_of.chunks_exact_mut(columns.len()).enumerate() {
+/// The block has these steps.
+unsafe fn fill_up(block: &RightBlock, steps: usize, width: usize, out: &mut [u32]) {
+    let (steps_of, rest) = out[..steps.next_multiple_of(granules::STEPS) * width].split_at_mut(steps * width);
+    for (step, out) in steps_of.chunks_exact_mut(width).enumerate() {
         // SAFETY: the caller's promise.
-        let source = unsafe {
-            std::slice::from_raw_parts(block.first.add(step * block.stride).cast::<u32>().add(columns.start), out.len())
-        };
-        out.copy_from_slice(source);
+        out.copy_from_slice(unsafe { std::slice::from_raw_parts(block.first.add(step * block.stride).cast::<u32>(), width) });
     }
     rest.fill(0);
 }
