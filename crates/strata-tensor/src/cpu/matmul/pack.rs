@@ -27,9 +27,8 @@ multiversion! {
     pub(crate) fn pack_step<T: Element>(first: &[T], second: Option<&[T]>, out: &mut [u32]) = pack_step_body;
 }
 
-/// See [`pack_step`].
 #[inline(always)]
-pub(super) fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>, out: &mut [u32]) {
+fn pack_step_body<T: Element>(_fma: impl Fma, first: &[T], second: Option<&[T]>, out: &mut [u32]) {
     let Some(second) = second else {
         return out.iter_mut().zip(first).for_each(|(o, &a)| *o = step_word(a, None));
     };

@@ -7,9 +7,9 @@ use super::addends::Addends;
 use super::fetch::Pieces;
 use super::granules;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns};
-use super::pack::pack_step_body;
+use super::pack::pack_step;
 use crate::backend::TOKEN_GRANULE;
-use crate::cpu::isa::{Fma, Isa, multiversion};
+use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::threads::{Pool, SharedMut};
@@ -99,52 +99,26 @@ impl TokenPanels {
         let words = unsafe { std::slice::from_raw_parts_mut(buffer.as_mut_ptr().cast::<u32>(), buffer.len() / 4) };
         let words = SharedMut::new(words);
         pool.run(tokens.len() / TOKEN_GRANULE, &|granule| {
+            let tokens = &tokens[granule * TOKEN_GRANULE..][..TOKEN_GRANULE];
             let steps = TOKEN_GRANULE / per_step;
-            let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[columns.clone()]);
-            // Row after row, whole: processors fetch ahead within one.
-            for (step, tokens) in tokens[granule * TOKEN_GRANULE..][..TOKEN_GRANULE].chunks_exact(per_step).enumerate() {
-                let place = LinePlace { step: granule * steps + step, num_steps, num_columns };
-                let second = row(tokens[per_step - 1]).filter(|_| per_step == 2);
-                write_step(isa, row(tokens[0]), second, place, &words);
+            for panel in 0..num_columns.div_ceil(PANEL) {
+                let count = panel_columns(panel, num_columns);
+                let width = count.next_multiple_of(LANES);
+                let start = panel * PANEL * num_steps + granule * steps * width;
+                // SAFETY: each task has a granule of its own.
+                let lines = unsafe { words.part(start..start + steps * width) };
+                let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[columns.start + panel * PANEL..][..count]);
+                for (line, tokens) in lines.chunks_exact_mut(width).zip(tokens.chunks_exact(per_step)) {
+                    match row(tokens[0]) {
+                        Some(first) => {
+                            pack_step(isa, first, row(tokens[per_step - 1]).filter(|_| per_step == 2), &mut line[..count])
+                        }
+                        None => line.fill(0),
+                    }
+                }
             }
         });
         Ok(TokenPanels { buffer, num_steps, num_columns })
-    }
-}
-
-/// A step of [`TokenPanels`].
-#[derive(Clone, Copy)]
-struct LinePlace {
-    step: usize,
-    num_steps: usize,
-    num_columns: usize,
-}
-
-multiversion! {
-    /// Writes a step of all panels: one row of tokens, or two interleaved, or zeros where there is none. Nobody else has this step.
-    fn write_step<T: Element>(first: Option<&[T]>, second: Option<&[T]>, place: LinePlace, words: &SharedMut<u32>) = write_step_body;
-}
-
-#[inline(always)]
-fn write_step_body<T: Element>(
-    fma: impl Fma,
-    first: Option<&[T]>,
-    second: Option<&[T]>,
-    place: LinePlace,
-    words: &SharedMut<u32>,
-) {
-    for panel in 0..place.num_columns.div_ceil(PANEL) {
-        let columns = panel * PANEL..panel * PANEL + panel_columns(panel, place.num_columns);
-        let width = columns.len().next_multiple_of(LANES);
-        let start = panel * PANEL * place.num_steps + place.step * width;
-        // SAFETY: lines of different panels and steps are apart, and the caller has this step.
-        let line = unsafe { words.part(start..start + width) };
-        match first {
-            Some(first) => {
-                pack_step_body(fma, &first[columns.clone()], second.map(|s| &s[columns.clone()]), &mut line[..columns.len()])
-            }
-            None => line.fill(0),
-        }
     }
 }
 
