@@ -129,7 +129,7 @@ impl Pieces {
     }
 }
 
-/// Fetches the lines of `vectors` vectors that are about to be written, into the second-level cache.
+/// Fetches the lines of `vectors` vectors of a row, which are about to be written.
 pub(super) fn fetch_row(row: *const f32, vectors: usize) {
     for vector in 0..vectors {
         #[cfg(target_arch = "x86_64")]
