@@ -107,6 +107,23 @@ pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
     }
 }
 
+/// A granule of 16 rows by 64 columns.
+macro_rules! one_by_four_products {
+    () => {
+        concat!(
+            "tileloadd tmm4, [{a} + {a_row}*1]\n",
+            "tileloadd tmm6, [{b} + {b_step}*1]\n",
+            "tdpbf16ps tmm0, tmm4, tmm6\n",
+            "tileloadd tmm7, [{b} + {b_step}*1 + 64]\n",
+            "tdpbf16ps tmm1, tmm4, tmm7\n",
+            "tileloadd tmm6, [{b} + {b_step}*1 + 128]\n",
+            "tdpbf16ps tmm2, tmm4, tmm6\n",
+            "tileloadd tmm7, [{b} + {b_step}*1 + 192]\n",
+            "tdpbf16ps tmm3, tmm4, tmm7\n",
+        )
+    };
+}
+
 /// Up to 16 rows by 64 columns, where the right side is near and the left side is not: of four products one load comes from the second-level cache. Two by two would be two of four.
 /// The result begins with what there is and goes where it belongs without a copy.
 ///
@@ -129,15 +146,7 @@ unsafe fn one_by_four_near(t: &GranuleTile) {
             "tilezero tmm2",
             "tilezero tmm3",
             "2:",
-            "tileloadd tmm4, [{a} + {a_row}*1]",
-            "tileloadd tmm6, [{b} + {b_step}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b} + {b_step}*1 + 64]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm6, [{b} + {b_step}*1 + 128]",
-            "tdpbf16ps tmm2, tmm4, tmm6",
-            "tileloadd tmm7, [{b} + {b_step}*1 + 192]",
-            "tdpbf16ps tmm3, tmm4, tmm7",
+            one_by_four_products!(),
             "add {a}, {a_granule}",
             "add {b}, {b_granule}",
             "dec {granules}",
@@ -165,7 +174,7 @@ unsafe fn one_by_four_near(t: &GranuleTile) {
 
 /// Wraps the body of a loop over granules in loads and stores of result tiles, `(tile, place)`.
 macro_rules! tiles {
-    ($(#[$attribute:meta])* $name:ident, results: [$(($tile:literal, $place:literal)),+], [$($body:literal),+ $(,)?]) => {
+    ($(#[$attribute:meta])* $name:ident, results: [$(($tile:literal, $place:literal)),+], [$($body:expr),+ $(,)?]) => {
         $(#[$attribute])*
         ///
         /// # Safety
@@ -231,15 +240,7 @@ tiles! {
 tiles! {
     /// Up to 16 rows by 64 columns. It waits for the right side, which is fetched two granules ahead.
     one_by_four, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64"), ("tmm2", "{c} + 128"), ("tmm3", "{c} + 192")], [
-        "tileloadd tmm4, [{a} + {a_row}*1]",
-        "tileloadd tmm6, [{b} + {b_step}*1]",
-        "tdpbf16ps tmm0, tmm4, tmm6",
-        "tileloadd tmm7, [{b} + {b_step}*1 + 64]",
-        "tdpbf16ps tmm1, tmm4, tmm7",
-        "tileloadd tmm6, [{b} + {b_step}*1 + 128]",
-        "tdpbf16ps tmm2, tmm4, tmm6",
-        "tileloadd tmm7, [{b} + {b_step}*1 + 192]",
-        "tdpbf16ps tmm3, tmm4, tmm7",
+        one_by_four_products!(),
         ".irp at,0,64,128,192,256,320,384,448,512,576,640,704,768,832,896,960,1024,1088,1152,1216,1280,1344,1408,1472,1536,1600,1664,1728,1792,1856,1920,1984,2048,2112,2176,2240,2304,2368,2432,2496,2560,2624,2688,2752,2816,2880,2944,3008,3072,3136,3200,3264,3328,3392,3456,3520,3584,3648,3712,3776,3840,3904,3968,4032",
         "prefetcht0 [{b} + 8192 + \\at]",
         ".endr",

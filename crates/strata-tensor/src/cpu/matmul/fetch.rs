@@ -131,13 +131,15 @@ impl Pieces {
 
 /// Fetches the lines of `vectors` vectors of a row, which are about to be written.
 pub(super) fn fetch_row(row: *const f32, vectors: usize) {
-    for vector in 0..vectors {
+    for at in (0..vectors).map(|vector| row.wrapping_add(vector * LANES)) {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
             // SAFETY: every such processor has the instruction, or takes it for none, and any address will do.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(row.wrapping_add(vector * LANES).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) };
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = at;
     }
 }
 

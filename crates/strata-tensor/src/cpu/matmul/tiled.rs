@@ -17,7 +17,7 @@ use crate::cpu::threads::{Pool, SharedMut};
 /// Steps of a block of a product in granules that a few rows read once.
 pub(super) const GRANULE_BLOCK_STEPS: usize = 256;
 /// Steps of a block that many rows read: 32 KiB of a full panel. They stay in a first-level cache of 48 KiB, from which a tile of the left side, 8 KiB of it, and one of the result do not push them out.
-const NEAR_BLOCK_STEPS: usize = 128;
+const NEAR_GRANULE_BLOCK_STEPS: usize = 128;
 /// Rows of a left side in tiles at a time, at most.
 const TILED_ROWS_MAX: usize = 512;
 /// Bytes of a left side in tiles at a time, at most: half of a second-level cache, where they stay for all panels of the right side. (From the third a core of a large server reads some ten bytes a cycle, and a matrix unit
@@ -44,7 +44,7 @@ impl Matmul<'_> {
             let rows = RowRuns::new(&rows);
             let step_bytes = rows.len().next_multiple_of(granules::TILE_ROWS) * 4;
             let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
-            let block_steps = if rows.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_BLOCK_STEPS) };
+            let block_steps = if rows.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_GRANULE_BLOCK_STEPS) };
             for first_step in (0..num_steps).step_by(steps_max) {
                 let steps = first_step..(first_step + steps_max).min(num_steps);
                 // What one panel alone reads is not worth a copy.
