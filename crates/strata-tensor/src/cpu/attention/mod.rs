@@ -8,17 +8,19 @@
 //! Roofline: a tile of 48 query rows does `4 * 48 * 64 * head_dim` operations for each page of `256 * head_dim` bytes, and with what it computes for eight pages fits the second-level
 //! cache: bound by arithmetic. A decode step reads each page once for the query heads that share it: bound by memory.
 
+mod ahead;
 mod backward;
 #[cfg(test)]
 mod tests;
 
+use ahead::Ahead;
 pub(crate) use backward::{AttentionGradient, backward, gradient_bytes_per_token};
 
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
 use super::kv::{KvPages, key_len, own_value_len, value_len};
-use super::matmul::{Fetch, Tile, TileKernel, pack_step, transpose_block};
+use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, transpose_block};
 use super::memory::Buffer;
 use super::packed::{LANES, PANEL, PackedRef};
 use super::rows::softmax;
@@ -36,6 +38,8 @@ const SPLIT_PAGES: usize = 8;
 const SPLIT_KEYS: usize = SPLIT_PAGES * PAGE;
 /// Tasks for each thread that make it likely that all finish together.
 const TASKS_PER_THREAD: usize = 4;
+/// The same of tiles that fetch for one another within a task.
+const FETCHING_TASKS_PER_THREAD: usize = 16;
 
 /// Where the keys and values of one page and head lie in the words of a cache.
 fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usize) -> (usize, usize) {
@@ -154,23 +158,61 @@ unsafe fn product(
     c_stride: usize,
     accumulate: bool,
 ) {
+    // SAFETY: passed on from the caller.
+    unsafe { product_and_fetch(kernel, left, b, b_steps, columns, c, c_stride, accumulate, &mut Ahead::nothing()) };
+}
+
+/// As [`product`], with what comes after it fetched meanwhile.
+///
+/// # Safety
+/// As there.
+#[allow(clippy::too_many_arguments)]
+unsafe fn product_and_fetch(
+    kernel: &TileKernel,
+    left: Left,
+    b: *const u32,
+    b_steps: usize,
+    columns: usize,
+    c: *mut f32,
+    c_stride: usize,
+    accumulate: bool,
+    ahead: &mut Ahead<'_>,
+) {
     for panel in 0..columns.div_ceil(PANEL) {
         let width = (columns - panel * PANEL).min(PANEL);
+        let b_stride = width.next_multiple_of(LANES) * 4;
+        let tile = Tile {
+            steps: left.steps,
+            a: left.first,
+            a_stride: left.stride,
+            b: b.wrapping_add(panel * PANEL * b_steps).cast(),
+            b_stride,
+            c: c.wrapping_add(panel * PANEL),
+            c_stride,
+            columns: width,
+            accumulate,
+            fetch: Fetch::Nothing,
+        };
         // SAFETY: within the packed matrix and the rows of the result.
-        unsafe {
-            let tile = Tile {
-                steps: left.steps,
-                a: left.first,
-                a_stride: left.stride,
-                b: b.add(panel * PANEL * b_steps).cast(),
-                b_stride: width.next_multiple_of(LANES) * 4,
-                c: c.add(panel * PANEL),
-                c_stride,
-                columns: width,
-                accumulate,
-                fetch: Fetch::Nothing,
-            };
-            kernel.block(left.rows, &tile);
+        unsafe { block_in_cuts(kernel, left.rows, &tile, ahead) };
+    }
+}
+
+/// As [`TileKernel::block`], with what comes after it fetched meanwhile.
+///
+/// # Safety
+/// As there.
+unsafe fn block_in_cuts(kernel: &TileKernel, rows: usize, tile: &Tile, ahead: &mut Ahead<'_>) {
+    let mut first = 0;
+    loop {
+        let steps = (tile.steps - first).min(ahead.steps);
+        ahead.fetch(steps * tile.columns.div_ceil(LANES));
+        let (a, b) = (tile.a.wrapping_add(first * 4), tile.b.wrapping_add(first * tile.b_stride));
+        // SAFETY: a part of the steps for which the caller vouches.
+        unsafe { kernel.block(rows, &Tile { steps, a, b, accumulate: tile.accumulate || first > 0, ..*tile }) };
+        first += steps;
+        if first == tile.steps {
+            break;
         }
     }
 }
@@ -187,6 +229,7 @@ unsafe fn product_in_parts(
     columns: usize,
     c: *mut f32,
     accumulate: bool,
+    ahead: &mut Ahead<'_>,
 ) {
     for panel in 0..columns.div_ceil(PANEL) {
         let width = (columns - panel * PANEL).min(PANEL);
@@ -206,8 +249,16 @@ unsafe fn product_in_parts(
             accumulate,
             fetch: Fetch::Nothing,
         };
-        // SAFETY: within the packed matrices and the rows of the result.
-        unsafe { kernel.block_in_parts(left.rows, &panels[..parts], &tile) };
+        if ahead.is_nothing() {
+            // SAFETY: within the packed matrices and the rows of the result.
+            unsafe { kernel.block_in_parts(left.rows, &panels[..parts], &tile) };
+            continue;
+        }
+        for (i, &b) in panels[..parts].iter().enumerate() {
+            let (a, accumulate) = (tile.a.wrapping_add(i * tile.steps * 4), accumulate || i > 0);
+            // SAFETY: as above; the bits are the same.
+            unsafe { block_in_cuts(kernel, left.rows, &Tile { a, b, accumulate, ..tile }, ahead) };
+        }
     }
 }
 
@@ -370,24 +421,15 @@ pub(crate) fn forward<T: Element + Plain>(
     let forward = Forward { isa: arithmetic.isa, kernel, g, q, sinks, words, out, log_normalizers };
     let enough = TASKS_PER_THREAD * pool.num_threads();
     if tiles.len() >= enough || tiles.iter().all(|tile| tile.splits(g).len() == 1) {
-        pool.run(tiles.len(), &|task| {
+        // Of tiles that fetch what the next of them reads, some at a time.
+        let are_few = tiles.iter().all(|tile| forward.has_few_rows(tile));
+        let per_task = if are_few { (tiles.len() / (FETCHING_TASKS_PER_THREAD * pool.num_threads())).max(1) } else { 1 };
+        pool.run(tiles.len().div_ceil(per_task), &|task| {
             // The longest tiles of a sequence are its last: begin with them, so that threads finish together.
-            let tile = &tiles[tiles.len() - 1 - task];
-            let rows = tile.rows(group);
-            let d = g.values.width();
-            with_scratch(2 * Found::bytes(rows, d) + forward.split_bytes(rows), |mut arena| {
-                let splits = tile.splits(g);
-                let mut total = Found::take(&mut arena, rows, d);
-                forward.split(tile, splits.start, &mut total, &mut arena);
-                if splits.len() > 1 {
-                    let mut part = Found::take(&mut arena, rows, d);
-                    for split in splits.start + 1..splits.end {
-                        forward.split(tile, split, &mut part, &mut arena);
-                        forward.join(tile, split, &part, &mut total);
-                    }
-                }
-                forward.write(tile, &mut total);
-            });
+            let end = tiles.len() - task * per_task;
+            let tiles = &tiles[end.saturating_sub(per_task)..end];
+            let mut ahead = Ahead::of_tiles(&forward, tiles);
+            tiles.iter().for_each(|tile| forward.tile(tile, &mut ahead));
         });
         return Ok(());
     }
@@ -395,6 +437,24 @@ pub(crate) fn forward<T: Element + Plain>(
 }
 
 impl<T: Element + Plain> Forward<'_, T> {
+    /// One tile, split after split of its keys.
+    fn tile(&self, tile: &QueryTile<'_>, ahead: &mut Ahead<'_>) {
+        let (rows, d) = (tile.rows(self.g.heads / self.g.kv_heads), self.g.values.width());
+        with_scratch(2 * Found::bytes(rows, d) + self.split_bytes(rows), |mut arena| {
+            let splits = tile.splits(self.g);
+            let mut total = Found::take(&mut arena, rows, d);
+            self.split(tile, splits.start, &mut total, &mut arena, ahead);
+            if splits.len() > 1 {
+                let mut part = Found::take(&mut arena, rows, d);
+                for split in splits.start + 1..splits.end {
+                    self.split(tile, split, &mut part, &mut arena, ahead);
+                    self.join(tile, split, &part, &mut total);
+                }
+            }
+            self.write(tile, &mut total);
+        });
+    }
+
     /// All tiles, `at_a_time` splits of each at a time.
     fn in_splits(&self, pool: &Pool, tiles: &[QueryTile<'_>], at_a_time: usize) -> Result<()> {
         let (d, group) = (self.g.values.width(), self.g.heads / self.g.kv_heads);
@@ -418,7 +478,8 @@ impl<T: Element + Plain> Forward<'_, T> {
                 if let Some((i, split)) = round(tile).nth(task % at_a_time) {
                     let rows = tiles[tile].rows(group);
                     with_scratch(self.split_bytes(rows), |mut arena| {
-                        self.split(&tiles[tile], split, &mut of(tile, 1 + i), &mut arena);
+                        let mut ahead = Ahead::of_split(self, &tiles[tile], split);
+                        self.split(&tiles[tile], split, &mut of(tile, 1 + i), &mut arena, &mut ahead);
                     });
                 }
             });
@@ -460,13 +521,11 @@ impl<T: Element + Plain> Forward<'_, T> {
     }
 
     /// What a tile finds in one split of the keys. Rows that see none of it find unspecified things.
-    fn split(&self, tile: &QueryTile<'_>, split: usize, found: &mut Found<'_>, arena: &mut Arena<'_>) {
+    fn split(&self, tile: &QueryTile<'_>, split: usize, found: &mut Found<'_>, arena: &mut Arena<'_>, ahead: &mut Ahead<'_>) {
         let g = self.g;
         let (key_dim, row_len) = (g.head_dim, row_len::<T>(g.head_dim));
         let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
-        let visible = tile.visible_to_any(g);
-        let first_block = (split * SPLIT_PAGES).max(visible.start / PAGE);
-        let blocks = first_block..((split + 1) * SPLIT_PAGES).min(visible.end.div_ceil(PAGE));
+        let blocks = self.blocks(tile, split);
         let mut arena = arena.reborrow();
         let (queries, scores) = (arena.take::<T>(rows * row_len), arena.take::<f32>(rows * blocks.len() * PAGE));
         let (probabilities, seen) = (arena.take::<T>(rows * blocks.len() * PAGE), arena.take::<[u32; 2]>(rows));
@@ -481,10 +540,21 @@ impl<T: Element + Plain> Forward<'_, T> {
             stride: size_of_val(queries) / rows,
         };
         for (block, scores) in blocks.clone().zip(scores.chunks_exact_mut(rows * PAGE)) {
-            // SAFETY: the buffers hold `rows` rows, and the keys are a packed matrix.
-            unsafe {
-                product(&self.kernel, left, self.keys(tile, block).as_ptr(), left.steps, PAGE, scores.as_mut_ptr(), PAGE, false)
+            // Keys that no query of the tile sees are not read, and their scores are unspecified.
+            let tile = Tile {
+                steps: left.steps,
+                a: left.first,
+                a_stride: left.stride,
+                b: self.keys(tile, block).as_ptr().cast(),
+                b_stride: PAGE * 4,
+                c: scores.as_mut_ptr(),
+                c_stride: PAGE,
+                columns: self.columns(tile, block),
+                accumulate: false,
+                fetch: Fetch::Nothing,
             };
+            // SAFETY: the buffers hold `rows` rows, and the keys are a packed matrix.
+            unsafe { block_in_cuts(&self.kernel, rows, &tile, ahead) };
         }
         let in_blocks = |position: usize| position.clamp(blocks.start * PAGE, blocks.end * PAGE) - blocks.start * PAGE;
         let (of_first_head, of_others) = seen.split_at_mut(positions);
@@ -494,7 +564,67 @@ impl<T: Element + Plain> Forward<'_, T> {
         }
         of_others.chunks_exact_mut(positions).for_each(|of_head| of_head.copy_from_slice(of_first_head));
         softmax::attention_blocks(self.isa, scores, seen, g.scale, found.maxima, found.sums, probabilities);
-        self.add_values(tile, blocks, probabilities, found, &mut arena);
+        self.add_values(tile, blocks, probabilities, found, &mut arena, ahead);
+    }
+
+    /// The pages of a split that a tile sees something of.
+    fn blocks(&self, tile: &QueryTile<'_>, split: usize) -> Range<usize> {
+        let visible = tile.visible_to_any(self.g);
+        let first = (split * SPLIT_PAGES).max(visible.start / PAGE);
+        first..((split + 1) * SPLIT_PAGES).min(visible.end.div_ceil(PAGE))
+    }
+
+    /// How many keys of a block are multiplied: whole vectors up to the last that some query of the tile sees.
+    fn columns(&self, tile: &QueryTile<'_>, block: usize) -> usize {
+        visible_slots(tile.visible_to_any(self.g), block).end.next_multiple_of(LANES)
+    }
+
+    /// Steps of the values of a block up to the last that some query of the tile sees.
+    fn value_steps(&self, tile: &QueryTile<'_>, block: usize) -> usize {
+        visible_slots(tile.visible_to_any(self.g), block).end.div_ceil(per_step::<T>())
+    }
+
+    /// How many blocks from one on are one reduction: those all of whose values all queries see.
+    fn whole_blocks(&self, tile: &QueryTile<'_>, blocks: Range<usize>) -> usize {
+        match self.g.values {
+            KvValues::Own(_) => blocks.take_while(|&block| self.all_see_all(tile, block)).count(),
+            KvValues::PrefixOfKey(_) => 0,
+        }
+    }
+
+    /// Whether a tile has so few rows that it waits for memory.
+    fn has_few_rows(&self, tile: &QueryTile<'_>) -> bool {
+        ahead::are_few(tile.rows(self.g.heads / self.g.kv_heads))
+    }
+
+    /// The memory that [`Forward::split`] reads of pages, in the order in which it does.
+    fn areas(&self, tile: &QueryTile<'_>, split: usize) -> Vec<Pieces> {
+        let (blocks, page_steps) = (self.blocks(tile, split), PAGE / per_step::<T>());
+        let mut areas = Vec::new();
+        for block in blocks.clone() {
+            let (keys, columns) = (self.keys(tile, block), self.columns(tile, block));
+            let address = keys.as_ptr().addr();
+            areas.push(if columns == PAGE {
+                Pieces::one(address, 0..size_of_val(keys))
+            } else {
+                Pieces::one(address, 0..columns * 4).repeated(keys.len() / PAGE, PAGE * 4)
+            });
+        }
+        let KvValues::Own(d) = self.g.values else { return areas };
+        let mut block = blocks.start;
+        while block < blocks.end {
+            let count = self.whole_blocks(tile, block..blocks.end).max(1);
+            for panel in 0..d.div_ceil(PANEL) {
+                let width = (d - panel * PANEL).min(PANEL).next_multiple_of(LANES);
+                areas.extend((block..block + count).map(|block| {
+                    let start = panel * PANEL * page_steps * 4;
+                    let bytes = start..start + self.value_steps(tile, block) * width * 4;
+                    Pieces::one(self.values(tile, block).as_ptr().addr(), bytes)
+                }));
+            }
+            block += count;
+        }
+        areas
     }
 
     /// The packed keys of a block.
@@ -519,6 +649,7 @@ impl<T: Element + Plain> Forward<'_, T> {
         probabilities: &[T],
         found: &mut Found<'_>,
         arena: &mut Arena<'_>,
+        ahead: &mut Ahead<'_>,
     ) {
         let (g, d, page_steps) = (self.g, self.g.values.width(), PAGE / per_step::<T>());
         let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
@@ -531,16 +662,14 @@ impl<T: Element + Plain> Forward<'_, T> {
         let mut block = blocks.start;
         while block < blocks.end {
             let accumulate = block > blocks.start;
-            // Blocks all of whose values all queries see are one reduction.
-            let parts = match g.values {
-                KvValues::Own(_) => (block..blocks.end).take_while(|&block| self.all_see_all(tile, block)).count(),
-                KvValues::PrefixOfKey(_) => 0,
-            };
+            let parts = self.whole_blocks(tile, block..blocks.end);
             if parts > 0 {
                 let values = |part: usize| self.values(tile, block + part).as_ptr();
                 let left = left_of(0, rows, block, page_steps);
                 // SAFETY: the buffers hold `rows` rows, and the values are packed matrices.
-                unsafe { product_in_parts(&self.kernel, left, parts, &values, d, found.values.as_mut_ptr(), accumulate) };
+                unsafe {
+                    product_in_parts(&self.kernel, left, parts, &values, d, found.values.as_mut_ptr(), accumulate, ahead)
+                };
                 block += parts;
                 continue;
             }
@@ -560,10 +689,20 @@ impl<T: Element + Plain> Forward<'_, T> {
             let end_is_one = visible_first.end.is_multiple_of(per_step::<T>()) && visible_first.end == visible_last.end;
             let finite = || !values_not_finite::<T>(values, d, visible_first.end..visible_last.end);
             if !not_before && (end_is_one || finite()) {
-                let left = left_of(0, rows, block, visible_last.end.div_ceil(per_step::<T>()));
+                let left = left_of(0, rows, block, self.value_steps(tile, block));
                 // SAFETY: as above.
                 unsafe {
-                    product(&self.kernel, left, values.as_ptr(), page_steps, d, found.values.as_mut_ptr(), d, accumulate)
+                    product_and_fetch(
+                        &self.kernel,
+                        left,
+                        values.as_ptr(),
+                        page_steps,
+                        d,
+                        found.values.as_mut_ptr(),
+                        d,
+                        accumulate,
+                        ahead,
+                    )
                 };
                 block += 1;
                 continue;
@@ -581,7 +720,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                     let left = left_of(row, 1, block, visible.end.div_ceil(per_step::<T>()));
                     let out = found.values[row * d..].as_mut_ptr();
                     // SAFETY: as above, one row at a time.
-                    unsafe { product(&self.kernel, left, values.as_ptr(), page_steps, d, out, d, accumulate) };
+                    unsafe { product_and_fetch(&self.kernel, left, values.as_ptr(), page_steps, d, out, d, accumulate, ahead) };
                 }
             }
             block += 1;

@@ -61,7 +61,7 @@ pub(super) fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usiz
 
 /// Memory in pieces that are equally far apart, some of it gone through.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Pieces {
+pub(crate) struct Pieces {
     /// What is left of the next.
     pub(super) next: Range<usize>,
     /// Where a whole piece begins, and its bytes.
@@ -75,24 +75,24 @@ pub(super) struct Pieces {
 
 impl Pieces {
     /// Some bytes from an address on.
-    pub(super) fn one(address: usize, bytes: Range<usize>) -> Self {
+    pub(crate) fn one(address: usize, bytes: Range<usize>) -> Self {
         let next = address + bytes.start..address + bytes.end;
         Pieces { first: next.start, bytes: bytes.len(), next, apart: 0, count: 1 }
     }
 
     /// So many of them.
-    pub(super) fn repeated(self, count: usize, apart: usize) -> Self {
+    pub(crate) fn repeated(self, count: usize, apart: usize) -> Self {
         Pieces { count, apart, ..self }
     }
 
     /// Lines of those that are left.
-    pub(super) fn lines(&self) -> usize {
+    pub(crate) fn lines(&self) -> usize {
         let further = self.count.saturating_sub(1) * self.bytes.div_ceil(LINE_BYTES);
         if self.count > 0 { self.next.len().div_ceil(LINE_BYTES) + further } else { 0 }
     }
 
     /// Fetches so many lines into the second-level cache; answers what is left.
-    pub(super) fn fetch(mut self, lines: usize) -> Self {
+    pub(crate) fn fetch(mut self, lines: usize) -> Self {
         for _ in 0..lines {
             if self.count == 0 {
                 break;
@@ -114,7 +114,7 @@ impl Pieces {
 
     /// Each of them.
     #[cfg(test)]
-    pub(super) fn each(mut self) -> Vec<Range<usize>> {
+    pub(crate) fn each(mut self) -> Vec<Range<usize>> {
         let mut each = Vec::new();
         while self.count > 0 {
             each.push(self.next.clone());

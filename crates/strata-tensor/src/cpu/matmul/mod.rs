@@ -40,8 +40,8 @@ use std::ops::Range;
 
 use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
-pub(crate) use fetch::Fetch;
-use fetch::{ChunkList, Pieces};
+use fetch::ChunkList;
+pub(crate) use fetch::{Fetch, Pieces};
 use int8::{BytesKernel, BytesTile};
 use kernel::{Chains, ManyPanels};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
