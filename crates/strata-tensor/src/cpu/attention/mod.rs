@@ -762,10 +762,7 @@ impl<T: Element + Plain> Forward<'_, T> {
             // SAFETY: every query row belongs to one tile.
             let (out, log_normalizer) =
                 unsafe { (self.out.part(place * d..(place + 1) * d), self.log_normalizers.part(place..place + 1)) };
-            for (o, &a) in out.iter_mut().zip(&total.values[r * d..]) {
-                // Which page boundaries a tile spans decides how often a zero is added to a zero: `+ 0.0` forgets its sign.
-                *o = T::from_f32(a / *sum + 0.0);
-            }
+            softmax::attention_output(self.isa, &total.values[r * d..][..d], *sum, out);
             log_normalizer[0] = *maximum + sum.ln();
         }
     }

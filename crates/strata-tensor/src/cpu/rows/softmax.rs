@@ -71,6 +71,11 @@ multiversion! {
 }
 
 multiversion! {
+    /// What a query has found, divided by its sum.
+    pub(crate) fn attention_output<T: Element>(values: &[f32], sum: f32, out: &mut [T]) = attention_output_body;
+}
+
+multiversion! {
     /// One block of one query's attention, backward. Given the gradient of the probabilities and `delta`, the sum over all keys
     /// of probability times its gradient, writes the probabilities `p = exp(score * scale - log_normalizer)` and the gradient of
     /// the scores before scaling, `p * (gradient - delta) * scale`; zeros outside `visible`.
@@ -252,6 +257,14 @@ fn attention_join_body(
     *maximum = new_maximum;
     for (value, &part) in values.iter_mut().zip(part) {
         *value = fma.fma(*value, factor, part * part_factor);
+    }
+}
+
+#[inline(always)]
+fn attention_output_body<T: Element>(_: impl Fma, values: &[f32], sum: f32, out: &mut [T]) {
+    for (out, &value) in out.iter_mut().zip(values) {
+        // Which page boundaries a tile spans decides how often a zero is added to a zero: `+ 0.0` forgets its sign.
+        *out = T::from_f32(value / sum + 0.0);
     }
 }
 
