@@ -6,7 +6,7 @@
 //! same in a decode step of one token, in a prefill chunk and in a training pass. Training computes over pages too, which it packs for the length of the pass.
 //!
 //! Roofline: a tile of 48 query rows does `4 * 48 * 64 * head_dim` operations for each page of `256 * head_dim` bytes, and with what it computes for eight pages fits the second-level
-//! cache: bound by arithmetic. A decode step reads each page once for the query heads that share it: bound by memory.
+//! cache: bound by arithmetic. A decode step reads each page once for the query heads that share it: bound by memory, and by how early it asks for it (`ahead`).
 
 mod ahead;
 mod backward;
@@ -221,6 +221,7 @@ unsafe fn block_in_cuts(kernel: &TileKernel, rows: usize, tile: &Tile, ahead: &m
 ///
 /// # Safety
 /// As there, for each of them; the left side has the steps of all.
+#[allow(clippy::too_many_arguments)]
 unsafe fn product_in_parts(
     kernel: &TileKernel,
     left: Left,
