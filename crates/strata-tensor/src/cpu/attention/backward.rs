@@ -13,7 +13,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Left, PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, product, row_len, visible_slots, write_key};
+use super::ahead::Ahead;
+use super::products::{Left, product};
+use super::{PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, row_len, visible_slots, write_key};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::kv::key_len;
@@ -428,12 +430,24 @@ impl<T: Element + Plain> Pass<'_, T> {
                             first: first.as_ptr().cast(),
                             stride: page_bytes,
                         };
+                        // These products wait for their arithmetic.
+                        let nothing = &mut Ahead::nothing();
                         // SAFETY: all blocks are whole: 64 rows or columns, padded with zeros.
                         unsafe {
                             let (q, dout) = (from_rows(tile.q, steps), from_rows(tile.dout, value_steps));
                             let (k, v) = (keys.keys_as_columns.as_ptr(), keys.values_as_columns.as_ptr());
-                            product(&self.kernel, q, k, steps, PAGE, scores.as_mut_ptr(), PAGE, false);
-                            product(&self.kernel, dout, v, value_steps, PAGE, dprobabilities.as_mut_ptr(), PAGE, false);
+                            product(&self.kernel, q, k, steps, PAGE, scores.as_mut_ptr(), PAGE, false, nothing);
+                            product(
+                                &self.kernel,
+                                dout,
+                                v,
+                                value_steps,
+                                PAGE,
+                                dprobabilities.as_mut_ptr(),
+                                PAGE,
+                                false,
+                                nothing,
+                            );
                         }
                         for r in 0..rows {
                             let position = query_page * PAGE + r;
@@ -468,10 +482,21 @@ impl<T: Element + Plain> Pass<'_, T> {
                                 keys.dv.as_mut_ptr(),
                                 PAGE,
                                 key_has,
+                                nothing,
                             );
-                            product(&self.kernel, q, ds_words.as_ptr(), page_steps, PAGE, keys.dk.as_mut_ptr(), PAGE, key_has);
+                            product(
+                                &self.kernel,
+                                q,
+                                ds_words.as_ptr(),
+                                page_steps,
+                                PAGE,
+                                keys.dk.as_mut_ptr(),
+                                PAGE,
+                                key_has,
+                                nothing,
+                            );
                             let (ds, k) = (from_columns(ds, rows), keys.keys_as_rows.as_ptr());
-                            product(&self.kernel, ds, k, page_steps, d, tile.dq.as_mut_ptr(), d, query_has);
+                            product(&self.kernel, ds, k, page_steps, d, tile.dq.as_mut_ptr(), d, query_has, nothing);
                         }
                     }
                 }
