@@ -95,7 +95,11 @@ impl Isa {
     /// The fastest that this machine can run: the last of those it has, with one exception. `vdpbf16ps` has the full rate of a multiply-add on
     /// Zen 4 and 5, but half of it on Intel's processors, where two f32 multiply-adds of the widened numbers are no slower and often faster.
     pub fn detect() -> Isa {
-        let is_fastest = |isa: &Isa| isa.is_available() && (*isa != Isa::Avx512Bf16 || !is_made_by(b"GenuineIntel"));
+        let is_fastest = |isa: &Isa| match isa {
+            Isa::Avx512Bf16 => isa.is_available() && !is_made_by(b"GenuineIntel"),
+            Isa::Amx => has_amx(),
+            _ => isa.is_available(),
+        };
         Self::ALL.into_iter().rfind(is_fastest).unwrap_or(Isa::Portable)
     }
 
@@ -162,7 +166,7 @@ impl Isa {
                     && is_x86_feature_detected!("avx512dq")
             }
             Isa::Avx512Bf16 => Isa::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"),
-            Isa::Amx => *HAS_AMX,
+            Isa::Amx => has_amx() || has_emulated_tiles(),
         }
     }
 
@@ -212,9 +216,27 @@ fn family() -> u32 {
 }
 
 /// Whether processor and system have [`Isa::Amx`]. To ask a processor costs an exit to the hypervisor where there is one.
+fn has_amx() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static ANSWER: LazyLock<bool> =
+            LazyLock::new(|| Isa::Avx512Bf16.is_available() && has_bf16_tiles() && super::matmul::tiles_permitted());
+        *ANSWER
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Whether tests of this crate have something that stands in for the tile unit.
 #[cfg(target_arch = "x86_64")]
-static HAS_AMX: LazyLock<bool> =
-    LazyLock::new(|| Isa::Avx512Bf16.is_available() && has_bf16_tiles() && super::matmul::tiles_permitted());
+fn has_emulated_tiles() -> bool {
+    #[cfg(all(test, target_os = "linux"))]
+    {
+        super::matmul::emulated_tiles()
+    }
+    #[cfg(not(all(test, target_os = "linux")))]
+    false
+}
 
 /// Whether the processor has AMX-TILE and AMX-BF16.
 #[cfg(target_arch = "x86_64")]

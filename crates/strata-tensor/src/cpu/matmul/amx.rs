@@ -6,6 +6,9 @@
 //! What `tdpbf16ps` computes is written down in [`granules`](super::granules). The instructions have no stable intrinsics, so each loop is one block of assembly: nothing the compiler
 //! does can come between a tile's loads and its products.
 
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) mod emulator;
+
 use std::arch::asm;
 use std::cell::Cell;
 

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Every operation rounds to nearest even; numbers below the normal range are read as zero, and results below it become zero (found by
-//! experiment, and held against the instruction by the tests where there is one). The last granule of a reduction is filled up with zeros.
+//! experiment, and held against the instruction by the tests where there is a tile unit; elsewhere they emulate it). The last granule of a reduction is filled up with zeros.
 //!
 //! [`reference`] is that, word for word. `body` is the same for the vectoriser: it compiles to AVX2, NEON, or whatever there is, and is the
 //! kernel of every machine that has none of its own for this order (`granules_avx512`, `amx`).
@@ -272,7 +272,7 @@ mod tests {
         let (steps, columns) = (granules * STEPS, vectors * LANES);
         let key = (rows * 1000 + granules * 10 + vectors) as u64;
         let (a, b) = (words(2 * key, rows * steps, number), words(2 * key + 1, steps * columns, number));
-        let c: Vec<f32> = (0..rows * columns).map(|i| pair(words(3 * key, i + 1, number)[i]).0).collect();
+        let c: Vec<f32> = words(3 * key, rows * columns, number).into_iter().map(|word| pair(word).0).collect();
         let mut expected = if from == From::Zeros { vec![0.0; c.len()] } else { c.clone() };
         for (i, c) in expected.iter_mut().enumerate() {
             for g in 0..granules {

@@ -63,6 +63,12 @@ pub(crate) fn tiles_permitted() -> bool {
     amx::permitted()
 }
 
+/// Whether tiles are emulated.
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn emulated_tiles() -> bool {
+    amx::emulator::stands_in()
+}
+
 /// Gives up what the kernels of this thread have set up in the processor; the next that needs it sets it up again.
 pub(crate) fn release_thread() {
     #[cfg(target_arch = "x86_64")]
