@@ -13,8 +13,8 @@ pub struct Int4Rows<'a> {
 }
 
 impl<'a> Int4Rows<'a> {
-    /// The largest zero: files that store one less have it.
-    pub const ZERO_MAX: u8 = 16;
+    /// The largest zero.
+    pub const ZERO_MAX: u8 = 15;
     /// Magnitudes of scales that are not zero: beyond them, products of what kernels compute on the way are not finite or not normal.
     pub const SCALES: std::ops::RangeInclusive<f32> = 1e-30..=1e30;
     /// Bits of a scale's 23 that are zero: it has the eleven significant bits of f16, or fewer.
@@ -107,9 +107,9 @@ mod tests {
 
     #[test]
     fn codes_stand_for_multiples_of_the_scale_of_their_group() {
-        let (codes, scales, zeros) = ([0, 15, 8, 3, 9, 1], [0.5, -0.25, 2.0, 0.0], [8, 3, 16, 0]);
+        let (codes, scales, zeros) = ([0, 15, 8, 3, 9, 1], [0.5, -0.25, 2.0, 0.0], [8, 3, 15, 0]);
         let rows = Int4Rows::new((3, 2), &codes, &scales, &zeros).unwrap();
-        assert_eq!(rows.to_f32_vec(), [-4.0, 3.5, -1.25, -26.0, -14.0, 0.0]);
+        assert_eq!(rows.to_f32_vec(), [-4.0, 3.5, -1.25, -24.0, -12.0, 0.0]);
         assert_eq!((rows.rows(), rows.codes(1), rows.group(1, 2)), (2, &codes[3..], (0.0, 0)));
         let negative = Int4Rows::new((1, 1), &[3], &[-1.0], &[3]).unwrap();
         assert_eq!(negative.to_f32_vec()[0].to_bits(), 0);
@@ -124,9 +124,9 @@ mod tests {
         assert!(refused((2, 0), &[0; 4], &[1.0; 2], &[0; 2]).contains("groups of 0"));
         assert!(refused((2, 1), &[0; 4], &[1.0; 4], &[0; 3]).contains("4 scales and 3 zeros for 4 groups"));
         assert!(refused((2, 2), &[0, 16], &[1.0], &[0]).contains("a code is 16"));
-        assert!(refused((2, 2), &[0, 15], &[1.0], &[17]).contains("a zero is 17"));
+        assert!(refused((2, 2), &[0, 15], &[1.0], &[16]).contains("a zero is 16"));
         for bad in [f32::NAN, f32::INFINITY, 2e30, 1e-31, 1.0 + f32::EPSILON] {
-            assert!(refused((2, 2), &[0, 15], &[bad], &[16]).contains("a scale is"), "{bad}");
+            assert!(refused((2, 2), &[0, 15], &[bad], &[15]).contains("a scale is"), "{bad}");
         }
     }
 }

@@ -73,6 +73,11 @@ impl Int4Tensors {
         format!("{}{last}", self.stem)
     }
 
+    /// The linear layer that it is of.
+    pub(crate) fn module(&self) -> &str {
+        self.stem.trim_end_matches('.')
+    }
+
     /// Name and shape of the words of codes.
     pub(crate) fn codes(&self) -> (String, [usize; 2]) {
         match self.form.layout {
@@ -115,9 +120,9 @@ impl Int4Tensors {
         words(self.codes(), reader);
         self.zeros().into_iter().for_each(|zeros| words(zeros, reader));
         let (scales, shape) = self.scales();
-        reader.require(&scales, &shape);
+        reader.require_plain(&scales, &[Dtype::F16, Dtype::BF16, Dtype::F32], &shape);
         match self.form.layout {
-            Int4Layout::Gptq { .. } => self.require_order(reader),
+            Int4Layout::Gptq { reordered, .. } => self.require_order(reader, reordered),
             Int4Layout::CompressedTensors { .. } => self.require_extents(reader),
             Int4Layout::Awq => {}
         }
@@ -128,10 +133,10 @@ impl Int4Tensors {
         }
     }
 
-    /// The group of each input, which has to be that of its place: kernels read the inputs of a group together.
-    fn require_order(&self, reader: &mut CheckpointReader<'_>) {
+    /// The group of each input, which has to be that of its place: kernels read the inputs of a group together. If there is no other order, files need not say so.
+    fn require_order(&self, reader: &mut CheckpointReader<'_>, reordered: bool) {
         let name = self.named("g_idx");
-        if !reader.contains(&name) {
+        if !reader.contains(&name) && !reordered {
             return;
         }
         let Some(groups) = reader.require_plain(&name, &[Dtype::I32], &[self.inputs]) else { return };
@@ -242,7 +247,11 @@ impl Int4Matrix<'_> {
         let (word, place) = (output / CODES, output % CODES);
         let of_outputs = group * self.tensors.outputs.div_ceil(CODES) + word;
         match self.tensors.form.layout {
-            Int4Layout::Gptq { zeros_less } => code(zeros[of_outputs], place) + zeros_less,
+            Int4Layout::Gptq { zeros_less, .. } => {
+                // As GPTQModel and AutoGPTQ convert one format into the other, `qzeros += 0x11111111`: by words, so that what a zero of 0 has borrowed comes back.
+                let word = u32::from_le_bytes(zeros[of_outputs]);
+                code(word.wrapping_add(u32::from(zeros_less) * 0x1111_1111).to_le_bytes(), place)
+            }
             Int4Layout::Awq => code(zeros[of_outputs], AWQ_PLACES[place]),
             Int4Layout::CompressedTensors { .. } => code(zeros[word * self.tensors.groups() + group], place),
         }

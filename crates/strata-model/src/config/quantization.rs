@@ -24,8 +24,10 @@ pub struct Int4Form {
 pub(crate) enum Int4Layout {
     /// `qweight [in / 8, out]`, `qzeros [groups, out / 8]`, `scales [groups, out]`, `g_idx [in]` (Frantar et al., 2022, arXiv:2210.17323, as AutoGPTQ and GPTQModel write it).
     Gptq {
-        /// What zeros are stored less than they are: one, but for `gptq_v2`.
+        /// What zeros are stored less than they are: one, but for `gptq_v2`. It is taken from whole words: a zero of 0 borrows from the next.
         zeros_less: u8,
+        /// Whether inputs may have been put in another order: then only `g_idx` says whether they were.
+        reordered: bool,
     },
     /// `qweight [in, out / 8]`, `qzeros [groups, out / 8]`, `scales [groups, out]` (Lin et al., 2023, arXiv:2306.00978, as AutoAWQ writes its `gemm` version).
     Awq,
@@ -75,16 +77,27 @@ fn check_fp8(settings: &Fields<'_>) -> Result<()> {
 }
 
 fn gptq(settings: &Fields<'_>) -> Result<Int4Form> {
-    // Of its many other keys those below say how tensors lie, and the rest how they were found; whether inputs were put in another order, `g_idx` says.
+    // Of its many other keys those below say how tensors lie, and the rest how they were found.
     required(settings, KEY, "bits", &[json!(4)])?;
-    only(settings, KEY, "checkpoint_format", &[json!("gptq"), json!("gptq_v2")])?;
+    // The same by its old name and its new one.
+    let names = ["checkpoint_format", "format"];
+    for name in names {
+        only(settings, KEY, name, &[json!("gptq"), json!("gptq_v2")])?;
+    }
+    let [old, new] = names.map(|name| settings.get(name));
+    if let (Some(old), Some(new)) = (old, new)
+        && old != new
+    {
+        return Err(unsupported(&format!("{KEY}.{}", names[1]), new, &format!("{} {old}", names[0])));
+    }
     only(settings, KEY, "pack_dtype", &[json!("int32")])?;
     only(settings, KEY, "is_marlin_format", &[json!(false)])?;
     // Other settings for some modules.
     only(settings, KEY, "dynamic", &[json!({}), json!(false)])?;
-    let zeros_less = u8::from(settings.get("checkpoint_format") != Some(&json!("gptq_v2")));
+    let zeros_less = u8::from(old.or(new) != Some(&json!("gptq_v2")));
+    let reordered = settings.flag("desc_act", false)?;
     let group_inputs = group_inputs(settings, KEY, required(settings, KEY, "group_size", &[])?)?;
-    Ok(Int4Form { layout: Int4Layout::Gptq { zeros_less }, group_inputs })
+    Ok(Int4Form { layout: Int4Layout::Gptq { zeros_less, reordered }, group_inputs })
 }
 
 fn awq(settings: &Fields<'_>) -> Result<Int4Form> {

@@ -384,9 +384,18 @@ fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
     };
     let gptq = json!({"quant_method": "gptq", "bits": 4, "group_size": 128});
     let of = |layout, group_inputs| Some(Int4Form { layout, group_inputs });
-    assert_eq!(form(gptq.clone()).unwrap(), of(Int4Layout::Gptq { zeros_less: 1 }, Some(128)));
+    let of_gptq = |zeros_less, reordered| Int4Layout::Gptq { zeros_less, reordered };
+    assert_eq!(form(gptq.clone()).unwrap(), of(of_gptq(1, false), Some(128)));
     let second = json!({"checkpoint_format": "gptq_v2", "group_size": -1, "desc_act": true, "dynamic": null});
-    assert_eq!(with(&gptq, second).unwrap(), of(Int4Layout::Gptq { zeros_less: 0 }, None));
+    assert_eq!(with(&gptq, second).unwrap(), of(of_gptq(0, true), None));
+    for (named, zeros_less) in [
+        (json!({"format": "gptq_v2"}), 0),
+        (json!({"format": "gptq_v2", "checkpoint_format": null}), 0),
+        (json!({"format": "gptq_v2", "checkpoint_format": "gptq_v2"}), 0),
+        (json!({"format": "gptq"}), 1),
+    ] {
+        assert_eq!(with(&gptq, named).unwrap(), of(of_gptq(zeros_less, false), Some(128)));
+    }
     let awq = json!({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": true, "version": "GEMM"});
     assert_eq!(form(awq.clone()).unwrap(), of(Int4Layout::Awq, Some(64)));
     let compressed = |weights: Value, others: Value| {
@@ -402,7 +411,7 @@ fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
     assert_eq!(compressed(json!({"symmetric": false, "actorder": "static"}), none()).unwrap(), of(layout(false), Some(32)));
     assert_eq!(compressed(json!({"strategy": "channel", "group_size": null}), none()).unwrap(), of(layout(true), None));
     let composite = json!({"model_type": "qwen3_5", "quantization_config": gptq}).to_string();
-    assert_eq!(ModelConfig::from_json(&composite, None).unwrap().int4, of(Int4Layout::Gptq { zeros_less: 1 }, Some(128)));
+    assert_eq!(ModelConfig::from_json(&composite, None).unwrap().int4, of(of_gptq(1, false), Some(128)));
 
     let other_group = json!({"group_1": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}});
     for (refused, expected) in [
@@ -410,6 +419,8 @@ fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
         (with(&gptq, json!({"group_size": 48})), "quantization_config.group_size 48"),
         (with(&gptq, json!({"group_size": null})), "quantization_config.group_size is missing"),
         (with(&gptq, json!({"checkpoint_format": "marlin"})), "checkpoint_format \"marlin\""),
+        (with(&gptq, json!({"format": "marlin", "checkpoint_format": "gptq"})), "quantization_config.format \"marlin\""),
+        (with(&gptq, json!({"format": "gptq_v2", "checkpoint_format": "gptq"})), "quantization_config.format \"gptq_v2\""),
         (with(&gptq, json!({"dynamic": {"+:lm_head": {"bits": 8}}})), "quantization_config.dynamic"),
         (with(&gptq, json!({"pack_dtype": "int64"})), "pack_dtype \"int64\""),
         (with(&awq, json!({"version": "gemv"})), "version \"gemv\""),

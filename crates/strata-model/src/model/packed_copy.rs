@@ -10,7 +10,7 @@
 //! model's weights, the device's layout, and this program's version. Whoever can write to the directory can change the model, as whoever can write to the checkpoint's.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Seek, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -239,44 +239,59 @@ impl PackedCopy {
         (huge >= map.len() / 16 * 15).then(|| Arc::new(map))
     }
 
-    /// Writes the file. Whether it did: not if another process is at it.
+    /// Writes the file. Whether it did: not if another process is at it. What was there before is of no use to anyone, and makes room if there is too little for both.
     ///
     /// # Errors
     /// If the device or the file system refuses.
     pub(super) fn write(&self, backend: &dyn Backend, weights: &Weights) -> Result<bool> {
-        write_by_one(&self.path, |file| {
-            let io_error = |source| Error::Io { path: self.path.clone(), source };
-            let mut out = Blocks { file, block: Vec::with_capacity(WRITE_BYTES), sums: Vec::new(), put: 0, failed: None };
-            // The header takes its place when the sums are known.
-            out.pad_to(self.header_bytes);
-            for (stack, placed) in weights.stacks().zip(&self.stacks) {
-                out.pad_to(placed.offset);
-                match stack {
-                    Stack::Matrices(matrices) => backend.read_packed(matrices, &mut |piece| out.put_piece(piece))?,
-                    Stack::Tensor(tensor) => {
-                        let StackShape::Tensor { rows, width, dtype } = placed.shape else {
-                            unreachable!("stacks are in order")
-                        };
-                        for (_, rows) in runs(rows, width, dtype, placed.piece_bytes) {
-                            let values = backend.to_host(tensor.as_ref().rows(rows))?;
-                            values.as_ref().as_bytes().chunks(placed.piece_bytes).for_each(|piece| out.put_piece(piece));
-                        }
+        write_by_one(&self.path, |file| in_place_of(&self.path, || self.write_to(file, backend, weights)))
+    }
+
+    /// Writes it from the beginning of an open file on.
+    fn write_to(&self, mut file: &File, backend: &dyn Backend, weights: &Weights) -> Result<()> {
+        let io_error = |source| Error::Io { path: self.path.clone(), source };
+        file.set_len(0).and_then(|()| file.rewind()).map_err(io_error)?;
+        let mut out = Blocks { file, block: Vec::with_capacity(WRITE_BYTES), sums: Vec::new(), put: 0, failed: None };
+        // The header takes its place when the sums are known.
+        out.pad_to(self.header_bytes);
+        for (stack, placed) in weights.stacks().zip(&self.stacks) {
+            out.pad_to(placed.offset);
+            match stack {
+                Stack::Matrices(matrices) => backend.read_packed(matrices, &mut |piece| out.put_piece(piece))?,
+                Stack::Tensor(tensor) => {
+                    let StackShape::Tensor { rows, width, dtype } = placed.shape else { unreachable!("stacks are in order") };
+                    for (_, rows) in runs(rows, width, dtype, placed.piece_bytes) {
+                        let values = backend.to_host(tensor.as_ref().rows(rows))?;
+                        values.as_ref().as_bytes().chunks(placed.piece_bytes).for_each(|piece| out.put_piece(piece));
                     }
                 }
             }
-            out.pad_to(self.file_bytes);
-            out.flush();
-            let Blocks { sums, failed, .. } = out;
-            if let Some(error) = failed {
-                return Err(io_error(error));
-            }
-            let mut header = [&MAGIC[..], &self.key, &self.file_bytes.to_le_bytes()].concat();
-            sums.iter().for_each(|sum| header.extend(sum.to_le_bytes()));
-            let sum = Sha256::digest(&header);
-            header.extend(sum);
-            assert_eq!(header.len() as u64, self.header_bytes, "a sum for every piece");
-            file.write_all_at(&header, 0).map_err(io_error)
-        })
+        }
+        out.pad_to(self.file_bytes);
+        out.flush();
+        let Blocks { sums, failed, .. } = out;
+        if let Some(error) = failed {
+            return Err(io_error(error));
+        }
+        let mut header = [&MAGIC[..], &self.key, &self.file_bytes.to_le_bytes()].concat();
+        sums.iter().for_each(|sum| header.extend(sum.to_le_bytes()));
+        let sum = Sha256::digest(&header);
+        header.extend(sum);
+        assert_eq!(header.len() as u64, self.header_bytes, "a sum for every piece");
+        file.write_all_at(&header, 0).map_err(io_error)
+    }
+}
+
+/// Writes what comes in the place of a useless file, and if there is no room for both, removes that and tries again.
+fn in_place_of(useless: &Path, write: impl Fn() -> Result<()>) -> Result<()> {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    match write() {
+        Err(Error::Io { source, .. })
+            if matches!(source.kind(), StorageFull | QuotaExceeded) && std::fs::remove_file(useless).is_ok() =>
+        {
+            write()
+        }
+        other => other,
     }
 }
 

@@ -11,7 +11,7 @@ use crate::checkpoint::{
     dequantize, e4m3_to_f32, fill_pieces, first_not_finite, write_values,
 };
 use crate::config::{FP8_BLOCK, Int4Form};
-use crate::{ModelConfig, ModelSource, Result};
+use crate::{Error, ModelConfig, ModelSource, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
 pub(super) const SLICE_ELEMENTS: usize = 8 << 20;
@@ -198,7 +198,10 @@ impl CheckpointWeights<'_> {
                 .checkpoint
                 .error(format!("element {at} of tensor {name} is {value} in {dtype}, not a finite number")));
         }
-        store(first, rows)
+        store(first, rows).map_err(|error| match error {
+            Error::Tensor(strata_tensor::Error::Unsupported(why)) => self.checkpoint.error(format!("tensor {name}: {why}")),
+            other => other,
+        })
     }
 
     /// The scales of a parameter in bytes, block after block.
@@ -321,7 +324,7 @@ impl CheckpointWeights<'_> {
         for rows in slices(&tensors.shape()) {
             let first = rows.start;
             let values = matrix.rows(self.run, rows);
-            let rows = values.as_ref().map_err(|e| self.checkpoint.error(format!("tensor {codes}: {e}")))?;
+            let rows = values.as_ref().map_err(|e| self.checkpoint.error(format!("{}: {e}", tensors.module())))?;
             store(first, Rows::Int4(rows))?;
         }
         self.checkpoint.forget(&codes, 0..matrix.code_bytes());

@@ -19,6 +19,7 @@ use strata_model::{
 use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
 use crate::base_model::{Copies, Numerics, Quantize, write_copy};
+use crate::logging::{self, LogFormat};
 
 /// Settings of `strata trace`.
 #[derive(Debug, clap::Args)]
@@ -58,6 +59,7 @@ pub struct Args {
 /// # Errors
 /// If the model, the adapter or the tokens cannot be used, or the file cannot be written.
 pub fn run(args: Args) -> Result<()> {
+    logging::init(LogFormat::Text);
     let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
     let backend = Arc::new(CpuBackend::with_numerics(None, args.numerics.into())?);
     let source = ModelSource::Directory(args.model);

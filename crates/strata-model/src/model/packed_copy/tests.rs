@@ -205,3 +205,27 @@ fn two_starts_at_once_make_one_copy() {
     copy_in(copies.path());
     assert!(load(&source, copies.path()).1.is_none());
 }
+
+#[test]
+fn what_is_useless_makes_room_for_what_takes_its_place_and_only_then() {
+    let dir = tempfile::tempdir().unwrap();
+    let old = dir.path().join("old");
+    let attempts = std::cell::Cell::new(0);
+    let refusing = |kind: std::io::ErrorKind, enough_without: bool| {
+        attempts.set(0);
+        std::fs::write(&old, "useless").unwrap();
+        in_place_of(&old, || {
+            attempts.set(attempts.get() + 1);
+            match enough_without && !old.exists() {
+                true => Ok(()),
+                false => Err(Error::Io { path: old.clone(), source: kind.into() }),
+            }
+        })
+    };
+    refusing(std::io::ErrorKind::StorageFull, true).unwrap();
+    assert!(attempts.get() == 2 && !old.exists());
+    refusing(std::io::ErrorKind::StorageFull, false).unwrap_err();
+    assert_eq!(attempts.get(), 2, "not again and again");
+    refusing(std::io::ErrorKind::PermissionDenied, true).unwrap_err();
+    assert!(attempts.get() == 1 && old.exists());
+}

@@ -32,7 +32,7 @@ impl Matrix {
     }
 
     fn zero(&self, row: usize, group: usize) -> u32 {
-        1 + ((row * 3 + group * 11) % 15) as u32
+        ((row * 3 + group * 11) % 16) as u32
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
@@ -69,9 +69,13 @@ impl Matrix {
         match layout {
             Layout::Gptq => {
                 let order = (0..columns).flat_map(|i| ((i / group) as i32).to_le_bytes()).collect();
+                let mut zeros = Self::words([groups, rows / 8], |group, j, place| self.zero(8 * j + place, group));
+                for word in zeros.2.as_chunks_mut().0 {
+                    *word = u32::from_le_bytes(*word).wrapping_sub(0x1111_1111).to_le_bytes();
+                }
                 vec![
                     ("qweight", Self::words([columns / 8, rows], |i, row, place| self.code(row, 8 * i + place))),
-                    ("qzeros", Self::words([groups, rows / 8], |group, j, place| self.zero(8 * j + place, group) - 1)),
+                    ("qzeros", zeros),
                     ("scales", self.scales([groups, rows], |group, row| self.scale(row, group))),
                     ("g_idx", (Dtype::I32, vec![columns], order)),
                 ]
@@ -211,7 +215,7 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
     const STEM: &str = "model.layers.1.mlp.down_proj.";
     let refused = |layout, change: Change<'_>| load_error(&quantized(32, Some(layout), &|_| false, change), None);
     let name = |last: &str| format!("{STEM}{last}");
-    let cases: [(Layout, &str, Change<'_>); 10] = [
+    let cases: [(Layout, &str, Change<'_>); 11] = [
         (Layout::Gptq, "missing tensors: model.layers.1.mlp.down_proj.scales", &|t| drop(t.remove(&name("scales")))),
         (Layout::Gptq, "missing tensors: model.layers.1.mlp.down_proj.qzeros", &|t| drop(t.remove(&name("qzeros")))),
         // Without codes nothing says that it is in four bits.
@@ -222,8 +226,12 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
         }),
         (Layout::Gptq, "qweight has dtype U32", &|t| t.get_mut(&name("qweight")).unwrap().0 = Dtype::U32),
         (Layout::Compressed, "weight_shape is not [64, 96]", &|t| t.get_mut(&name("weight_shape")).unwrap().2[0] = 63),
-        (Layout::Awq, "down_proj.qweight: weights of four bits: a scale is inf", &|t| {
+        (Layout::Awq, "model.layers.1.mlp.down_proj: weights of four bits: a scale is inf", &|t| {
             t.get_mut(&name("scales")).unwrap().2[..2].copy_from_slice(&half::f16::INFINITY.to_le_bytes());
+        }),
+        (Layout::Awq, "down_proj.scales has dtype F8_E4M3", &|t| {
+            let (dtype, shape, bytes) = t.get_mut(&name("scales")).unwrap();
+            (*dtype, *bytes) = (Dtype::F8_E4M3, vec![0x38; shape.iter().product()]);
         }),
         (Layout::Gptq, "has no use for: model.layers.1.mlp.down_proj.bias", &|t| {
             drop(t.insert(name("bias"), (Dtype::F16, vec![64], [&[1][..], &[0; 127]].concat())));
@@ -244,4 +252,18 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
         None,
     )
     .unwrap();
+}
+
+/// Without the groups of its inputs nobody knows their order.
+#[test]
+fn inputs_that_may_have_another_order_are_not_taken_in_the_one_that_there_is() {
+    let without = |t: &mut BTreeMap<String, Stored>| t.retain(|name, _| !name.ends_with("g_idx"));
+    let dir = quantized(32, Some(Layout::Gptq), &|_| false, &without);
+    load(&dir, None).unwrap();
+    let path = dir.path().join("config.json");
+    let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    config["quantization_config"]["desc_act"] = Value::Bool(true);
+    std::fs::write(&path, config.to_string()).unwrap();
+    let error = load_error(&dir, None);
+    assert!(error.contains("missing tensors: model.layers.") && error.contains(".g_idx"), "{error}");
 }

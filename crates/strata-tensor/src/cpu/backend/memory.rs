@@ -70,7 +70,7 @@ fn rounded<T: Element>(values: &[f32]) -> Result<Buffer> {
 /// Bytes that a thread copies, or fills, before it takes the next: a part of its cache.
 const PIECE_BYTES: usize = 256 << 10;
 /// The layout of packed weights, by a name that is another wherever a change of `packed` or of a `matmul::pack` moves a byte.
-const PACKED_LAYOUT: &str = "cpu-panels-3";
+const PACKED_LAYOUT: &str = "cpu-panels-4";
 
 impl CpuBackend {
     /// Copies bytes on all threads, a piece each: tables of embeddings are as large as memory lets them be.

@@ -30,7 +30,7 @@ pub(super) const LINE_BYTES: usize = LINE_INPUTS * LANES / 2;
 /// Bytes of a scale with its zero.
 pub(super) const WORD_BYTES: usize = size_of::<u32>();
 /// The bits of a word that are the zero.
-pub(super) const ZERO_BITS: u32 = 31;
+pub(super) const ZERO_BITS: u32 = 15;
 /// The first bit of the first code of a word of a line.
 pub(super) const FIRST_BIT: u32 = 15;
 
@@ -73,7 +73,7 @@ fn scale_and_zero(word: u32) -> (f32, u8) {
 fn write(groups: &mut [u8], group: usize, width: usize, output: usize, (scale, zero): (f32, u8), codes: &[u8]) {
     groups[WORD_BYTES * output..][..WORD_BYTES].copy_from_slice(&(scale.to_bits() | u32::from(zero)).to_le_bytes());
     // What is behind the last input is multiplied with nothing, or with zero.
-    for (input, code) in codes.iter().copied().chain(std::iter::repeat(zero & 15)).take(group).enumerate() {
+    for (input, code) in codes.iter().copied().chain(std::iter::repeat(zero)).take(group).enumerate() {
         let (at, bit) = place(group, width, output, input);
         // A code that goes round has its last bits first.
         let (mask, code) = (15u32.rotate_left(bit), u32::from(code).rotate_left(bit));

@@ -95,9 +95,9 @@ pub(crate) fn pack_rows<T: Element>(
 fn not_held(refused: Option<(usize, f32)>, what: &str, largest: f32) -> Result<()> {
     match refused {
         None => Ok(()),
-        Some((output, weight)) => Err(Error::Unsupported(format!(
-            "output {output} has a weight of {weight:e}, and {what} hold finite numbers up to {largest:e}"
-        ))),
+        Some((output, weight)) => {
+            Err(Error::Unsupported(format!("a weight is {weight:e}, and {what} hold finite numbers up to {largest:e}")))
+        }
     }
 }
 
