@@ -91,11 +91,11 @@ pub(crate) fn pack_rows<T: Element>(
     Ok(())
 }
 
-/// Refuses the weight of an output, if there is one.
-fn not_held(refused: Option<(usize, f32)>, what: &str, largest: f32) -> Result<()> {
+/// Refuses a weight, if there is one.
+fn not_held(refused: Option<f32>, what: &str, largest: f32) -> Result<()> {
     match refused {
         None => Ok(()),
-        Some((output, weight)) => {
+        Some(weight) => {
             Err(Error::Unsupported(format!("a weight is {weight:e}, and {what} hold finite numbers up to {largest:e}")))
         }
     }
@@ -109,13 +109,13 @@ pub(crate) fn pack_int4(pool: &Pool, group: Int4Group, rows: &Int4Rows<'_>, firs
     });
 }
 
-/// Calls `write` for each of `outputs` with its number among them, its panel, the width of that and its place there. Answers an output that something was found for.
+/// Calls `write` for each of `outputs` with its number among them, its panel, the width of that and its place there. Answers what was found, of one of them.
 fn over_outputs<F: Send + Sync>(
     pool: &Pool,
     outputs: Range<usize>,
     w: &mut PackedMut<'_>,
     write: impl Fn(usize, &mut [u8], usize, usize) -> Option<F> + Sync,
-) -> Option<(usize, F)> {
+) -> Option<F> {
     let (out_features, panel_bytes) =
         (w.out_features, |width: usize| part_panel_bytes(w.storage, w.dtype, w.in_features, width));
     let whole = panel_bytes(PANEL);
@@ -129,7 +129,7 @@ fn over_outputs<F: Send + Sync>(
         let panel_bytes = unsafe { bytes.part(panel * whole..panel * whole + panel_bytes(width)) };
         for output in (panel * PANEL).max(outputs.start)..(panel * PANEL + PANEL).min(outputs.end) {
             if let Some(what) = write(output - outputs.start, panel_bytes, width, output % PANEL) {
-                found.get_or_init(|| (output, what));
+                found.get_or_init(|| what);
             }
         }
     });
