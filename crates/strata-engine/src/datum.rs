@@ -106,7 +106,7 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits<'_>) -> Result<P
     }
     if n > limits.max_example_tokens {
         return Err(format!(
-            "{n} tokens are above {}, the longest training example that memory allows",
+            "{n} tokens are above {}, the longest training example that the model's context and the server's memory allow",
             limits.max_example_tokens
         ));
     }

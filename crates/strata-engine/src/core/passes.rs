@@ -169,6 +169,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             return parts.into_iter().for_each(|part| self.put_back(c, part, Outcome::Left));
         }
         self.left_tokens = 0;
+        let was_ended = matches!(done, Ok(Err(PassError::Interrupted)));
         let error = match done {
             Ok(Ok(logprobs)) if logprobs.len() == parts.iter().map(Part::num_targets).sum::<usize>() => {
                 let mut rest = &logprobs[..];
@@ -182,8 +183,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Ok(Err(PassError::Failed(error))) => Some(error),
             Err(_) => Some("it panicked; the server log says where".into()),
         };
-        if let Some(error) = &error {
-            tracing::error!(error, "a training pass failed");
+        match &error {
+            Some(_) if was_ended => tracing::info!("a training pass was ended before its time"),
+            Some(error) => tracing::error!(error, "a training pass failed"),
+            None => {}
         }
         for part in parts {
             self.put_back(c, part, error.as_deref().map_or(Outcome::Done, Outcome::Failed));

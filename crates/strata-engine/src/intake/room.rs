@@ -9,8 +9,9 @@ const NEW_OWNERS_FRACTION: u64 = 16;
 
 /// Room for the adapters of a client.
 pub(super) struct AdapterRoom {
-    /// What all adapters may take when it is this client that asks.
-    bytes_max: u64,
+    total: u64,
+    /// Of `total`, what this client cannot have.
+    kept_for_others: u64,
     used: u64,
     /// Of `used`, what is its owner's.
     owned: u64,
@@ -29,7 +30,7 @@ impl AdapterRoom {
             (_, 0) => total / NEW_OWNERS_FRACTION,
             _ => total / NEW_SESSIONS_FRACTION,
         };
-        AdapterRoom { bytes_max: total - kept_for_others, used, owned }
+        AdapterRoom { total, kept_for_others, used, owned }
     }
 
     /// Whether there is room for `bytes` more.
@@ -37,16 +38,22 @@ impl AdapterRoom {
     /// # Errors
     /// If there is none now, or if there is none unless the owner gives something up.
     pub(super) fn check(&self, what: &str, bytes: u64) -> Result<(), Refusal> {
-        let AdapterRoom { bytes_max, used, owned } = self;
-        if used.saturating_add(bytes) <= *bytes_max {
+        let AdapterRoom { total, kept_for_others, used, owned } = self;
+        let bytes_max = total - kept_for_others;
+        if used.saturating_add(bytes) <= bytes_max {
             return Ok(());
         }
+        let kept = match kept_for_others {
+            0 => String::new(),
+            kept => format!(" ({kept} are kept for clients that have none)"),
+        };
         let has = format!(
-            "{what} needs {bytes} bytes, but models and samplers take {used} of the {bytes_max} bytes set aside for adapters"
+            "{what} needs {bytes} bytes, but models and samplers take {used} of the {total} bytes set aside for adapters{kept}, \
+             {owned} of them yours"
         );
-        Err(match owned.saturating_add(bytes) <= *bytes_max {
-            true => Refusal::Busy(format!("{has}, {owned} of them yours; send it again when others have freed some")),
-            false => Refusal::User(format!("{has}, {owned} of them yours; free some, or start the server with more memory")),
+        Err(match owned.saturating_add(bytes) <= bytes_max {
+            true => Refusal::Busy(format!("{has}; ask again when others have freed some")),
+            false => Refusal::User(format!("{has}; free some, or start the server with more memory")),
         })
     }
 }

@@ -120,7 +120,11 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
         app.notify_engine(&client, freed);
         is_new = added;
         // A retried request comes here too, and is then recognised by its place; what it finds wrong does not count.
-        if is_new { Ok(op) } else { Err(format!("sampling session {sampler_id} exists already")) }
+        if is_new {
+            Ok(op)
+        } else {
+            Err(format!("there was a sampling session {sampler_id} before; take another sampling_session_seq_id"))
+        }
     });
     let (made_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
     let accepted = training::accept_or_else(
