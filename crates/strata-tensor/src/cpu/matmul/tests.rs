@@ -403,7 +403,7 @@ fn rows_that_have_four_bits_are_stored_as_they_are_in_groups_of_theirs_and_small
         let groups = n * k.div_ceil(in_file);
         let draw = |key, i: usize, below: u32| (crate::random::uniform([key, 0], i as u64) * below as f32) as u8;
         let codes: Vec<u8> = (0..n * k).map(|i| draw(1, i, 16)).collect();
-        let zeros: Vec<u8> = (0..groups).map(|i| draw(2, i, 17)).collect();
+        let zeros: Vec<u8> = (0..groups).map(|i| draw(2, i, 16)).collect();
         let scales: Vec<f32> =
             (0..groups).map(|i| half::f16::from_f32(crate::random::normal([3, 0], i as u64)).to_f32()).collect();
         let rows = Int4Rows::new((k, in_file), &codes, &scales, &zeros).unwrap();
