@@ -65,6 +65,10 @@ impl<C: Compute> Batcher<C> {
 
     /// Takes what was seen before of a picture for a job, if it is still there.
     pub(crate) fn recall(&mut self, job: u64, index: usize, picture: &Picture) -> bool {
+        // While it was being seen for this job, another owner's may have been done with the same picture, and this job have taken that.
+        if self.sights.contains_key(&(job, index)) {
+            return true;
+        }
         let seen = self.gallery.get(&picture.id).filter(|_| self.jobs.contains_key(&job));
         seen.is_some_and(|seen| {
             self.gallery.hold(&picture.id);

@@ -491,6 +491,8 @@ mod tests {
     const REGRESSIONS: &[u64] = &[
         // 29 samples to the end of the cache, one after another because each needs all of it: 20,600 turns without an answer.
         6374074135314591132,
+        // A job took what was seen of a picture twice: of another owner's, between the blocks of the tower, and then of its own.
+        11562391534551677498,
     ];
 
     fn check(seed: u64) -> Outline {
