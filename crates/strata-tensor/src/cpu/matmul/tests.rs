@@ -436,7 +436,7 @@ fn rows_that_have_four_bits_are_stored_as_they_are_in_groups_of_theirs_and_small
 }
 
 #[test]
-fn a_weight_that_cannot_be_stored_in_fewer_bits_is_refused_by_output_and_value() {
+fn a_weight_that_cannot_be_stored_in_fewer_bits_is_refused_by_its_value() {
     for storage in [WeightStorage::Int8, INT4[1]] {
         let mut stack = PackedStack::zeros(1, 3, 200, WeightFormat { compute: DType::F32, storage }).unwrap();
         let mut rows = vec![1.0f32; 100 * 3];
