@@ -27,7 +27,7 @@ use crate::tenant::{RunningForward, Tenant};
 
 /// Tokens whose arithmetic takes about as long as what every training pass costs whatever its length.
 const PASS_BASE_TOKENS: usize = 32;
-/// A pass that runs between the layers of another has at most this part of its tokens, so that passes within passes end soon.
+/// A pass that runs between the layers of another, or between the blocks that see a picture, has at most this part of its tokens, so that passes within passes end soon.
 const INNER_PASS_FRACTION: usize = 4;
 
 /// Sampling weights by name.

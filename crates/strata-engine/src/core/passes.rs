@@ -147,7 +147,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             clients,
             early: may_be_left.then(|| Early { queues, most, layers: c.early_layers() }),
             left: false,
-            inner: tokens / INNER_PASS_FRACTION,
+            inner: self.inner_tokens(self.passes.len(), tokens),
             room,
             work: Work::Training,
             uids,
@@ -300,6 +300,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             pass.early = pass.early.take().and_then(further);
         }
         flow
+    }
+
+    /// Tokens of the largest pass that may run within a pass at `depth`, or a picture, of so many tokens. What is within comes to its end before that goes on, so it is small
+    /// beside it, and beside all that wait below.
+    pub(super) fn inner_tokens(&self, depth: usize, tokens: usize) -> usize {
+        let outer = self.passes[..depth].last().map_or(usize::MAX, |pass| pass.inner);
+        outer.min(tokens / INNER_PASS_FRACTION)
     }
 
     /// Tokens for which training has memory now.

@@ -43,7 +43,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             clients: vec![(client.clone(), 1)],
             early: None,
             left: false,
-            inner: usize::MAX,
+            inner: 0,
             room: 0,
             work: Work::Training,
             uids,
@@ -59,6 +59,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             };
             // What was seen takes its part of the memory of the pass that it is for.
             self.passes[depth - 1].room = tokens;
+            self.passes[depth - 1].inner = self.inner_tokens(depth - 1, tokens);
             // One that cannot be seen now waits: the pass takes what comes before.
             let may_see = |(_, picture): &(RequestId, Picture)| self.batcher.may_see(&client.owner, picture);
             let Some((request, picture)) = missing.filter(may_see) else { break };
@@ -123,7 +124,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             clients: vec![(client.clone(), 1)],
             early: None,
             left: false,
-            inner: usize::MAX,
+            inner: self.inner_tokens(self.passes.len(), picture.grid.patches()),
             room: 0,
             work,
             uids: Vec::new(),
