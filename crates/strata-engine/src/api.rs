@@ -53,6 +53,17 @@ pub enum Failure {
     Server(String),
 }
 
+impl Failure {
+    /// A failure of the same side, told in other words.
+    #[must_use]
+    pub fn retold(self, tell: impl FnOnce(String) -> String) -> Self {
+        match self {
+            Failure::User(why) => Failure::User(tell(why)),
+            Failure::Server(why) => Failure::Server(tell(why)),
+        }
+    }
+}
+
 /// The outcome of a request.
 pub type Outcome = Result<Response, Failure>;
 

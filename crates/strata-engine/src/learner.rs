@@ -103,11 +103,7 @@ impl Learner {
         if let Some(why) = self.gradient_lost.take() {
             // What was added since belongs to the step that fails: the next begins anew.
             self.clear_gradient(model.backend());
-            let told = |why| format!("the gradient was lost to an earlier failure ({why}); no step was taken");
-            return Err(match why {
-                Failure::User(why) => Failure::User(told(why)),
-                Failure::Server(why) => Failure::Server(told(why)),
-            });
+            return Err(why.retold(|why| format!("the gradient was lost to an earlier failure ({why}); no step was taken")));
         }
         optimizer::check(params).map_err(Failure::User)?;
         let Learner { config, weights, gradient, moments, bounds, packed, .. } = self;

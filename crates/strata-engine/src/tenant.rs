@@ -197,10 +197,8 @@ impl<C: Compute> Tenant<C> {
             && forward.next_datum() > 0
             && let Some(learner) = &mut self.learner
         {
-            c.lose_gradient(
-                learner,
-                Failure::Server("a forward_backward was cancelled when a part of it had been added".into()),
-            );
+            let why = |failure| format!("a forward_backward was ended when a part of it had been added: {failure}");
+            c.lose_gradient(learner, failure.clone().retold(why));
         }
         forward.fail(failure.clone());
     }

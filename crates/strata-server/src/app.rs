@@ -322,11 +322,8 @@ impl App {
         let dir = self.config.data_dir.path();
         let (data_dir, checkpoints_dir) = (prefix(dir), prefix(&dir.join("checkpoints")));
         let without_paths =
-            |text: &str| text.replace(&checkpoints_dir, "tinker://").replace(&data_dir, "the data directory's ");
-        match failure {
-            Failure::User(text) => Failure::User(without_paths(text)),
-            Failure::Server(text) => Failure::Server(without_paths(text)),
-        }
+            |text: String| text.replace(&checkpoints_dir, "tinker://").replace(&data_dir, "the data directory's ");
+        failure.clone().retold(without_paths)
     }
 
     /// Ends polls that are being held, so that connections can close.

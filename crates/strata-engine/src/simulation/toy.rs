@@ -191,7 +191,7 @@ pub(super) struct Learner {
     params: Rc<Params>,
     gradient: u64,
     frozen: Option<(WeightsId, Frozen)>,
-    lost: Option<String>,
+    lost: Option<Failure>,
     _memory: Memory,
 }
 
@@ -516,7 +516,7 @@ impl Compute for Toy {
         self.shared.spend(OPTIM_COST);
         if let Some(why) = learner.lost.take() {
             learner.gradient = 0;
-            return Err(Failure::Server(format!("the gradient was lost ({why})")));
+            return Err(why.retold(|why| format!("the gradient was lost ({why})")));
         }
         if self.shared.chance(self.shared.faults.get().optim) {
             return Err(Failure::Server(self.shared.fail()));
@@ -540,7 +540,7 @@ impl Compute for Toy {
 
     fn lose_gradient(&self, learner: &mut Learner, why: Failure) {
         learner.gradient = 0;
-        learner.lost = Some(why.to_string());
+        learner.lost = Some(why);
     }
 
     fn seen_bytes_per_token(&self) -> u64 {

@@ -81,6 +81,11 @@ impl<'a> CheckpointReader<'a> {
         self.checkpoint.shape(name)
     }
 
+    /// The first tensor that nobody has asked for whose name ends like this.
+    pub(crate) fn unused_ending(&self, last: &str) -> Option<&str> {
+        self.unused.iter().map(|name| &**name).find(|name| name.ends_with(last))
+    }
+
     /// Marks a tensor that is known and not needed, such as the `lm_head.weight` of a tied model, if it is there.
     pub fn ignore(&mut self, name: &str) {
         self.unused.remove(name);

@@ -569,6 +569,21 @@ fn weights_that_are_not_finite_are_refused_by_name() {
 }
 
 #[test]
+fn a_weight_that_few_bits_cannot_hold_is_refused_with_the_name_of_its_tensor() {
+    let name = "model.layers.1.mlp.up_proj.weight";
+    let dir = written(&config(), &|n, values| {
+        if n == name {
+            values[77] = 2e30;
+        }
+    });
+    for storage in [WeightStorage::Int8, WeightStorage::Int4(Int4Group::Of32)] {
+        let loaded = Model::load_stored(backend(), &ModelSource::Directory(dir.path().into()), None, storage);
+        let error = loaded.err().expect("a weight is too large").to_string();
+        assert!(error.contains(name) && error.contains("a weight is 2e30"), "{error}");
+    }
+}
+
+#[test]
 fn a_model_that_two_tokens_blow_up_is_refused_where_they_do() {
     let dir = written(&config(), &|name, values| {
         if name == "model.layers.1.mlp.down_proj.weight" {

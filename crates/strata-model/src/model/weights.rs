@@ -53,6 +53,9 @@ pub(super) fn check_tied(checkpoint: &Checkpoint, config: &ModelConfig) -> Resul
     Ok(())
 }
 
+/// How the names of tensors of codes end, in the forms that are known.
+const CODES_NAMES: [&str; 2] = [".qweight", ".weight_packed"];
+
 /// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.
 pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     let mut reader = CheckpointReader::new(checkpoint);
@@ -80,6 +83,12 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
             }
         }
     });
+    if config.int4.is_none()
+        && let Some(name) = CODES_NAMES.iter().find_map(|last| reader.unused_ending(last))
+    {
+        let problem = format!("{name} holds weights in few bits, and no quantization_config in config.json says how they lie");
+        reader.refuse(problem);
+    }
     reader.finish()
 }
 

@@ -1,5 +1,7 @@
 //! Sending, and what must come of it: who is refused, who is answered, and with what numbers.
 
+use std::mem::discriminant;
+
 use crate::api::{Cells, Datum, Failure, Outcome, Refusal, Request, Response, TrainOp};
 use crate::ledger::Charge;
 use crate::sampler::REQUEST_BYTES;
@@ -291,7 +293,7 @@ impl World {
                 _ if self.asked[asked].wrong.as_ref().is_some_and(|wrong| text.contains(wrong)) => true,
                 TrainOp::ForwardBackward { forward_only, .. } if faulty && text.contains("training pass") => {
                     if !forward_only {
-                        m.lost = true;
+                        m.lost = Some(failure.clone());
                         m.numbers.iter_mut().for_each(|n| n.gradient = 0);
                     }
                     true
@@ -299,7 +301,7 @@ impl World {
                 TrainOp::ForwardBackward { forward_only: false, .. }
                     if self.asked[asked].worked && self.asked[asked].cancelled.is_some() && text.contains("cancelled") =>
                 {
-                    m.lost = true;
+                    m.lost = Some(failure.clone());
                     m.numbers.iter_mut().for_each(|n| n.gradient = 0);
                     true
                 }
@@ -307,19 +309,21 @@ impl World {
                     if self.shared.failed_sights.get() > 0 && text.contains("seeing a picture") =>
                 {
                     if !forward_only && self.asked[asked].worked {
-                        m.lost = true;
+                        m.lost = Some(failure.clone());
                         m.numbers.iter_mut().for_each(|n| n.gradient = 0);
                     }
                     true
                 }
-                TrainOp::OptimStep(_) if m.lost && text.contains("lost") => {
-                    m.lost = false;
+                TrainOp::OptimStep(_)
+                    if text.contains("lost") && m.lost.as_ref().map(discriminant) == Some(discriminant(failure)) =>
+                {
+                    m.lost = None;
                     m.numbers.iter_mut().for_each(|n| n.gradient = 0);
                     true
                 }
                 TrainOp::OptimStep(_) if text.contains("toy fault") => true,
                 TrainOp::OptimStep(_) if text.contains("panicked") && self.limits.faults.optim > 0 => {
-                    m.lost = true;
+                    m.lost = Some(failure.clone());
                     m.numbers.iter_mut().for_each(|n| n.gradient = 0);
                     true
                 }
@@ -341,7 +345,7 @@ impl World {
             return fail("its pass failed and it succeeded".into());
         }
         let Some(mut numbers) = self.models[model].numbers else { return fail("it ran before its model was made".into()) };
-        let lost = self.models[model].lost;
+        let lost = self.models[model].lost.is_some();
         match (op, outcome) {
             (TrainOp::ForwardBackward { data, loss, forward_only }, Ok(Response::ForwardBackward(output))) => {
                 let expected = numbers.forward(data, &loss, forward_only, max_example_tokens)?;
@@ -377,7 +381,7 @@ impl World {
                 }
                 let moments = content.moments.filter(|_| with_optimizer).unwrap_or(0);
                 numbers = Numbers { weights: content.weights, moments, gradient: 0 };
-                self.models[model].lost = false;
+                self.models[model].lost = None;
             }
             (_, other) => return fail(format!("it is answered with {}", brief_outcome(&other))),
         }

@@ -106,7 +106,7 @@ impl World {
             next_seq: 1,
             ops: BTreeMap::new(),
             numbers: None,
-            lost: false,
+            lost: None,
             next: 1,
             snapshots: HashMap::new(),
         });

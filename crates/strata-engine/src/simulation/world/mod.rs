@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::api::{Client, Image, Outcome, Request, Response, TrainOp};
+use crate::api::{Client, Failure, Image, Outcome, Request, Response, TrainOp};
 use crate::engine::EngineHandle;
 use crate::ledger::Charge;
 use crate::sampler::Speculation;
@@ -141,8 +141,8 @@ struct Model {
     /// Accepted operations by place.
     ops: BTreeMap<u64, usize>,
     numbers: Option<Numbers>,
-    /// Why the next step fails.
-    lost: bool,
+    /// What its gradient was lost to: the next step fails by whoever's fault that was.
+    lost: Option<Failure>,
     /// The first operation that is not in `numbers`.
     next: u64,
     /// Its weights at snapshots.

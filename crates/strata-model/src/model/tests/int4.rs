@@ -254,6 +254,19 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
     .unwrap();
 }
 
+#[test]
+fn codes_of_which_nothing_says_how_they_lie_are_refused_for_that_reason() {
+    for (layout, name) in [(Layout::Gptq, "qweight"), (Layout::Compressed, "weight_packed")] {
+        let dir = quantized(32, Some(layout), &|_| false, &nothing);
+        let path = dir.path().join("config.json");
+        let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        config.as_object_mut().unwrap().remove("quantization_config");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let error = load_error(&dir, None);
+        assert!(error.contains(&format!("{name} holds weights in few bits, and no quantization_config")), "{error}");
+    }
+}
+
 /// Without the groups of its inputs nobody knows their order.
 #[test]
 fn inputs_that_may_have_another_order_are_not_taken_in_the_one_that_there_is() {
