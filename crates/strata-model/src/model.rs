@@ -139,9 +139,7 @@ impl Model {
         architectures::check(&*backend, &config)?;
         account_for(&checkpoint, &config)?;
         let (format, mut plan) = (WeightFormat { compute: dtype, storage }, Plan::of(&config));
-        plan.declaration.keep_int4(|parameter| {
-            Some(Int4Tensors::of(&checkpoint, config.int4, &parameter.name, &parameter.shape)?.group_inputs())
-        });
+        keep_int4(&mut plan, &checkpoint, &config);
         let copy = match copies.zip(source.directory()) {
             Some((copies, dir)) => {
                 let files = (dir, &checkpoint, &*source.config_json()?);
@@ -176,6 +174,19 @@ impl Model {
         let unwritten =
             copy.map(|copy| UnwrittenCopy::new(copy, model.decoder.shared_weights(), model.backend.clone(), &checkpoint));
         Ok((model, unwritten))
+    }
+
+    /// What the weights of a model would take if it were loaded by [`Model::load_stored`], but for what layouts add, and the dtype that it would compute in. No weight is read.
+    ///
+    /// # Errors
+    /// If its configuration is not supported, or there are no files.
+    pub fn weight_bytes_of(source: &ModelSource, dtype: Option<DType>, storage: WeightStorage) -> Result<(u64, DType)> {
+        let config = source.config()?;
+        let checkpoint = tensors_of(source, &config)?;
+        let compute = dtype.unwrap_or_else(|| Self::compute_dtype(&checkpoint, &config));
+        let mut plan = Plan::of(&config);
+        keep_int4(&mut plan, &checkpoint, &config);
+        Ok((plan.declaration.element_bytes(WeightFormat { compute, storage }), compute))
     }
 
     /// The dtype that a model computes in unless someone says otherwise: that of its embedding, f16 as f32, or what its configuration says.
@@ -577,6 +588,13 @@ impl LoraGradients for GroupGradients<'_, '_> {
         }
         all
     }
+}
+
+/// Has matrices that a checkpoint has in four bits stored as they lie.
+fn keep_int4(plan: &mut Plan, checkpoint: &Checkpoint, config: &ModelConfig) {
+    plan.declaration.keep_int4(|parameter| {
+        Some(Int4Tensors::of(checkpoint, config.int4, &parameter.name, &parameter.shape)?.group_inputs())
+    });
 }
 
 #[cfg(test)]

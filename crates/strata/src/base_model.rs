@@ -8,9 +8,9 @@ use anyhow::Context;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
+use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy};
 use strata_server::{DataDir, ModelInfo};
-use strata_tensor::{CpuBackend, DType, Int4Group, WeightFormat, WeightStorage};
+use strata_tensor::{CpuBackend, DType, Int4Group, WeightStorage};
 
 use crate::download::DownloadBars;
 use crate::machine;
@@ -229,8 +229,7 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage) -> anyhow::Re
             anyhow::bail!("two models would be served as {name}: give them names with --name, one after another");
         }
         let config = source.config()?;
-        let compute = config.dtype.unwrap_or(DType::BF16);
-        let weight_bytes = weight_bytes(&config, WeightFormat { compute, storage });
+        let (weight_bytes, _) = Model::weight_bytes_of(&source, None, storage).with_context(|| format!("loading {name}"))?;
         all.push(Found { source, config, name, tokenizer: naming.tokenizer.get(i).cloned(), weight_bytes });
     }
     Ok(all)
@@ -348,6 +347,9 @@ pub fn default_data_dir() -> anyhow::Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use strata_model::weight_bytes;
+    use strata_tensor::WeightFormat;
+
     use super::*;
 
     #[test]

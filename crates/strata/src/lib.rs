@@ -59,8 +59,37 @@ pub fn run() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", told(&error));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// An error and what it comes from, but for what it says itself.
+fn told(error: &anyhow::Error) -> String {
+    let mut told = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if told.is_empty() {
+            told = cause;
+        } else if !told.ends_with(&cause) {
+            told = format!("{told}: {cause}");
+        }
+    }
+    told
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn an_error_says_each_of_its_causes_once() {
+        let missing = std::fs::read("/nowhere/at/all").unwrap_err();
+        let io = strata_model::Error::Io { path: "/nowhere/at/all".into(), source: missing };
+        let error = Err::<(), _>(io).context("loading a").unwrap_err();
+        assert_eq!(told(&error), "loading a: /nowhere/at/all: No such file or directory (os error 2)");
+        assert_eq!(told(&anyhow::anyhow!("b").context("a")), "a: b");
     }
 }

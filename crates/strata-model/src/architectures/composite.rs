@@ -15,10 +15,14 @@ pub(super) const VISION_PREFIX: &str = "model.visual.";
 pub(super) fn text_of(fields: &Fields<'_>, model_type: &str) -> Result<Map<String, Value>> {
     let mut text = part_of(fields, "text_config")?;
     // Either may say how its matrices lie.
-    if let Some(whole) = fields.get(quantization::KEY)
-        && text.get(quantization::KEY).is_none_or(Value::is_null)
-    {
-        text.insert(quantization::KEY.into(), whole.clone());
+    if let Some(whole) = fields.get(quantization::KEY) {
+        match text.get(quantization::KEY).filter(|own| !own.is_null() && *own != whole) {
+            None => drop(text.insert(quantization::KEY.into(), whole.clone())),
+            Some(own) => {
+                let key = format!("text_config.{}", quantization::KEY);
+                return Err(unsupported(&key, own, &format!("what the composite says: {whole}")));
+            }
+        }
     }
     quantization::check(&Fields { map: &text })?;
     if let Some(other) = text.get("model_type").filter(|value| *value != model_type) {

@@ -517,6 +517,11 @@ impl Declaration {
         }
     }
 
+    /// Bytes of all stacks, but for what layouts add.
+    pub(crate) fn element_bytes(&self, format: WeightFormat) -> u64 {
+        self.stacks(format).iter().map(StackShape::element_bytes).sum()
+    }
+
     /// The parameters of a checkpoint, what is before the layers first, then layer after layer, and then the rest.
     pub(crate) fn parameters(&self) -> Vec<&Parameter> {
         let first_layer = self.parameters.iter().position(|p| p.layer.is_some()).unwrap_or(0);

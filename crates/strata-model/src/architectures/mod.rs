@@ -270,17 +270,9 @@ pub fn parameter_shapes(config: &ModelConfig) -> Vec<ParameterShape> {
     plan.declaration.parameters().into_iter().map(Parameter::shape_in_files).collect()
 }
 
-/// Bytes of the weights of a model of this configuration, but for what layouts add. Where a checkpoint has matrices in four bits, those of the layers are taken to lie so: which do, its
-/// files say.
+/// Bytes of the weights of a model of this configuration, but for what layouts add and for what a checkpoint has in fewer bits: see [`crate::Model::weight_bytes_of`].
 pub fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
-    let mut plan = Plan::of(config);
-    if let Some(form) = config.int4 {
-        plan.declaration.keep_int4(|parameter| {
-            let inputs = *parameter.shape.get(1).filter(|_| parameter.name.starts_with("model.layers."))?;
-            Some(form.group_inputs.unwrap_or(inputs))
-        });
-    }
-    plan.declaration.stacks(format).iter().map(StackShape::element_bytes).sum()
+    Plan::of(config).declaration.element_bytes(format)
 }
 
 /// The modules of a model of this configuration that can carry LoRA, as [`crate::Model::lora_modules`] has them.

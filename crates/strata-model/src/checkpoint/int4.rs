@@ -144,7 +144,8 @@ impl Int4Tensors {
         let inputs = self.group_inputs();
         if let Some((input, group)) = groups.enumerate().find(|(input, group)| usize::try_from(*group) != Ok(input / inputs)) {
             reader.refuse(format!(
-                "tensor {name} has input {input} in group {group}: inputs in another order (desc_act) are not supported"
+                "tensor {name} has input {input} in group {group}, where groups of {inputs} have it in {}: inputs in another order (desc_act) are not supported",
+                input / inputs
             ));
         }
     }

@@ -18,13 +18,13 @@ use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
-/// The most tensors of a file: twice as many as the deepest dense model has that [`crate::config`] accepts. A tensor costs
-/// about a kilobyte while a header is read, so that a hostile one takes some 40 MB.
-const TENSORS_MAX: usize = 32_768;
+/// The most tensors of a file: a mixture of experts in four bits has three or four for each matrix of an expert, Qwen3-30B-A3B 75 thousand, and they may lie in one file. A tensor costs
+/// about a kilobyte while a header is read, so that a hostile one takes some 130 MB.
+const TENSORS_MAX: usize = 131_072;
 /// The most tensors of a checkpoint in several files: Qwen3-235B-A22B as GPTQ writes it has four for each matrix of an expert, 146 thousand.
 const ALL_TENSORS_MAX: usize = 262_144;
-/// The largest header of a safetensors file: 256 bytes for each of [`TENSORS_MAX`].
-const HEADER_BYTES_MAX: usize = 8 << 20;
+/// The largest header of a safetensors file: 128 bytes for each of [`TENSORS_MAX`].
+const HEADER_BYTES_MAX: usize = 16 << 20;
 /// The largest `model.safetensors.index.json`: 128 bytes for each of [`ALL_TENSORS_MAX`].
 const INDEX_BYTES_MAX: usize = 32 << 20;
 /// The most shards of a checkpoint.

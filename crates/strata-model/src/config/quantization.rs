@@ -92,28 +92,70 @@ fn gptq(settings: &Fields<'_>) -> Result<Int4Form> {
     }
     only(settings, KEY, "pack_dtype", &[json!("int32")])?;
     only(settings, KEY, "is_marlin_format", &[json!(false)])?;
-    // Other settings for some modules.
-    only(settings, KEY, "dynamic", &[json!({}), json!(false)])?;
+    check_dynamic(settings)?;
+    check_plain_product(settings)?;
     let zeros_less = u8::from(old.or(new) != Some(&json!("gptq_v2")));
-    let reordered = settings.flag("desc_act", false)?;
+    let reordered = flag(settings, KEY, "desc_act", false)?;
     let group_inputs = group_inputs(settings, KEY, required(settings, KEY, "group_size", &[])?)?;
     Ok(Int4Form { layout: Int4Layout::Gptq { zeros_less, reordered }, group_inputs })
 }
 
+/// Refuses what changes the product itself, and not how its matrix lies: inputs that are turned before it, and addends behind it.
+fn check_plain_product(settings: &Fields<'_>) -> Result<()> {
+    only(settings, KEY, "rotation", &[json!(false)])?;
+    only(settings, KEY, "adapter", &[json!({})])
+}
+
+/// Refuses other settings for some modules. That some are not quantised their tensors say, and settings that are those of all are no others.
+fn check_dynamic(settings: &Fields<'_>) -> Result<()> {
+    let path = format!("{KEY}.dynamic");
+    let dynamic = match settings.get("dynamic") {
+        None | Some(Value::Bool(false)) => return Ok(()),
+        Some(value) => object(&path, value)?,
+    };
+    for (modules, own) in dynamic.map {
+        match own {
+            _ if modules.starts_with("-:") => {}
+            Value::Null | Value::Bool(true) => {}
+            own => {
+                let path = format!("{path}.{modules}");
+                for (key, value) in object(&path, own)?.map {
+                    if settings.map.get(key) != Some(value) {
+                        let of_all = settings.map.get(key).unwrap_or(&Value::Null);
+                        return Err(unsupported(&format!("{path}.{key}"), value, &format!("that of all: {of_all}")));
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 fn awq(settings: &Fields<'_>) -> Result<Int4Form> {
+    check_plain_product(settings)?;
     // AutoAWQ had other names for two keys once.
     let name = |keys: [&'static str; 2]| if settings.has(keys[1]) { keys[1] } else { keys[0] };
     required(settings, KEY, name(["bits", "w_bit"]), &[json!(4)])?;
     only(settings, KEY, "version", &[json!("gemm"), json!("GEMM")])?;
-    only(settings, KEY, "zero_point", &[json!(true)])?;
+    // Without zeros of their own all are 8, and are there all the same.
+    flag(settings, KEY, "zero_point", true)?;
     let group_inputs = group_inputs(settings, KEY, required(settings, KEY, name(["group_size", "q_group_size"]), &[])?)?;
     Ok(Int4Form { layout: Int4Layout::Awq, group_inputs })
 }
 
 fn compressed_tensors(settings: &Fields<'_>) -> Result<Int4Form> {
     required(settings, KEY, "format", &[json!("pack-quantized")])?;
-    for scheme in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
+    for scheme in ["kv_cache_scheme", "transform_config"] {
         only(settings, KEY, scheme, &[json!({})])?;
+    }
+    if let Some(sparsity) = settings.get("sparsity_config") {
+        // What is not sparse lies as it is.
+        let path = format!("{KEY}.sparsity_config");
+        let sparsity = object(&path, sparsity)?;
+        only(&sparsity, &path, "format", &[json!("dense")])?;
+        if !sparsity.map.is_empty() {
+            required(&sparsity, &path, "format", &[])?;
+        }
     }
     let groups = object(&format!("{KEY}.config_groups"), required(settings, KEY, "config_groups", &[])?)?;
     let mut form = None;
@@ -135,7 +177,7 @@ fn compressed_tensors(settings: &Fields<'_>) -> Result<Int4Form> {
             Some("channel") => None,
             _ => group_inputs(&weights, &path, required(&weights, &path, "group_size", &[])?)?,
         };
-        let layout = Int4Layout::CompressedTensors { symmetric: weights.flag("symmetric", true)? };
+        let layout = Int4Layout::CompressedTensors { symmetric: flag(&weights, &path, "symmetric", true)? };
         let own = Int4Form { layout, group_inputs };
         if form.is_some_and(|other| other != own) {
             return Err(unsupported(&path, &Value::Object(weights.map.clone()), "what the group before it has"));
@@ -173,6 +215,12 @@ fn only(settings: &Fields<'_>, path: &str, key: &str, values: &[Value]) -> Resul
             Err(unsupported(&format!("{path}.{key}"), other, if named.is_empty() { "null" } else { &named }))
         }
     }
+}
+
+/// True or false; `null` counts as absent.
+fn flag(settings: &Fields<'_>, path: &str, key: &str, default: bool) -> Result<bool> {
+    let Some(value) = settings.get(key) else { return Ok(default) };
+    value.as_bool().ok_or_else(|| wrong_kind(&format!("{path}.{key}"), value, "true or false"))
 }
 
 /// The value of a key, which is one of these if there are any.

@@ -405,11 +405,22 @@ fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
         groups.as_object_mut().unwrap().extend(others.as_object().unwrap().clone());
         form(json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}))
     };
+    let compressed_with = |own: Value| {
+        let weights = json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32});
+        let groups = json!({"group_0": {"weights": weights, "targets": ["Linear"]}});
+        with(&json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}), own)
+    };
     let none = || json!({});
     let layout = |symmetric| Int4Layout::CompressedTensors { symmetric };
     assert_eq!(compressed(none(), none()).unwrap(), of(layout(true), Some(32)));
     assert_eq!(compressed(json!({"symmetric": false, "actorder": "static"}), none()).unwrap(), of(layout(false), Some(32)));
     assert_eq!(compressed(json!({"strategy": "channel", "group_size": null}), none()).unwrap(), of(layout(true), None));
+    let sparsity = json!({"sparsity_config": {"format": "dense", "ignore": ["lm_head"]}, "transform_config": {}});
+    assert_eq!(compressed_with(sparsity).unwrap(), of(layout(true), Some(32)));
+    // What is said of some modules says nothing new.
+    let excluded = json!({"dynamic": {"-:.*attn.*": {}, "-:.*visual.*": true, "lm_head": {}, "+:.*mlp.*": {"bits": 4}}});
+    assert_eq!(with(&gptq, excluded).unwrap(), of(of_gptq(1, false), Some(128)));
+    assert_eq!(with(&awq, json!({"zero_point": false})).unwrap(), of(Int4Layout::Awq, Some(64)));
     let composite = json!({"model_type": "qwen3_5", "quantization_config": gptq}).to_string();
     assert_eq!(ModelConfig::from_json(&composite, None).unwrap().int4, of(of_gptq(1, false), Some(128)));
 
@@ -421,10 +432,18 @@ fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
         (with(&gptq, json!({"checkpoint_format": "marlin"})), "checkpoint_format \"marlin\""),
         (with(&gptq, json!({"format": "marlin", "checkpoint_format": "gptq"})), "quantization_config.format \"marlin\""),
         (with(&gptq, json!({"format": "gptq_v2", "checkpoint_format": "gptq"})), "quantization_config.format \"gptq_v2\""),
-        (with(&gptq, json!({"dynamic": {"+:lm_head": {"bits": 8}}})), "quantization_config.dynamic"),
+        (with(&gptq, json!({"dynamic": {"+:lm_head": {"bits": 8}}})), "quantization_config.dynamic.+:lm_head.bits 8"),
+        (with(&gptq, json!({"dynamic": {"lm_head": {"sym": false}}})), "quantization_config.dynamic.lm_head.sym false"),
+        (with(&gptq, json!({"dynamic": 3})), "quantization_config.dynamic is 3"),
+        (with(&gptq, json!({"rotation": "hadamard"})), "quantization_config.rotation \"hadamard\""),
+        (with(&awq, json!({"rotation": "random"})), "quantization_config.rotation \"random\""),
+        (with(&gptq, json!({"adapter": {"name": "lora", "rank": 8}})), "quantization_config.adapter"),
         (with(&gptq, json!({"pack_dtype": "int64"})), "pack_dtype \"int64\""),
         (with(&awq, json!({"version": "gemv"})), "version \"gemv\""),
-        (with(&awq, json!({"zero_point": false})), "zero_point false"),
+        (with(&awq, json!({"zero_point": "no"})), "zero_point is \"no\""),
+        (compressed_with(json!({"sparsity_config": {"format": "sparse-24-bitmask"}})), "sparsity_config.format \"sparse-24"),
+        (compressed_with(json!({"sparsity_config": {"sparsity_structure": "2:4"}})), "sparsity_config.format is missing"),
+        (compressed_with(json!({"transform_config": {"config_groups": {"R1": {}}}})), "quantization_config.transform_config"),
         (compressed(json!({"num_bits": 8}), none()), "config_groups.group_0.weights.num_bits 8"),
         (compressed(json!({"type": "float"}), none()), "weights.type \"float\""),
         (compressed(json!({"actorder": "group"}), none()), "weights.actorder \"group\""),

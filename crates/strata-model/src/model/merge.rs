@@ -195,7 +195,8 @@ impl<'a> Merge<'a> {
                 tensors.iter().filter(|tensor| tensor.dtype == Dtype::F8_E4M3).map(|tensor| scales_name(tensor.name));
             found.scales.extend(in_bytes.filter(|scales| self.stored.contains(scales)));
         }
-        found.any = !found.scales.is_empty();
+        // A configuration may promise what no matrix keeps.
+        found.any = !found.scales.is_empty() || self.model.int4.is_some();
         found
     }
 
@@ -226,7 +227,19 @@ impl<'a> Merge<'a> {
         }
         if let Some((whole, tensors)) = quantized.int4.get(&own_name) {
             let stem = name.strip_suffix("qweight").or_else(|| name.strip_suffix("weight_packed")).unwrap_or(name);
-            let (values, shape) = (Values::Int4(tensors.open(self.named)?), tensors.shape().to_vec());
+            let shape = tensors.shape().to_vec();
+            if unties && whole == EMBEDDING && !self.named.contains(UNEMBEDDING) {
+                let values = Values::Int4(tensors.open(self.named)?);
+                written.push(self.computed(
+                    name,
+                    UNEMBEDDING.into(),
+                    shape.clone(),
+                    self.dense_dtype(),
+                    values,
+                    of(UNEMBEDDING),
+                ));
+            }
+            let values = Values::Int4(tensors.open(self.named)?);
             written.push(self.computed(name, format!("{stem}weight"), shape, self.dense_dtype(), values, of(whole)));
             return Ok(());
         }

@@ -25,6 +25,8 @@ use crate::{Error, Result};
 
 /// What the file begins with: another in every version of this layout.
 const MAGIC: [u8; 8] = *b"STRATAW1";
+/// Another whenever the weights that are made of the same files change: a number read otherwise, a tensor placed elsewhere. Copies of before are then of no use.
+const READING: &str = "reading 2";
 /// What stacks begin at multiples of: pages.
 const ALIGNMENT: u64 = 4096;
 /// What is written at a time, from a multiple of it on: so the system keeps the file in huge pages, where it can.
@@ -83,7 +85,7 @@ impl PackedCopy {
         backend: &dyn Backend,
     ) -> Self {
         let mut key = Sha256::new();
-        let texts = [env!("CARGO_PKG_VERSION"), backend.packed_layout(), config_json, &declaration.describe(format)];
+        let texts = [env!("CARGO_PKG_VERSION"), READING, backend.packed_layout(), config_json, &declaration.describe(format)];
         for text in texts {
             key.update((text.len() as u64).to_le_bytes());
             key.update(text);

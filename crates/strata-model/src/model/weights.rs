@@ -28,29 +28,62 @@ pub(super) fn tensors_of(source: &ModelSource, config: &ModelConfig) -> Result<C
 /// Refuses a checkpoint that has an unembedding of other numbers than the embedding that its configuration ties it to. Transformers computes with the one that is there.
 pub(super) fn check_tied(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
     let [unembedding, embedding] = ["lm_head.weight", "model.embed_tokens.weight"];
-    let (Some(own), Some(tied)) = (checkpoint.tensor(unembedding)?, checkpoint.tensor(embedding)?) else { return Ok(()) };
-    if !config.tie_word_embeddings || own.dtype == tied.dtype && own.shape == tied.shape && own.bytes == tied.bytes {
+    let Some(own) = checkpoint.tensor(unembedding)?.filter(|_| config.tie_word_embeddings) else { return Ok(()) };
+    let shape = [config.vocab_size, config.hidden_size];
+    let [own_rows, tied_rows] = [unembedding, embedding].map(|name| Lying::of(checkpoint, config.int4, name, &shape));
+    let (Some(own_rows), Some(tied_rows)) = (own_rows?, tied_rows?) else { return Ok(()) };
+    let is_same = |tied: SourceTensor<'_>| own.dtype == tied.dtype && own.shape == tied.shape && own.bytes == tied.bytes;
+    // In bytes, the same ones may have other scales.
+    if own.dtype != SourceDType::F8E4M3 && checkpoint.tensor(embedding)?.is_some_and(is_same) {
         return Ok(());
     }
     let refused = |what: String| {
         let known = "tie_word_embeddings is true, and the checkpoint has another";
         Err(checkpoint.error(format!("{known} {unembedding} than {embedding}: {what}; if it counts, say false")))
     };
-    if own.shape != tied.shape {
-        return refused(format!("its shape is {:?}, not {:?}", own.shape, tied.shape));
+    if own.shape != shape {
+        return refused(format!("its shape is {:?}, not {shape:?}", own.shape));
     }
     // Equal in other bits: of another dtype, or zeros of another sign.
     for first in (0..config.vocab_size).step_by(SLICE_ELEMENTS.div_ceil(config.hidden_size)) {
         let rows = first..config.vocab_size.min(first + SLICE_ELEMENTS.div_ceil(config.hidden_size));
-        let [own, tied] = [own, tied].map(|tensor| tensor.read_rows(rows.clone(), DType::F32));
-        let (own, tied) = (own?, tied?);
-        let [own, tied] = [&own, &tied].map(|rows| rows.as_ref().as_bytes().as_chunks::<4>().0);
-        let [own, tied] = [own, tied].map(|all| all.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
-        if let Some((place, (own, tied))) = own.zip(tied).enumerate().find(|(_, (own, tied))| own != tied) {
+        let (own, tied) = (own_rows.read(rows.clone())?, tied_rows.read(rows)?);
+        if let Some((place, (own, tied))) = own.iter().zip(&tied).enumerate().find(|(_, (own, tied))| own != tied) {
             return refused(format!("element {} is {own}, not {tied}", first * config.hidden_size + place));
         }
     }
     Ok(())
+}
+
+/// A matrix as it lies in a checkpoint.
+enum Lying<'a> {
+    Plain(SourceTensor<'a>),
+    /// Bytes, and their scales.
+    Scaled(SourceTensor<'a>, Vec<f32>),
+    Int4(&'a Checkpoint, Int4Tensors),
+}
+
+impl<'a> Lying<'a> {
+    /// The matrix of this name, if there is one.
+    fn of(checkpoint: &'a Checkpoint, form: Option<Int4Form>, name: &str, shape: &[usize]) -> Result<Option<Self>> {
+        let Some(tensor) = checkpoint.tensor(name)? else {
+            return Ok(Int4Tensors::of(checkpoint, form, name, shape).map(|tensors| Lying::Int4(checkpoint, tensors)));
+        };
+        Ok(Some(match checkpoint.tensor(&scales_name(name))? {
+            Some(scales) if tensor.dtype == SourceDType::F8E4M3 => {
+                Lying::Scaled(tensor, scales.read(DType::F32)?.as_ref().to_f32_vec())
+            }
+            _ => Lying::Plain(tensor),
+        }))
+    }
+
+    fn read(&self, rows: Range<usize>) -> Result<Vec<f32>> {
+        Ok(match self {
+            Lying::Plain(tensor) => tensor.read_rows(rows, DType::F32)?.as_ref().to_f32_vec(),
+            Lying::Scaled(tensor, scales) => scaled_rows(&alone, tensor, rows, scales, DType::F32)?.as_ref().to_f32_vec(),
+            Lying::Int4(checkpoint, tensors) => tensors.open(checkpoint)?.rows(&alone, rows).as_ref()?.to_f32_vec(),
+        })
+    }
 }
 
 /// How the names of tensors of codes end, in the forms that are known.

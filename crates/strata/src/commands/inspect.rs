@@ -30,21 +30,22 @@ pub struct Args {
 pub fn run(args: Args) -> anyhow::Result<()> {
     let source = ModelSource::resolve_with(&args.model, &HubOptions::from_env(), &DownloadBars::default())?;
     let config = source.config()?;
-    let checkpoint = source.checkpoint()?;
     Model::check_files(&source)?;
-    let dtype = Model::compute_dtype(&checkpoint, &config);
+    let storage = Quantize::storage(args.quantize);
+    let (bytes, dtype) = Model::weight_bytes_of(&source, None, storage)?;
     let processor = source.image_processor(&config)?;
-    print!("{}", describe(&source.served_name(), &config, processor.as_ref(), dtype, Quantize::storage(args.quantize)));
+    print!("{}", describe(&source.served_name(), &config, processor.as_ref(), dtype, storage, bytes));
     Ok(())
 }
 
-/// One screen about a model.
+/// One screen about a model whose weights take so many bytes.
 fn describe(
     name: &str,
     config: &ModelConfig,
     processor: Option<&ImageProcessor>,
     dtype: DType,
     storage: WeightStorage,
+    bytes: u64,
 ) -> String {
     let work = Work::of(config);
     let mut text = String::new();
@@ -74,13 +75,16 @@ fn describe(
     let parameters: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
     line("parameters", format!("{:.3} billion", parameters as f64 / 1e9));
     let kept = match (config.int4, storage) {
+        // One matrix that lies otherwise has those of its name in all layers held as they are computed with.
+        (Some(_), WeightStorage::Dense) if bytes >= weight_bytes(config, WeightFormat { compute: dtype, storage }) => {
+            "as they are computed with: of no matrix all layers are int4 in the files"
+        }
         (Some(_), WeightStorage::Dense) => "as they lie: int4",
         (Some(_), WeightStorage::Int8) => "as they lie where that is int4, or int8",
         (None, WeightStorage::Dense) => "as they are",
         (None, WeightStorage::Int8) => "int8",
         (_, WeightStorage::Int4(_)) => "int4",
     };
-    let bytes = weight_bytes(config, WeightFormat { compute: dtype, storage });
     line("memory", format!("{} of weights in {dtype}, kept {kept}", HumanBytes(bytes)));
     let (per_token, per_sequence) = cached_bytes(&work, dtype);
     let states = match per_sequence {
@@ -151,10 +155,21 @@ mod tests {
 
     use super::*;
 
+    fn described(
+        name: &str,
+        config: &ModelConfig,
+        processor: Option<&ImageProcessor>,
+        dtype: DType,
+        storage: WeightStorage,
+    ) -> String {
+        let bytes = weight_bytes(config, WeightFormat { compute: dtype, storage });
+        describe(name, config, processor, dtype, storage, bytes)
+    }
+
     #[test]
     fn a_model_is_described_by_what_it_has() {
         let config = ModelConfig::named_shape("qwen3-30b-a3b").unwrap();
-        let text = describe("Qwen/Qwen3-30B-A3B", &config, None, DType::BF16, WeightStorage::Dense);
+        let text = described("Qwen/Qwen3-30B-A3B", &config, None, DType::BF16, WeightStorage::Dense);
         for part in [
             "Qwen/Qwen3-30B-A3B",
             "qwen3_moe",
@@ -166,7 +181,7 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
         let of_states =
-            describe("small", &ModelConfig::named_shape("qwen3.5-9b").unwrap(), None, DType::BF16, WeightStorage::Dense);
+            described("small", &ModelConfig::named_shape("qwen3.5-9b").unwrap(), None, DType::BF16, WeightStorage::Dense);
         for part in [
             "layers 0-2: gated delta net: 32 heads, states of 128 × 128",
             "layer 3: attention: queries 4096 wide, 2048 cached a token",
@@ -176,7 +191,7 @@ mod tests {
         ] {
             assert!(of_states.contains(part), "{part:?} is not in\n{of_states}");
         }
-        let small = describe("small", &config, None, DType::BF16, WeightStorage::Int8);
+        let small = described("small", &config, None, DType::BF16, WeightStorage::Int8);
         assert!(small.contains("kept int8") && !small.contains("56.87"), "{small}");
     }
 
@@ -184,7 +199,7 @@ mod tests {
     fn a_model_that_sees_says_with_what() {
         let config = ModelConfig::named_shape("qwen3-vl-8b").unwrap();
         let processor = config.image_processor();
-        let text = describe("small", &config, processor.as_ref(), DType::BF16, WeightStorage::Dense);
+        let text = described("small", &config, processor.as_ref(), DType::BF16, WeightStorage::Dense);
         for part in [
             "qwen3_vl",
             "sees with     27 blocks of width 1152, of 0.576 billion parameters",
@@ -194,7 +209,7 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
-        let text = describe("small", &ModelConfig::named_shape("qwen3-8b").unwrap(), None, DType::BF16, WeightStorage::Dense);
+        let text = described("small", &ModelConfig::named_shape("qwen3-8b").unwrap(), None, DType::BF16, WeightStorage::Dense);
         assert!(!text.contains("sees"), "{text}");
     }
 
