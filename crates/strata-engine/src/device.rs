@@ -230,7 +230,7 @@ impl Compute for Device {
 }
 
 /// Has the allocator give back what it keeps for later.
-fn release_freed_memory() {
+pub(crate) fn release_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: `malloc_trim` may be called at any time by any thread.
     unsafe {

@@ -21,7 +21,7 @@ use crate::budget::{Budget, Needs, PictureNeeds, StartError};
 use crate::checkpoint::BaseModel;
 use crate::compute::Compute;
 use crate::core::Core;
-use crate::device::Device;
+use crate::device::{Device, release_freed_memory};
 use crate::disk::{Deliver, Disk, Done, LoadJob, SaveJob};
 use crate::files::Storage;
 use crate::intake::Intake;
@@ -318,10 +318,15 @@ fn run(mut core: Core<Device, DiskStorage>, intake: &Intake, switches: &Switches
         }
         if core.turn() {
             released = false;
-        } else if !intake.wait((!released).then_some(IDLE_BEFORE_RELEASE)) {
-            core.forget_prefixes();
-            core.release_memory();
-            released = true;
+        } else if !intake.wait(IDLE_BEFORE_RELEASE) {
+            if released {
+                // Results that nobody comes for are given up later than that.
+                release_freed_memory();
+            } else {
+                core.forget_prefixes();
+                core.release_memory();
+                released = true;
+            }
         }
     }
     while core.unwritten_saves() > 0 {

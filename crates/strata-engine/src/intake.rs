@@ -441,20 +441,10 @@ impl Intake {
     }
 
     /// Waits until something happens, or for `timeout`. Answers whether something has.
-    pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
-        let mut inner = self.lock();
-        while !inner.stirred && !inner.closed {
-            match timeout {
-                Some(timeout) => {
-                    let waited = self.wake.wait_timeout(inner, timeout).unwrap_or_else(|poisoned| poisoned.into_inner());
-                    inner = waited.0;
-                    if waited.1.timed_out() {
-                        break;
-                    }
-                }
-                None => inner = self.wake.wait(inner).unwrap_or_else(|poisoned| poisoned.into_inner()),
-            }
-        }
+    pub(crate) fn wait(&self, timeout: Duration) -> bool {
+        let is_quiet = |inner: &mut Inner| !inner.stirred && !inner.closed;
+        let waited = self.wake.wait_timeout_while(self.lock(), timeout, is_quiet);
+        let (mut inner, _) = waited.unwrap_or_else(|poisoned| poisoned.into_inner());
         std::mem::take(&mut inner.stirred)
     }
 

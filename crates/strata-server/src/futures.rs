@@ -23,6 +23,7 @@ use strata_engine::ledger::Charge;
 use tokio::sync::Notify;
 
 use crate::clock;
+use crate::gone::Gone;
 use crate::limits;
 
 /// How a request ended.
@@ -133,8 +134,7 @@ struct Table {
     /// Who waits for completions.
     watched: HashMap<Target, Arc<Notify>>,
     /// Ids of results that are gone, and completions that their clients may not know of.
-    gone: HashMap<Arc<str>, Option<(Target, u64)>>,
-    gone_order: VecDeque<Arc<str>>,
+    gone: Gone<(Target, u64)>,
 }
 
 struct Entry {
@@ -176,7 +176,7 @@ impl Futures {
     /// As [`Futures::begin`], of a request whose completion `target` is to be told.
     pub fn begin_for(&self, id: &str, client: &Client, target: Option<Target>) -> Begun {
         let mut table = self.shared.lock();
-        if table.entries.contains_key(id) || table.gone.contains_key(id) {
+        if table.entries.contains_key(id) || table.gone.contains(id) {
             return Begun::Known;
         }
         let (id, slot): (Arc<str>, Arc<Slot>) = (id.into(), Arc::default());
@@ -189,7 +189,7 @@ impl Futures {
     /// Whether a request of this id was accepted.
     pub fn is_known(&self, id: &str) -> bool {
         let table = self.shared.lock();
-        table.entries.contains_key(id) || table.gone.contains_key(id)
+        table.entries.contains_key(id) || table.gone.contains(id)
     }
 
     /// Waits for an outcome, no longer than `hold`.
@@ -198,7 +198,7 @@ impl Futures {
             let table = self.shared.lock();
             match table.entries.get(id) {
                 Some(entry) => entry.slot.clone(),
-                None if table.gone.contains_key(id) => return Waited::Gone,
+                None if table.gone.contains(id) => return Waited::Gone,
                 None => return Waited::Unknown,
             }
         };
@@ -362,14 +362,8 @@ impl Table {
             }
             (completion, _) => completion,
         };
-        self.gone.insert(id.clone(), untold);
-        self.gone_order.push_back(id);
-        while self.gone_order.len() > retention.gone_max {
-            if let Some(oldest) = self.gone_order.pop_front()
-                && let Some(Some(completion)) = self.gone.remove(&oldest)
-            {
-                self.completions.remove(&completion);
-            }
+        for completion in self.gone.add(&id, untold, retention.gone_max) {
+            self.completions.remove(&completion);
         }
         Some(entry)
     }

@@ -31,6 +31,7 @@ mod data_dir;
 mod edge;
 mod error;
 mod futures;
+mod gone;
 mod ids;
 mod image_dirs;
 mod image_stores;

@@ -102,7 +102,7 @@ pub const SNAPSHOTS_PER_SESSION_MAX: usize = 16;
 pub const RESULT_UNREAD_RETENTION: Duration = Duration::from_secs(3600);
 /// How long a result can be read again, as a client does when the answer was lost on the way.
 pub const RESULT_READ_RETENTION: Duration = Duration::from_secs(300);
-/// Ids of results that are gone and still answered as such, rather than as unknown.
+/// Ids of results that are gone and still answered as such, rather than as unknown: some 4 MB of hashes.
 pub const GONE_FUTURES_MAX: usize = 65_536;
 /// What a result takes of memory besides its own bytes: its entries in tables.
 pub const FUTURE_BYTES: u64 = 512;

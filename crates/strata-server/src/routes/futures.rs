@@ -1,14 +1,16 @@
 //! Coming back for an outcome.
 
+use std::convert::Infallible;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::State;
+use axum::extract::{FromRequestParts, State};
+use axum::http::StatusCode;
 use axum::http::header::{ACCEPT, CONTENT_TYPE};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
@@ -23,9 +25,25 @@ use crate::wire::render;
 
 const PROTOBUF: &str = "application/x-protobuf";
 
+/// Whether a client takes results in their own encoding. Its headers are not kept while it waits.
+pub struct AcceptsProtobuf(bool);
+
+impl<S: Send + Sync> FromRequestParts<S> for AcceptsProtobuf {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        let mut accepts = parts.headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+        Ok(AcceptsProtobuf(accepts.any(|value| value.contains(PROTOBUF))))
+    }
+}
+
 /// `POST retrieve_future`: held until the outcome is there, and otherwise answered 408, upon which the client asks again. A failed
 /// operation is a 200 with its reason: other statuses would make the client ask again.
-pub async fn retrieve(State(app): State<Arc<App>>, headers: HeaderMap, body: Payload) -> ApiResult<Response> {
+pub async fn retrieve(
+    State(app): State<Arc<App>>,
+    AcceptsProtobuf(accepts_protobuf): AcceptsProtobuf,
+    body: Payload,
+) -> ApiResult<Response> {
     let (FutureOnly { request_id }, _) = body.json().await?;
     let waited = tokio::select! {
         waited = app.futures.wait(&request_id, app.config.poll_hold) => waited,
@@ -47,8 +65,6 @@ pub async fn retrieve(State(app): State<Arc<App>>, headers: HeaderMap, body: Pay
             return Err(ApiError::NotFound(format!("there is no request {:?} on this server", shown(&request_id))));
         }
     };
-    let accepts = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    let accepts_protobuf = accepts.into_iter().any(|value| value.contains(PROTOBUF));
     Ok(match &*answer {
         Answer::Json(bytes) => ([(CONTENT_TYPE, "application/json")], bytes.clone()).into_response(),
         Answer::Sample(bytes) | Answer::ForwardBackward(bytes) if accepts_protobuf => {
