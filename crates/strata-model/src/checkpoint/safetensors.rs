@@ -18,13 +18,21 @@ use super::limits::open_regular;
 use super::{SourceDType, SourceTensor, read_text};
 use crate::{Error, Result};
 
-/// The most tensors of a file: a mixture of experts in four bits has three or four for each matrix of an expert, Qwen3-30B-A3B 75 thousand, and they may lie in one file. A tensor costs
-/// about a kilobyte while a header is read, so that a hostile one takes some 130 MB.
-const TENSORS_MAX: usize = 131_072;
+/// What a header may be, before it is parsed.
+#[derive(Clone, Copy)]
+struct HeaderMax {
+    /// Tensors of the file. One costs about a kilobyte while a header is read.
+    tensors: usize,
+    bytes: usize,
+}
+
+/// Of a file of a model: a mixture of experts in four bits has three or four tensors for each matrix of an expert, Qwen3-30B-A3B 75 thousand, and they may lie in one file. A hostile header
+/// takes some 130 MB, of whoever has chosen to serve it.
+const OF_MODEL: HeaderMax = HeaderMax { tensors: 131_072, bytes: 16 << 20 };
+/// Of a file by itself, of an adapter, which may come from a client: some 40 MB.
+const OF_FILE: HeaderMax = HeaderMax { tensors: 32_768, bytes: 8 << 20 };
 /// The most tensors of a checkpoint in several files: Qwen3-235B-A22B as GPTQ writes it has four for each matrix of an expert, 146 thousand.
 const ALL_TENSORS_MAX: usize = 262_144;
-/// The largest header of a safetensors file: 128 bytes for each of [`TENSORS_MAX`].
-const HEADER_BYTES_MAX: usize = 16 << 20;
 /// The largest `model.safetensors.index.json`: 128 bytes for each of [`ALL_TENSORS_MAX`].
 const INDEX_BYTES_MAX: usize = 32 << 20;
 /// The most shards of a checkpoint.
@@ -100,7 +108,7 @@ impl Checkpoint {
         // What is there under these names and is no file is refused by its name when it is opened.
         let single = dir.join(SINGLE_FILE);
         if single.symlink_metadata().is_ok() {
-            return Self::open_file(&single);
+            return Self::open_one(&single, OF_MODEL);
         }
         if dir.join(INDEX_FILE).symlink_metadata().is_ok() {
             return Self::open_sharded(dir);
@@ -109,13 +117,17 @@ impl Checkpoint {
         Err(Error::Checkpoint { path: dir.into(), message })
     }
 
-    /// Opens one safetensors file. It must not change while it is open.
+    /// Opens one safetensors file by itself, with a header of 8 MiB and 32,768 tensors at most. It must not change while it is open.
     ///
     /// # Errors
     /// If the file cannot be read, or is truncated or malformed.
     pub fn open_file(path: &Path) -> Result<Self> {
+        Self::open_one(path, OF_FILE)
+    }
+
+    fn open_one(path: &Path, max: HeaderMax) -> Result<Self> {
         let mut checkpoint = Self::empty(path);
-        checkpoint.add_shard(map(path)?, path)?;
+        checkpoint.add_shard(map(path)?, path, max)?;
         Ok(checkpoint)
     }
 
@@ -125,7 +137,7 @@ impl Checkpoint {
     /// If the bytes are not a whole safetensors file.
     pub fn from_static(bytes: &'static [u8], name: &str) -> Result<Self> {
         let mut checkpoint = Self::empty(Path::new(name));
-        checkpoint.add_shard((ShardBytes::Static(bytes), None), Path::new(name))?;
+        checkpoint.add_shard((ShardBytes::Static(bytes), None), Path::new(name), OF_MODEL)?;
         Ok(checkpoint)
     }
 
@@ -299,7 +311,7 @@ impl Checkpoint {
         let shards = read_index(&dir.join(INDEX_FILE))?;
         for (file, names) in &shards {
             let path = dir.join(file);
-            let held = checkpoint.add_shard(map(&path)?, &path)?;
+            let held = checkpoint.add_shard(map(&path)?, &path, OF_MODEL)?;
             let missing: Vec<_> = names.difference(&held).map(String::as_str).collect();
             let unlisted: Vec<_> = held.difference(names).map(String::as_str).collect();
             let complain = |what: &str, names: &[&str]| {
@@ -317,10 +329,15 @@ impl Checkpoint {
     }
 
     /// Adds the tensors of a file and returns their names.
-    fn add_shard(&mut self, (bytes, identity): (ShardBytes, Option<FileIdentity>), path: &Path) -> Result<BTreeSet<String>> {
+    fn add_shard(
+        &mut self,
+        (bytes, identity): (ShardBytes, Option<FileIdentity>),
+        path: &Path,
+        max: HeaderMax,
+    ) -> Result<BTreeSet<String>> {
         let error = |message: String| Error::Checkpoint { path: path.into(), message };
         let data = bytes.bytes();
-        check_header(data).map_err(error)?;
+        check_header(data, max).map_err(error)?;
         let file = SafeTensors::deserialize(data).map_err(|e| error(format!("not a whole safetensors file: {e}")))?;
         let mut names = BTreeSet::new();
         for (name, view) in file.iter() {
@@ -336,8 +353,8 @@ impl Checkpoint {
             }
             names.insert(name.to_string());
         }
-        if names.len() > TENSORS_MAX {
-            return Err(error(format!("it holds {} tensors, more than {TENSORS_MAX}", names.len())));
+        if names.len() > max.tensors {
+            return Err(error(format!("it holds {} tensors, more than {}", names.len(), max.tensors)));
         }
         if self.tensors.len() > ALL_TENSORS_MAX {
             let all = self.tensors.len();
@@ -370,18 +387,16 @@ fn map(path: &Path) -> Result<(ShardBytes, Option<FileIdentity>)> {
 }
 
 /// Refuses a header that would take much memory to parse, before it is.
-fn check_header(data: &[u8]) -> Result<(), String> {
+fn check_header(data: &[u8], max: HeaderMax) -> Result<(), String> {
     let Some((length, rest)) = data.split_first_chunk() else {
         return Err(format!("not a whole safetensors file: {} bytes", data.len()));
     };
     let length = u64::from_le_bytes(*length);
-    if length > HEADER_BYTES_MAX as u64 {
-        return Err(format!(
-            "not a safetensors file of a model: its header of {length} bytes is longer than {HEADER_BYTES_MAX}"
-        ));
+    if length > max.bytes as u64 {
+        return Err(format!("not a safetensors file of a model: its header of {length} bytes is longer than {}", max.bytes));
     }
     // A tensor's entry has four keys: its name, dtype, shape and offsets.
-    check_entries(&rest[..rest.len().min(length as usize)], 4, TENSORS_MAX)
+    check_entries(&rest[..rest.len().min(length as usize)], 4, max.tensors)
 }
 
 /// Refuses JSON with more than `max` entries of `keys_each` keys. Every key is followed by a colon, so no more can be parsed.

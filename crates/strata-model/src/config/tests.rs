@@ -366,6 +366,11 @@ fn of_a_composite_the_text_is_read() {
         (json!({"text_config": {"quantization_config": {"quant_method": "hqq"}}}), "hqq"),
         (json!({"quantization_config": {"quant_method": "hqq"}}), "hqq"),
         (json!({"quantization_config": {"quant_method": "gptq", "bits": 3}}), "bits 3"),
+        (
+            json!({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64},
+                "text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}}),
+            "text_config.quantization_config",
+        ),
         (json!({"tie_word_embeddings": null}), "tie_word_embeddings is null"),
         (json!({"eos_token_id": 100}), "eos_token_id 100"),
     ] {
@@ -420,6 +425,7 @@ fn layouts_of_four_bits_are_read_and_others_refused_by_key_and_value() {
     // What is said of some modules says nothing new.
     let excluded = json!({"dynamic": {"-:.*attn.*": {}, "-:.*visual.*": true, "lm_head": {}, "+:.*mlp.*": {"bits": 4}}});
     assert_eq!(with(&gptq, excluded).unwrap(), of(of_gptq(1, false), Some(128)));
+    assert_eq!(with(&gptq, json!({"desc_act": null})).unwrap(), of(of_gptq(1, false), Some(128)));
     assert_eq!(with(&awq, json!({"zero_point": false})).unwrap(), of(Int4Layout::Awq, Some(64)));
     let composite = json!({"model_type": "qwen3_5", "quantization_config": gptq}).to_string();
     assert_eq!(ModelConfig::from_json(&composite, None).unwrap().int4, of(of_gptq(1, false), Some(128)));

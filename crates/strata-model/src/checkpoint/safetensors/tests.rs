@@ -123,11 +123,21 @@ fn file_of_empty_tensors(count: usize) -> Vec<u8> {
 #[test]
 fn headers_that_would_take_much_memory_are_refused_unread() {
     let open_error = |bytes: &[u8]| open_error(&directory(&[(SINGLE_FILE, bytes)]));
-    let whole = directory(&[(SINGLE_FILE, &file_of_empty_tensors(TENSORS_MAX))]);
-    assert_eq!(Checkpoint::open(whole.path()).unwrap().names().count(), TENSORS_MAX);
-    assert!(open_error(&file_of_empty_tensors(TENSORS_MAX + 2000)).contains("tensors, more than 131072"));
-    assert!(open_error(&file_of_empty_tensors(TENSORS_MAX + 1)).contains("131073 tensors, more than 131072"));
+    let whole = directory(&[(SINGLE_FILE, &file_of_empty_tensors(OF_MODEL.tensors))]);
+    assert_eq!(Checkpoint::open(whole.path()).unwrap().names().count(), OF_MODEL.tensors);
+    assert!(open_error(&file_of_empty_tensors(OF_MODEL.tensors + 2000)).contains("tensors, more than 131072"));
+    assert!(open_error(&file_of_empty_tensors(OF_MODEL.tensors + 1)).contains("131073 tensors, more than 131072"));
     assert!(open_error(&file_of_empty_tensors(1_000_000)).contains("is longer than 16777216"));
+    // What a client may have sent is held to less.
+    let by_itself = |count: usize| {
+        let dir = directory(&[("adapter.safetensors", &file_of_empty_tensors(count))]);
+        Checkpoint::open_file(&dir.path().join("adapter.safetensors"))
+            .map(|file| file.names().count())
+            .map_err(|e| e.to_string())
+    };
+    assert_eq!(by_itself(32_768), Ok(32_768));
+    assert!(by_itself(32_769).unwrap_err().contains("32769 tensors, more than 32768"));
+    assert!(by_itself(131_072).unwrap_err().contains("more than 32768"));
     let announced = [&u64::MAX.to_le_bytes()[..], b"{}"].concat();
     assert!(open_error(&announced).contains("header of 18446744073709551615 bytes"));
     // Metadata are entries too.
@@ -143,19 +153,19 @@ fn headers_that_would_take_much_memory_are_refused_unread() {
 fn several_files_hold_more_than_one_but_not_all_that_there_could_be() {
     let shard = |first: usize| {
         let entry = |i: usize| format!(r#""t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#);
-        let header = format!("{{{}}}", (first..first + TENSORS_MAX).map(entry).collect::<Vec<_>>().join(","));
+        let header = format!("{{{}}}", (first..first + OF_MODEL.tensors).map(entry).collect::<Vec<_>>().join(","));
         [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
     };
     let open = |shards: usize| {
         let files: Vec<(String, Vec<u8>)> =
-            (0..shards).map(|s| (format!("m{s}.safetensors"), shard(s * TENSORS_MAX))).collect();
-        let of = |i: usize| (format!("t{i}"), format!("m{}.safetensors", i / TENSORS_MAX));
-        let index = json!({"weight_map": (0..shards * TENSORS_MAX).map(of).collect::<HashMap<_, _>>()}).to_string();
+            (0..shards).map(|s| (format!("m{s}.safetensors"), shard(s * OF_MODEL.tensors))).collect();
+        let of = |i: usize| (format!("t{i}"), format!("m{}.safetensors", i / OF_MODEL.tensors));
+        let index = json!({"weight_map": (0..shards * OF_MODEL.tensors).map(of).collect::<HashMap<_, _>>()}).to_string();
         let mut all: Vec<(&str, &[u8])> = files.iter().map(|(name, bytes)| (&name[..], &bytes[..])).collect();
         all.push((INDEX_FILE, index.as_bytes()));
         Checkpoint::open(directory(&all).path()).map(|checkpoint| checkpoint.names().count()).map_err(|e| e.to_string())
     };
-    assert_eq!(open(2), Ok(2 * TENSORS_MAX));
+    assert_eq!(open(2), Ok(2 * OF_MODEL.tensors));
     assert!(open(3).unwrap_err().contains("more than 262144"));
 }
 
