@@ -238,6 +238,18 @@ fn a_small_request_waits_for_no_backlog() {
     assert!(slow.is_empty(), "{}", slow.join("\n"));
 }
 
+/// The models of the large one are made at about 3 ms, and its first pass comes then: before the picture is seen, between the blocks of its tower, or after.
+#[test]
+fn a_large_pass_that_comes_while_a_picture_is_seen_does_not_run_before_what_the_picture_is_for() {
+    let (small, large) = (client("small", "s"), [(client("small", "t"), Load::Training(2, 10, 1, 700))]);
+    let (room, what) = (Room { states: 24, gallery_tokens: 128 }, Load::Pictures(1, 1));
+    let (alone, _) = latency(room, &[], (small.clone(), what), Duration::ZERO);
+    for moment in (0..250).map(|n| Duration::from_micros(20 * n)) {
+        let (latency, wait) = latency(room, &large, (small.clone(), what), moment);
+        assert!(latency <= alone * 3 + wait, "at {moment:?} it takes {latency:?}, alone {alone:?}, with {wait:?} to wait");
+    }
+}
+
 /// Which small requests wait too long beside which backlogs, if they come at moments drawn from `seed`.
 fn slow_beside_backlogs(seed: u64) -> Vec<String> {
     let (small, other) = (client("small", "s"), client("large", "t"));
