@@ -2,6 +2,7 @@
 
 mod merge;
 mod packed_copy;
+mod stored_matrix;
 mod wanted;
 mod weights;
 

@@ -22,6 +22,7 @@ const SYMMETRIC_ZERO: u8 = 8;
 const ROWS: usize = 16;
 
 /// The tensors of a matrix `[outputs, inputs]`.
+#[derive(Clone)]
 pub(crate) struct Int4Tensors {
     form: Int4Form,
     outputs: usize,
@@ -32,7 +33,7 @@ pub(crate) struct Int4Tensors {
 
 /// A matrix in a file.
 pub(crate) struct Int4Matrix<'a> {
-    tensors: &'a Int4Tensors,
+    tensors: Int4Tensors,
     codes: &'a [[u8; 4]],
     zeros: Option<&'a [[u8; 4]]>,
     scales: Vec<f32>,
@@ -164,7 +165,7 @@ impl Int4Tensors {
     }
 
     /// Where they lie in a checkpoint that was accounted for.
-    pub(crate) fn open<'a>(&'a self, checkpoint: &'a Checkpoint) -> Result<Int4Matrix<'a>> {
+    pub(crate) fn open<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Int4Matrix<'a>> {
         let missing = |name: &str| checkpoint.error(format!("missing tensors: {name}"));
         let words = |(name, shape): (String, [usize; 2])| match checkpoint.plain(&name, &[Dtype::I32], &shape) {
             Some(Ok(bytes)) => Ok(bytes.as_chunks().0),
@@ -174,7 +175,7 @@ impl Int4Tensors {
         let (scales, _) = self.scales();
         let scales = checkpoint.tensor(&scales)?.ok_or_else(|| missing(&scales))?;
         Ok(Int4Matrix {
-            tensors: self,
+            tensors: self.clone(),
             codes: words(self.codes())?,
             zeros: self.zeros().map(words).transpose()?,
             scales: scales.read(DType::F32)?.as_ref().to_f32_vec(),
@@ -190,7 +191,7 @@ fn code(word: [u8; 4], place: usize) -> u8 {
 impl Int4Matrix<'_> {
     /// Rows of it.
     pub(crate) fn rows(&self, run: Run<'_>, rows: Range<usize>) -> Int4Values {
-        let Int4Tensors { form, inputs, outputs, .. } = *self.tensors;
+        let Int4Tensors { form, inputs, outputs, .. } = self.tensors;
         let mut codes = vec![0; rows.len() * inputs];
         fill_pieces(run, &mut codes, ROWS * inputs, &|piece, out| {
             let first = rows.start + piece * ROWS;

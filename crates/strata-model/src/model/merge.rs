@@ -17,13 +17,11 @@ use half::{bf16, f16};
 use safetensors::Dtype;
 use strata_tensor::{Backend, DType};
 
-use super::weights::{
-    Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, scaled_rows, scales_name, tensors_of, turned,
-};
+use super::stored_matrix::{StoredMatrix, scales_name};
+use super::weights::{Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, tensors_of, turned};
 use crate::architectures::{Form, for_each_parameter, lora_modules};
 use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, Int4Matrix, Int4Tensors, SINGLE_FILE, Sink, SourceDType, SourceTensor, StoredTensor,
-    WrittenTensor,
+    BLOCK, BLOCK_BYTES, Checkpoint, Int4Tensors, SINGLE_FILE, Sink, SourceDType, StoredTensor, WrittenTensor,
 };
 use crate::checkpoint::{alone, dequantize, write_safetensors};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, Part};
@@ -105,11 +103,7 @@ struct Quantized {
 
 /// How the values of a tensor are had.
 enum Values<'a> {
-    Plain(SourceTensor<'a>),
-    /// Bytes, and a scale for each block of them.
-    Scaled(SourceTensor<'a>, Vec<f32>),
-    /// Four bits of each.
-    Int4(Int4Matrix<'a>),
+    Rows(StoredMatrix<'a>),
     /// Blocks and scales of `[experts, rows, columns]`, to be written as `[experts, columns, rows]`.
     Blocks {
         blocks: &'a [u8],
@@ -229,7 +223,7 @@ impl<'a> Merge<'a> {
             let stem = name.strip_suffix("qweight").or_else(|| name.strip_suffix("weight_packed")).unwrap_or(name);
             let shape = tensors.shape().to_vec();
             if unties && whole == EMBEDDING && !self.named.contains(UNEMBEDDING) {
-                let values = Values::Int4(tensors.open(self.named)?);
+                let values = Values::Rows(StoredMatrix::Int4(tensors.open(self.named)?));
                 written.push(self.computed(
                     name,
                     UNEMBEDDING.into(),
@@ -239,7 +233,7 @@ impl<'a> Merge<'a> {
                     of(UNEMBEDDING),
                 ));
             }
-            let values = Values::Int4(tensors.open(self.named)?);
+            let values = Values::Rows(StoredMatrix::Int4(tensors.open(self.named)?));
             written.push(self.computed(name, format!("{stem}weight"), shape, self.dense_dtype(), values, of(whole)));
             return Ok(());
         }
@@ -272,14 +266,12 @@ impl<'a> Merge<'a> {
         let Some(plain) = self.stored.tensor(tensor.name)? else {
             return Err(self.stored.error(format!("missing tensors: {}", tensor.name)));
         };
-        let scales = scales_name(tensor.name);
-        if plain.dtype == SourceDType::F8E4M3
-            && let Some(scales) = self.stored.tensor(&scales)?
-        {
-            return Ok((self.dense_dtype(), Values::Scaled(plain, scales.read(DType::F32)?.as_ref().to_f32_vec())));
-        }
-        let dtype = self.dtype.map_or(tensor.dtype, dtype_of);
-        Ok((dtype, Values::Plain(plain)))
+        let matrix = StoredMatrix::of_tensor(self.stored, plain)?;
+        let dtype = match matrix {
+            StoredMatrix::Plain(_) => self.dtype.map_or(tensor.dtype, dtype_of),
+            StoredMatrix::Scaled(..) | StoredMatrix::Int4(_) => self.dense_dtype(),
+        };
+        Ok((dtype, Values::Rows(matrix)))
     }
 
     /// The dtype of what was quantized: that of the last norm, which never is.
@@ -314,7 +306,7 @@ impl<'a> Merge<'a> {
             let columns = own_shape.iter().product::<usize>() / (count * rows).max(1);
             let run = match values {
                 Values::Blocks { .. } => rows.max(1),
-                Values::Plain(_) | Values::Scaled(..) | Values::Int4(_) => (SLICE_ELEMENTS / columns.max(1)).max(1),
+                Values::Rows(_) => (SLICE_ELEMENTS / columns.max(1)).max(1),
             };
             for matrix in 0..count {
                 let of_matrix = addends.iter().map(|addend| addend.pair(self.backend, matrix)).collect::<Result<Vec<_>>>()?;
@@ -342,14 +334,7 @@ impl Values<'_> {
     fn read(&self, first: usize, range: Range<usize>, [rows, columns]: [usize; 2]) -> Result<Vec<f32>> {
         let all = first + range.start..first + range.end;
         match self {
-            Values::Plain(tensor) => {
-                // As one matrix, however many axes it has.
-                let shape = [tensor.bytes.len() / tensor.dtype.size_bytes() / columns.max(1), columns];
-                let tensor = SourceTensor { shape: &shape, ..*tensor };
-                Ok(tensor.read_rows(all, DType::F32)?.as_ref().to_f32_vec())
-            }
-            Values::Scaled(tensor, scales) => Ok(scaled_rows(&alone, tensor, all, scales, DType::F32)?.as_ref().to_f32_vec()),
-            Values::Int4(matrix) => Ok(matrix.rows(&alone, all).as_ref()?.to_f32_vec()),
+            Values::Rows(matrix) => matrix.read(all, columns),
             Values::Blocks { blocks, scales } => {
                 let (elements, matrix) = (rows * columns, first / rows.max(1));
                 let own = matrix * elements / BLOCK..(matrix + 1) * elements / BLOCK;
@@ -363,8 +348,8 @@ impl Values<'_> {
 
     fn forget(&self, checkpoint: &Checkpoint, name: &str, rows: Range<usize>, columns: usize) {
         let row_bytes = match self {
-            Values::Plain(tensor) | Values::Scaled(tensor, _) => columns * tensor.dtype.size_bytes(),
-            Values::Blocks { .. } | Values::Int4(_) => return,
+            Values::Rows(StoredMatrix::Plain(tensor) | StoredMatrix::Scaled(tensor, _)) => columns * tensor.dtype.size_bytes(),
+            Values::Rows(StoredMatrix::Int4(_)) | Values::Blocks { .. } => return,
         };
         checkpoint.forget(name, rows.start * row_bytes..rows.end * row_bytes);
     }

@@ -5,10 +5,11 @@ use std::ops::Range;
 use safetensors::Dtype;
 use strata_tensor::{DType, HostRef, HostTensor, Shape, random};
 
+use super::stored_matrix::{StoredMatrix, scaled_rows, scales_name};
 use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, Rows, StoreRows, WeightSource};
 use crate::checkpoint::{
     BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, Int4Tensors, Run, SourceDType, SourceTensor, alone,
-    dequantize, e4m3_to_f32, fill_pieces, first_not_finite, write_values,
+    dequantize, fill_pieces, first_not_finite, write_values,
 };
 use crate::config::{FP8_BLOCK, Int4Form};
 use crate::{Error, ModelConfig, ModelSource, Result};
@@ -30,7 +31,7 @@ pub(super) fn check_tied(checkpoint: &Checkpoint, config: &ModelConfig) -> Resul
     let [unembedding, embedding] = ["lm_head.weight", "model.embed_tokens.weight"];
     let Some(own) = checkpoint.tensor(unembedding)?.filter(|_| config.tie_word_embeddings) else { return Ok(()) };
     let shape = [config.vocab_size, config.hidden_size];
-    let [own_rows, tied_rows] = [unembedding, embedding].map(|name| Lying::of(checkpoint, config.int4, name, &shape));
+    let [own_rows, tied_rows] = [unembedding, embedding].map(|name| StoredMatrix::of(checkpoint, config.int4, name, &shape));
     let (Some(own_rows), Some(tied_rows)) = (own_rows?, tied_rows?) else { return Ok(()) };
     let is_same = |tied: SourceTensor<'_>| own.dtype == tied.dtype && own.shape == tied.shape && own.bytes == tied.bytes;
     // In bytes, the same ones may have other scales.
@@ -47,43 +48,12 @@ pub(super) fn check_tied(checkpoint: &Checkpoint, config: &ModelConfig) -> Resul
     // Equal in other bits: of another dtype, or zeros of another sign.
     for first in (0..config.vocab_size).step_by(SLICE_ELEMENTS.div_ceil(config.hidden_size)) {
         let rows = first..config.vocab_size.min(first + SLICE_ELEMENTS.div_ceil(config.hidden_size));
-        let (own, tied) = (own_rows.read(rows.clone())?, tied_rows.read(rows)?);
+        let (own, tied) = (own_rows.read(rows.clone(), config.hidden_size)?, tied_rows.read(rows, config.hidden_size)?);
         if let Some((place, (own, tied))) = own.iter().zip(&tied).enumerate().find(|(_, (own, tied))| own != tied) {
             return refused(format!("element {} is {own}, not {tied}", first * config.hidden_size + place));
         }
     }
     Ok(())
-}
-
-/// A matrix as it lies in a checkpoint.
-enum Lying<'a> {
-    Plain(SourceTensor<'a>),
-    /// Bytes, and their scales.
-    Scaled(SourceTensor<'a>, Vec<f32>),
-    Int4(&'a Checkpoint, Int4Tensors),
-}
-
-impl<'a> Lying<'a> {
-    /// The matrix of this name, if there is one.
-    fn of(checkpoint: &'a Checkpoint, form: Option<Int4Form>, name: &str, shape: &[usize]) -> Result<Option<Self>> {
-        let Some(tensor) = checkpoint.tensor(name)? else {
-            return Ok(Int4Tensors::of(checkpoint, form, name, shape).map(|tensors| Lying::Int4(checkpoint, tensors)));
-        };
-        Ok(Some(match checkpoint.tensor(&scales_name(name))? {
-            Some(scales) if tensor.dtype == SourceDType::F8E4M3 => {
-                Lying::Scaled(tensor, scales.read(DType::F32)?.as_ref().to_f32_vec())
-            }
-            _ => Lying::Plain(tensor),
-        }))
-    }
-
-    fn read(&self, rows: Range<usize>) -> Result<Vec<f32>> {
-        Ok(match self {
-            Lying::Plain(tensor) => tensor.read_rows(rows, DType::F32)?.as_ref().to_f32_vec(),
-            Lying::Scaled(tensor, scales) => scaled_rows(&alone, tensor, rows, scales, DType::F32)?.as_ref().to_f32_vec(),
-            Lying::Int4(checkpoint, tensors) => tensors.open(checkpoint)?.rows(&alone, rows).as_ref()?.to_f32_vec(),
-        })
-    }
 }
 
 /// How the names of tensors of codes end, in the forms that are known.
@@ -125,12 +95,7 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
     reader.finish()
 }
 
-/// The tensor of scales of a parameter in bytes.
-pub(super) fn scales_name(name: &str) -> String {
-    format!("{name}_scale_inv")
-}
-
-/// Its shape: a scale for each block.
+/// The shape of the scales of a parameter in bytes: one for each block.
 fn scales_shape(shape: &[usize]) -> Vec<usize> {
     shape.iter().map(|extent| extent.div_ceil(FP8_BLOCK)).collect()
 }
@@ -286,37 +251,6 @@ impl CheckpointWeights<'_> {
         self.checkpoint.forget(&fused.name, fused.expert * of_expert..(fused.expert + 1) * of_expert);
         Ok(())
     }
-}
-
-/// Rows of a matrix in bytes, each multiplied by the scale of its block.
-pub(super) fn scaled_rows(
-    run: Run<'_>,
-    tensor: &SourceTensor<'_>,
-    rows: Range<usize>,
-    scales: &[f32],
-    dtype: DType,
-) -> Result<HostTensor> {
-    /// Rows to a piece.
-    const ROWS: usize = 16;
-    let (first, columns) = (rows.start, tensor.shape[1..].iter().product::<usize>());
-    // As `SourceTensor::read_rows` has it.
-    let mut shape = if tensor.shape.len() > Shape::MAX_RANK { vec![0, columns] } else { tensor.shape.to_vec() };
-    shape[0] = rows.len();
-    let mut out = HostTensor::zeros(&shape, dtype);
-    let (row_bytes, bytes) = ((columns * dtype.size_bytes()).max(1), &tensor.bytes[rows.start * columns..rows.end * columns]);
-    fill_pieces(run, out.bytes_mut(), ROWS * row_bytes, &|piece, out| {
-        for (row, out) in (piece * ROWS..).zip(out.chunks_exact_mut(row_bytes)) {
-            let of_row = &scales[(first + row) / FP8_BLOCK * columns.div_ceil(FP8_BLOCK)..];
-            let blocks =
-                bytes[row * columns..][..columns].chunks(FP8_BLOCK).zip(out.chunks_mut(FP8_BLOCK * dtype.size_bytes()));
-            for ((block, out), scale) in blocks.zip(of_row) {
-                let mut values = [0.0; FP8_BLOCK];
-                values.iter_mut().zip(block).for_each(|(value, &byte)| *value = e4m3_to_f32(byte) * scale);
-                write_values(&values[..block.len()], dtype, out);
-            }
-        }
-    });
-    Ok(out)
 }
 
 impl CheckpointWeights<'_> {
@@ -499,23 +433,6 @@ mod tests {
                 let (matrix, row, column) = (i / (m * n), i % (m * n) / m, i % m);
                 assert_eq!(value, values[matrix * m * n + column * n + row], "{dtype}: row {row}, column {column}");
             }
-        }
-    }
-
-    #[test]
-    fn rows_in_bytes_are_scaled_by_their_blocks_whoever_scales_which_piece() {
-        let (rows, columns) = (FP8_BLOCK + 40, FP8_BLOCK + 3);
-        let bytes: Vec<u8> = (0..rows * columns).map(|i| (i * 7 % 126) as u8).collect();
-        let shape = [rows, columns];
-        let tensor = SourceTensor { name: "w", shape: &shape, dtype: SourceDType::F8E4M3, bytes: &bytes };
-        let scales = [0.5, 2.0, 3.0, 0.25];
-        for (first, dtype) in [(0, DType::F32), (37, DType::BF16)] {
-            let scaled = scaled_rows(&backwards, &tensor, first..rows, &scales, dtype).unwrap();
-            let expected: Vec<f32> = (first * columns..rows * columns)
-                .map(|i| e4m3_to_f32(bytes[i]) * scales[i / columns / FP8_BLOCK * 2 + i % columns / FP8_BLOCK])
-                .collect();
-            let expected = HostTensor::from_f32(&expected, &[rows - first, columns], dtype).unwrap();
-            assert_eq!(scaled.as_ref().to_f32_vec(), expected.as_ref().to_f32_vec(), "{dtype}");
         }
     }
 }
