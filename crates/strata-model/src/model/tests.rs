@@ -540,6 +540,36 @@ fn weights_in_bytes_need_a_scale_for_each_block() {
 }
 
 #[test]
+fn experts_in_one_tensor_of_bytes_without_scales_are_refused() {
+    use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+    let experts = json!({
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "norm_topk_prob": true
+    });
+    let dir = written(&config_with(experts), &|_, _| ());
+    let path = dir.path().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    let error = |dtype: Dtype, width: usize| {
+        let own = "model.layers.1.mlp.experts.";
+        let mut tensors = SafeTensors::deserialize(&whole).unwrap().tensors();
+        tensors.retain(|(name, _)| !name.starts_with(own));
+        let zeros = vec![0; 4 * 40 * 48 * width];
+        for (name, shape) in [("gate_up_proj", [4, 40, 48]), ("down_proj", [4, 48, 20])] {
+            let bytes = &zeros[..shape.iter().product::<usize>() * width];
+            tensors.push((format!("{own}{name}"), TensorView::new(dtype, shape.to_vec(), bytes).unwrap()));
+        }
+        safetensors::serialize_to_file(tensors, None, &path).unwrap();
+        load(&dir, None).err().map(|e| e.to_string())
+    };
+    assert_eq!(error(Dtype::F32, 4), None);
+    let refused = error(Dtype::F8_E4M3, 1).unwrap();
+    assert!(
+        refused.contains("tensor model.layers.1.mlp.experts.gate_up_proj holds the experts of a layer in F8_E4M3"),
+        "{refused}"
+    );
+}
+
+#[test]
 fn weights_that_are_not_finite_are_refused_by_name() {
     load(&written(&config(), &|_, _| ()), None).unwrap();
     for name in [

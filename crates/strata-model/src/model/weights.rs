@@ -72,7 +72,11 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
             if fused.expert == 0 && fused.first == 0 {
                 let [first, second] =
                     if is_flipped(checkpoint, fused) { [fused.columns, fused.rows] } else { [fused.rows, fused.columns] };
-                reader.require(&fused.name, &[fused.num_experts, first, second]);
+                let tensor = reader.require(&fused.name, &[fused.num_experts, first, second]);
+                if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
+                    let known = "matrices in bytes are read with their scales, each a tensor of its own";
+                    reader.refuse(format!("tensor {} holds the experts of a layer in F8_E4M3: {known}", fused.name));
+                }
             }
         } else if let Some(Mxfp4 { blocks, scales }) = Mxfp4::of(checkpoint, p) {
             reader.require_plain(&blocks.0, &[Dtype::U8], &blocks.1);
