@@ -103,12 +103,10 @@ struct Quantized {
 
 /// How the values of a tensor are had.
 enum Values<'a> {
+    /// Row by row, as they are written.
     Rows(StoredMatrix<'a>),
     /// Blocks and scales of `[experts, rows, columns]`, to be written as `[experts, columns, rows]`.
-    Blocks {
-        blocks: &'a [u8],
-        scales: &'a [u8],
-    },
+    Blocks { blocks: &'a [u8], scales: &'a [u8] },
 }
 
 impl<'a> Merge<'a> {

@@ -12,6 +12,7 @@ use crate::config::{FP8_BLOCK, Int4Form};
 
 /// A matrix as it lies in a checkpoint.
 pub(super) enum StoredMatrix<'a> {
+    /// Numbers of its dtype.
     Plain(SourceTensor<'a>),
     /// Bytes, and a scale for each block of them.
     Scaled(SourceTensor<'a>, Vec<f32>),

@@ -563,10 +563,24 @@ fn experts_in_one_tensor_of_bytes_without_scales_are_refused() {
     };
     assert_eq!(error(Dtype::F32, 4), None);
     let refused = error(Dtype::F8_E4M3, 1).unwrap();
-    assert!(
-        refused.contains("tensor model.layers.1.mlp.experts.gate_up_proj holds the experts of a layer in F8_E4M3"),
-        "{refused}"
-    );
+    assert!(refused.contains("tensor model.layers.1.mlp.experts.gate_up_proj of shape [4, 40, 48] is in F8_E4M3"), "{refused}");
+}
+
+#[test]
+fn bytes_of_more_axes_than_a_matrix_are_refused_whatever_scales_they_have() {
+    use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+    const EXPERTS: &str = "model.layers.1.mlp.experts.gate_up_proj";
+    let dir = written(&gpt_oss(), &|_, _| ());
+    let path = dir.path().join("model.safetensors");
+    let file = std::fs::read(&path).unwrap();
+    let mut tensors = SafeTensors::deserialize(&file).unwrap().tensors();
+    tensors.retain(|(name, _)| name != EXPERTS);
+    let (ones, scale) = (vec![0x38; 3 * 64 * 64], 1f32.to_le_bytes());
+    tensors.push((EXPERTS.into(), TensorView::new(Dtype::F8_E4M3, vec![3, 64, 64], &ones).unwrap()));
+    tensors.push((format!("{EXPERTS}_scale_inv"), TensorView::new(Dtype::F32, vec![1, 1, 1], &scale).unwrap()));
+    safetensors::serialize_to_file(tensors, None, &path).unwrap();
+    let refused = load_error(&dir, None);
+    assert!(refused.contains(&format!("tensor {EXPERTS} of shape [3, 64, 64] is in F8_E4M3")), "{refused}");
 }
 
 #[test]

@@ -61,6 +61,10 @@ const CODES_NAMES: [&str; 2] = [".qweight", ".weight_packed"];
 
 /// Refuses a checkpoint in which a parameter is missing or misshapen, or that holds anything else.
 pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<()> {
+    let is_in_bytes = |tensor: &SourceTensor<'_>| tensor.dtype == SourceDType::F8E4M3;
+    let no_scales = |SourceTensor { name, shape, .. }: SourceTensor<'_>| {
+        format!("tensor {name} of shape {shape:?} is in F8_E4M3: scales are known of matrices alone, each a tensor of its own")
+    };
     let mut reader = CheckpointReader::new(checkpoint);
     if config.tie_word_embeddings {
         reader.ignore("lm_head.weight");
@@ -73,9 +77,8 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
                 let [first, second] =
                     if is_flipped(checkpoint, fused) { [fused.columns, fused.rows] } else { [fused.rows, fused.columns] };
                 let tensor = reader.require(&fused.name, &[fused.num_experts, first, second]);
-                if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
-                    let known = "matrices in bytes are read with their scales, each a tensor of its own";
-                    reader.refuse(format!("tensor {} holds the experts of a layer in F8_E4M3: {known}", fused.name));
+                if let Some(tensor) = tensor.filter(is_in_bytes) {
+                    reader.refuse(no_scales(tensor));
                 }
             }
         } else if let Some(Mxfp4 { blocks, scales }) = Mxfp4::of(checkpoint, p) {
@@ -84,9 +87,10 @@ pub(super) fn account_for(checkpoint: &Checkpoint, config: &ModelConfig) -> Resu
         } else if let Some(tensors) = Int4Tensors::of(checkpoint, config.int4, &p.name, &p.shape) {
             tensors.require(&mut reader);
         } else {
-            let tensor = reader.require(&p.name, &p.shape);
-            if tensor.is_some_and(|tensor| tensor.dtype == SourceDType::F8E4M3) {
-                reader.require(&scales_name(&p.name), &scales_shape(&p.shape));
+            match reader.require(&p.name, &p.shape).filter(is_in_bytes) {
+                Some(tensor) if tensor.shape.len() > 2 => reader.refuse(no_scales(tensor)),
+                Some(_) => drop(reader.require(&scales_name(&p.name), &scales_shape(&p.shape))),
+                None => {}
             }
         }
     });
