@@ -13,6 +13,7 @@ use strata_engine::ledger::{Charge, Ledger, Shortage};
 use tokio::sync::{Semaphore, watch};
 
 use crate::bases::{Base, BaseId, Bases};
+use crate::blocking::off_thread;
 use crate::clock;
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
@@ -22,6 +23,7 @@ use crate::image_stores::ImageStores;
 use crate::limits;
 use crate::records::Records;
 use crate::registry::Registry;
+use crate::store::CheckpointRecord;
 use crate::store::Store;
 use crate::transit::Transit;
 
@@ -335,6 +337,15 @@ impl App {
     pub async fn closed(&self) {
         // The sender lives as long as this value, so the only way out is that it says so.
         let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
+    }
+
+    /// Checkpoints, as [`Store::list`] has them.
+    ///
+    /// # Errors
+    /// If looking for them has panicked.
+    pub async fn checkpoints(self: &Arc<Self>, run: Option<String>) -> ApiResult<Vec<CheckpointRecord>> {
+        let app = self.clone();
+        off_thread(move || Ok(app.store.list(run.as_deref()))).await
     }
 
     /// One round of looking for what is over: sessions, results, checkpoints.

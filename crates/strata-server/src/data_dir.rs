@@ -78,7 +78,10 @@ impl DataDir {
         if !before.is_empty() {
             tracing::info!(dir = %path.display(), "the last server on the data directory did not end in order: {before}");
         }
-        write_holder(&mut lock).map_err(io_error)?;
+        if let Err(error) = write_holder(&mut lock) {
+            // The lock is what counts, and on a full disk checkpoints can still be deleted.
+            tracing::warn!(dir = %path.display(), "{LOCK_FILE} does not say who has the data directory: {error}");
+        }
         Ok(DataDir { claim: Arc::new(Claim { path: path.into(), lock }) })
     }
 

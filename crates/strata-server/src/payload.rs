@@ -12,9 +12,9 @@ use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
-use tokio::sync::Semaphore;
 
 use crate::app::App;
+use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::routes::take_place;
@@ -136,7 +136,7 @@ impl Payload {
                 }
             }
         };
-        if is_small { decode() } else { blocking(&decodes, decode).await }
+        if is_small { decode() } else { in_turn(&decodes, decode).await }
     }
 }
 
@@ -167,29 +167,6 @@ fn refuse_in_place(app: &Arc<App>, start: &[u8], is_zstd: bool, refusal: ApiErro
         take_place(app, head, &refusal);
     }
     refusal
-}
-
-/// Runs work that grows with the size of a body on a blocking thread. Few of them run at once, by `turns`, so that requests that wait for their
-/// turn hold their bodies and nothing else.
-///
-/// # Errors
-/// Those of the work.
-pub async fn blocking<T: Send + 'static>(
-    turns: &Arc<Semaphore>,
-    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
-) -> ApiResult<T> {
-    let Ok(turn) = turns.clone().acquire_owned().await else {
-        return Err(ApiError::Internal("the server takes no more bodies".into()));
-    };
-    // The turn goes along: the work goes on if the client hangs up meanwhile.
-    let done = tokio::task::spawn_blocking(move || {
-        let _turn = turn;
-        work()
-    });
-    done.await.unwrap_or_else(|error| {
-        tracing::error!("decoding a request: {error}");
-        Err(ApiError::Internal("this request hit a bug in the server; its log says where".into()))
-    })
 }
 
 /// Reads a body, charged as it arrives. The buffer grows by doubling up to what is announced: an announcement alone takes nothing.

@@ -19,7 +19,9 @@ use std::sync::{Mutex, MutexGuard};
 use rustix::fs::OFlags;
 use strata_engine::api::{CheckpointSource, METADATA_FILE};
 use strata_model::Error;
-use strata_model::checkpoint::{Existing, hold_names, recover_directories, set_aside, write_atomically};
+use strata_model::checkpoint::{
+    Existing, NamesHeld, hold_names, recover_directories, remove_empty_directories, set_aside, write_atomically,
+};
 use time::OffsetDateTime;
 
 use crate::data_dir::DataDir;
@@ -46,6 +48,8 @@ pub struct Store {
     catalogue: Mutex<Catalogue>,
     /// Deleted directories that could not be removed.
     trash: Mutex<Vec<PathBuf>>,
+    /// Saves whose time is over and that could not be deleted, as was said.
+    stuck: Mutex<BTreeSet<CheckpointId>>,
     /// Held for as long as this may change anything in it.
     data_dir: DataDir,
 }
@@ -101,18 +105,28 @@ impl Store {
                     match read_record(&dir, kind) {
                         Ok(Some(_)) if catalogue.is_full() => passed_over += 1,
                         Ok(Some(record)) => catalogue.put(record),
-                        Ok(None) => {}
+                        Ok(None) if is_hidden(&dir) => {}
+                        Ok(None) => tracing::warn!(dir = %dir.display(), "not a checkpoint: it has no {METADATA_FILE}"),
                         Err(reason) => tracing::warn!(dir = %dir.display(), "not a checkpoint: {reason}"),
                     }
                 }
+                // Of runs all of whose checkpoints were deleted.
+                remove_empty_directories(&kind_dir, &checkpoints_dir);
             }
+            remove_empty_directories(&run_dir, &checkpoints_dir);
         }
         if passed_over > 0 {
             tracing::error!(
                 "{passed_over} checkpoints are beyond what is catalogued, and are passed over until others are deleted"
             );
         }
-        Ok(Store { checkpoints_dir, catalogue: Mutex::new(catalogue), trash: Mutex::default(), data_dir })
+        Ok(Store {
+            checkpoints_dir,
+            catalogue: Mutex::new(catalogue),
+            trash: Mutex::default(),
+            stuck: Mutex::default(),
+            data_dir,
+        })
     }
 
     /// Where a checkpoint is, or would be.
@@ -335,25 +349,30 @@ impl Store {
     /// # Errors
     /// If there is none, or its files cannot be moved out of the way: then it is still there, and listed.
     pub fn delete(&self, id: &CheckpointId) -> ApiResult<()> {
-        self.delete_if(id, |_| true)
+        let deleted = self.delete_if(id, |_| true)?;
+        deleted.map_err(|error| failed(format!("{} was not deleted, and is still there", id.tinker_path()), &error))
     }
 
-    /// Deletes a checkpoint if what is on the disk under its name has an identity that is wanted.
-    fn delete_if(&self, id: &CheckpointId, is_wanted: impl FnOnce(&str) -> bool) -> ApiResult<()> {
+    /// Deletes a checkpoint if what is on the disk under its name has an identity that is wanted. If the file system refuses, it is still there.
+    fn delete_if(&self, id: &CheckpointId, is_wanted: impl FnOnce(&str) -> bool) -> ApiResult<strata_model::Result<()>> {
         let names = hold_names();
         let known = self.known(id).ok_or_else(|| not_found(id))?;
         let dir = self.dir(id);
         // A record that cannot be read belongs to no save that is to be answered.
         let on_disk = read_record(&dir, id.kind).ok().flatten().map_or_else(|| known.save_id.clone(), |record| record.save_id);
         if !is_wanted(&on_disk) {
-            return Ok(());
+            return Ok(Ok(()));
         }
         let aside = match set_aside(&dir, &names) {
             Ok(aside) => Some(aside),
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
-            Err(error) => {
-                return Err(failed(format!("{} was not deleted, and is still there", id.tinker_path()), &error));
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::CrossesDevices => {
+                match remove_in_place(&dir, &names) {
+                    Ok(()) => None,
+                    Err(source) => return Ok(Err(Error::Io { path: dir, source })),
+                }
             }
+            Err(error) => return Ok(Err(error)),
         };
         let mut catalogue = self.lock();
         catalogue.remove(id);
@@ -361,8 +380,8 @@ impl Store {
             catalogue.deleted_early.insert(on_disk);
         }
         drop((catalogue, names));
-        aside.into_iter().for_each(|aside| self.remove_trash(aside));
-        Ok(())
+        aside.into_iter().for_each(|aside| self.remove_trash(aside, true));
+        Ok(Ok(()))
     }
 
     /// Publishes a checkpoint, or takes that back. Blocks.
@@ -384,31 +403,43 @@ impl Store {
     /// Deletes checkpoints whose time is over, and what is left of deleted ones. Blocks.
     pub fn reap(&self, now: OffsetDateTime) {
         let trash = std::mem::take(&mut *self.trash.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
-        trash.into_iter().for_each(|aside| self.remove_trash(aside));
+        trash.into_iter().for_each(|aside| self.remove_trash(aside, false));
         let expired: Vec<(CheckpointId, String)> = {
             let catalogue = self.lock();
             let expired = catalogue.records.values().filter(|record| record.is_expired(now));
             expired.map(|record| (record.id(), record.save_id.clone())).collect()
         };
+        let mut stuck = self.stuck.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let said = std::mem::take(&mut *stuck);
         for (id, save_id) in expired {
             // A later save of the name has a life of its own.
             match self.delete_if(&id, |on_disk| on_disk == save_id) {
-                Ok(()) => tracing::info!(path = id.tinker_path(), "deleted a checkpoint whose time is over"),
-                Err(error) => tracing::warn!("{error}"),
+                Ok(Ok(())) => tracing::info!(path = id.tinker_path(), "deleted a checkpoint whose time is over"),
+                Ok(Err(error)) => {
+                    if !said.contains(&id) {
+                        tracing::warn!(path = id.tinker_path(), "its time is over, and it cannot be deleted yet: {error}");
+                    }
+                    stuck.insert(id);
+                }
+                // Somebody else has deleted it.
+                Err(_) => {}
             }
         }
     }
 
-    fn remove_trash(&self, aside: PathBuf) {
+    fn remove_trash(&self, aside: PathBuf, is_first: bool) {
         match fs::remove_dir_all(&aside) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
-                tracing::warn!(dir = %aside.display(), "what was deleted cannot be removed yet: {error}");
+                if is_first {
+                    tracing::warn!(dir = %aside.display(), "what was deleted cannot be removed yet: {error}");
+                }
                 let mut trash = self.trash.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
                 if trash.len() < TRASH_MAX {
                     trash.push(aside);
                 }
             }
-            _ => {}
+            // What it was the last of goes with it.
+            _ => aside.parent().into_iter().for_each(|kind_dir| remove_empty_directories(kind_dir, &self.checkpoints_dir)),
         }
     }
 
@@ -432,6 +463,21 @@ impl Store {
     fn lock(&self) -> MutexGuard<'_, Catalogue> {
         self.catalogue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
+}
+
+/// Whether a directory has a name that no checkpoint has.
+fn is_hidden(dir: &Path) -> bool {
+    dir.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."))
+}
+
+/// Removes a checkpoint that the file system does not rename: a lower layer of an overlay has it. Without its record it is none any more, whatever becomes of the rest.
+fn remove_in_place(dir: &Path, _: &NamesHeld) -> std::io::Result<()> {
+    fs::remove_file(dir.join(METADATA_FILE))?;
+    fs::File::open(dir).and_then(|dir| dir.sync_all())?;
+    if let Err(error) = fs::remove_dir_all(dir) {
+        tracing::warn!(dir = %dir.display(), "a checkpoint that was deleted has left files behind: {error}");
+    }
+    Ok(())
 }
 
 /// Whether a file of a checkpoint's directory is one of the checkpoint, rather than what the server keeps about it.

@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use commands::shutdown::interruptible;
 use commands::{bench, demo, export, import, init_model, inspect, serve, trace};
 
 /// Train and sample LoRA adapters on one base model, through the Tinker API.
@@ -51,9 +52,9 @@ pub fn run() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Trace(args) => trace::run(args),
         Command::Inspect(args) => inspect::run(args),
-        Command::Export(args) => export::run(args),
-        Command::Import(args) => import::run(args),
-        Command::InitModel(args) => init_model::run(args),
+        Command::Export(args) => interruptible(|| export::run(args)),
+        Command::Import(args) => interruptible(|| import::run(args)),
+        Command::InitModel(args) => interruptible(|| init_model::run(args)),
         Command::Bench(args) => bench::run(args),
     };
     match result {

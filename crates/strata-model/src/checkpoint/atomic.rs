@@ -3,11 +3,14 @@
 //! What is made is written beside its place, made durable, and renamed; the directory that holds both names is made durable after every
 //! rename. Where the system can exchange two names at once (Linux and macOS, on local file systems) there is a checkpoint under its name at
 //! every moment of its replacement; elsewhere the old one steps aside first, and [`recover_directories`] brings it back after a crash.
+//!
+//! Who writes a directory holds a lock on it, of which the system lets go with the process: what nobody holds is what a crash left, whichever process looks.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -24,6 +27,9 @@ const PARTIAL: &str = ".partial-";
 const REPLACED: &str = ".replaced-";
 /// Deleted, and not yet removed.
 const DELETED: &str = ".deleted-";
+
+/// How often it is tried to remove a directory in which another thread makes files.
+const ABANDON_ATTEMPTS: usize = 100;
 
 /// What to do if the directory to write exists already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,28 +52,45 @@ pub fn hold_names() -> NamesHeld {
     NamesHeld { _held: NAMES.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) }
 }
 
+/// Hidden directories that this process is writing.
+static WRITING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn writing() -> MutexGuard<'static, Vec<PathBuf>> {
+    WRITING.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Removes what this process is writing and has not got its name yet. None gets it any more: to be called when the process ends.
+pub fn abandon_writes() {
+    std::mem::forget(hold_names());
+    for path in &*writing() {
+        // Another thread may still add to it.
+        let _ = (0..ABANDON_ATTEMPTS).any(|_| fs::remove_dir_all(path).is_ok() || !path.exists());
+    }
+}
+
 /// Creates the directory `dir` with what `write` puts into the directory it is given, a hidden sibling of `dir` that is made durable and
 /// then renamed. Parents of `dir` are created as needed. Returns the bytes of all files.
 ///
-/// When this returns, the new directory is there after a crash too. If it fails, what was there before is there still, and nothing else.
+/// When this returns, the new directory is there after a crash too. If it fails, what was there before is there still, and nothing else. What a process that was killed left of writing the same
+/// directory is removed first, where file systems have locks.
 ///
 /// # Errors
 /// If `write` fails, `dir` exists and is not to be replaced or is no directory, or the file system refuses.
 pub fn write_atomically(dir: &Path, existing: Existing, write: impl FnOnce(&Path) -> Result<()>) -> Result<u64> {
     let parent = parent_of(dir)?;
     refuse_existing(dir, existing)?;
-    create_durable_parents(parent)?;
-    let partial = RemovedOnDrop(free_sibling(dir, PARTIAL)?);
-    fs::create_dir(&partial.0).map_err(io_error(&partial.0))?;
-    write(&partial.0)?;
-    let size_bytes = sync_tree(&partial.0)?;
+    remove_abandoned(dir);
+    let partial = Partial::begin(dir)?;
+    let path = &partial.directory.0;
+    write(path)?;
+    let size_bytes = sync_tree(path)?;
     let held = hold_names();
     refuse_existing(dir, existing)?;
     match dir.symlink_metadata() {
-        Ok(_) => replace(&partial.0, dir, exchange)?,
+        Ok(_) => replace(path, dir, exchange)?,
         Err(_) => {
-            fs::rename(&partial.0, dir).map_err(io_error(dir))?;
-            sync(parent).inspect_err(|_| undo(fs::rename(dir, &partial.0), dir))?;
+            fs::rename(path, dir).map_err(io_error(dir))?;
+            sync(parent).inspect_err(|_| undo(fs::rename(dir, path), dir))?;
         }
     }
     drop(held);
@@ -117,7 +140,7 @@ pub fn write_file_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Clears what a crash left of [`write_atomically`] and [`set_aside`] among the entries of `parent`: half-written and deleted directories
-/// go, and a directory that was being replaced comes back. To be called when nothing is being written there.
+/// go, and a directory that was being replaced comes back. To be called when this process writes nothing there; what another is writing is left to it.
 ///
 /// Only directories under the hidden names that these functions give are touched. What cannot be cleared is logged and left.
 ///
@@ -144,9 +167,12 @@ pub fn recover_directories(parent: &Path) -> Result<()> {
             tracing::warn!(path = %path.display(), "has the name of a directory that is being written, but is none; it is left alone");
             continue;
         }
+        let hold = if kind == PARTIAL { Hold::of(&path) } else { Hold::Unknown };
         if kind == REPLACED {
             let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             replaced.entry(name.into()).or_default().push((modified, path));
+        } else if matches!(hold, Hold::Others) {
+            tracing::info!(path = %path.display(), "is being written by another process");
         } else {
             changed |= attempt(fs::remove_dir_all(&path), &path);
         }
@@ -178,10 +204,108 @@ pub(crate) fn sync(path: &Path) -> Result<()> {
     synced.map_err(io_error(path))
 }
 
+/// Who is at a directory.
+enum Hold {
+    /// We are, for as long as this file is open.
+    Ours(File),
+    /// Somebody else.
+    Others,
+    /// It is gone, or its file system has no locks: on some networks there are none for directories.
+    Unknown,
+}
+
+impl Hold {
+    /// Takes a directory that nobody else has.
+    fn of(dir: &Path) -> Self {
+        let Ok(file) = File::open(dir) else { return Hold::Unknown };
+        match file.try_lock() {
+            Ok(()) => Hold::Ours(file),
+            Err(TryLockError::WouldBlock) => Hold::Others,
+            Err(TryLockError::Error(_)) => Hold::Unknown,
+        }
+    }
+
+    /// Whether what has this path now is the directory that was taken, as far as is known.
+    fn is_at(&self, dir: &Path) -> bool {
+        let Hold::Ours(file) = self else { return matches!(self, Hold::Unknown) && dir.is_dir() };
+        let identity = |metadata: std::io::Result<fs::Metadata>| metadata.map(|metadata| (metadata.dev(), metadata.ino())).ok();
+        identity(file.metadata()).is_some_and(|held| Some(held) == identity(dir.symlink_metadata()))
+    }
+}
+
+/// A directory that is being written under a hidden name.
+struct Partial {
+    directory: RemovedOnDrop,
+    /// For as long as it has that name, and until it is removed.
+    _hold: Hold,
+    /// Parents that were made for it go with it, if nothing else is in them.
+    _parents: EmptyRemovedOnDrop,
+}
+
+impl Partial {
+    /// Makes it beside `dir`, and the parents that are missing.
+    fn begin(dir: &Path) -> Result<Self> {
+        let parent = parent_of(dir)?;
+        loop {
+            let parents = create_durable_parents(parent)?;
+            let path = free_sibling(dir, PARTIAL)?;
+            match fs::create_dir(&path) {
+                Ok(()) => {}
+                // Another that was written there has failed or gone, and the parent with it.
+                Err(error) if error.kind() == ErrorKind::NotFound && !parent.exists() => continue,
+                Err(error) => return Err(io_error(&path)(error)),
+            }
+            writing().push(path.clone());
+            let (hold, directory) = (Hold::of(&path), RemovedOnDrop(path));
+            // Before it was held, another process may have taken it for what a crash left.
+            if hold.is_at(&directory.0) {
+                return Ok(Partial { directory, _hold: hold, _parents: parents });
+            }
+        }
+    }
+}
+
+/// Removes what a process that is no more left of writing this directory.
+fn remove_abandoned(dir: &Path) {
+    let siblings = parent_of(dir).and_then(|parent| fs::read_dir(parent).map_err(io_error(parent)));
+    for entry in siblings.into_iter().flatten().flatten() {
+        let file_name = entry.file_name();
+        let leftover = file_name.to_str().and_then(parse_leftover);
+        let is_ours = leftover.is_some_and(|(name, kind)| kind == PARTIAL && dir.file_name().is_some_and(|own| own == name));
+        if is_ours
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && let Hold::Ours(_held) = Hold::of(&entry.path())
+        {
+            drop(RemovedOnDrop(entry.path()));
+        }
+    }
+}
+
+/// Removes the directories that are empty among a directory and those above it, from the lowest up to and without `top`. Another may be made in them at the same time: it comes first, or makes them
+/// again.
+pub fn remove_empty_directories(lowest: &Path, top: &Path) {
+    for dir in lowest.ancestors().take_while(|dir| dir.starts_with(top) && *dir != top) {
+        if fs::remove_dir(dir).is_err() {
+            return;
+        }
+    }
+}
+
+/// Directories, the lowest first, of which those that are empty are removed.
+struct EmptyRemovedOnDrop(Vec<PathBuf>);
+
+impl Drop for EmptyRemovedOnDrop {
+    fn drop(&mut self) {
+        // The first that is not empty keeps those above it.
+        let _ = self.0.iter().try_for_each(fs::remove_dir);
+    }
+}
+
 struct RemovedOnDrop(PathBuf);
 
 impl Drop for RemovedOnDrop {
     fn drop(&mut self) {
+        writing().retain(|path| *path != self.0);
         // After a rename to a free name there is nothing left to remove, and of a failed write the first error is the one to report.
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -283,15 +407,16 @@ fn undo(undone: std::io::Result<()>, dir: &Path) {
     }
 }
 
-/// Creates a directory and those above it, each durable in the one that holds it.
-fn create_durable_parents(dir: &Path) -> Result<()> {
-    let missing: Vec<_> = dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
+/// Creates a directory and those above it, each durable in the one that holds it. Returns those that there were not.
+fn create_durable_parents(dir: &Path) -> Result<EmptyRemovedOnDrop> {
+    let missing = dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).map(Path::to_owned);
+    let missing = EmptyRemovedOnDrop(missing.collect());
     fs::create_dir_all(dir).map_err(io_error(dir))?;
-    for created in missing {
+    for created in &missing.0 {
         let above = created.parent().filter(|p| !p.as_os_str().is_empty());
         sync(above.unwrap_or(Path::new(".")))?;
     }
-    Ok(())
+    Ok(missing)
 }
 
 /// Makes a directory and everything in it durable; returns the bytes of its files.
@@ -499,6 +624,72 @@ mod tests {
         recover_directories(root.path()).unwrap();
         assert_eq!(names(root.path()), [".hidden", "a", "b", "c", "d"]);
         assert_eq!(names(&root.path().join("d")), ["newest"]);
+    }
+
+    #[test]
+    fn what_another_process_is_writing_is_left_to_it_and_what_nobody_writes_goes() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("ckpt");
+        if !matches!(Hold::of(root.path()), Hold::Ours(_)) {
+            return;
+        }
+        fs::create_dir(root.path().join(".ckpt.partial-7-0")).unwrap();
+        fs::create_dir(root.path().join(".other.partial-7-0")).unwrap();
+        let meanwhile = |partial: &Path| {
+            let own = partial.file_name().unwrap().to_str().unwrap().to_owned();
+            assert_eq!(names(root.path()), [own.as_str(), ".other.partial-7-0"], "of the same directory it goes first");
+            fs::write(partial.join("a.txt"), "whole").unwrap();
+            // As a server does that starts now, and as another who writes the same directory.
+            recover_directories(root.path()).unwrap();
+            remove_abandoned(&dir);
+            assert_eq!(names(root.path()), [own]);
+            Ok(())
+        };
+        write_atomically(&dir, Existing::Refuse, meanwhile).unwrap();
+        assert_eq!(fs::read_to_string(dir.join("a.txt")).unwrap(), "whole");
+        // The same name again, over one that is there.
+        write_atomically(&dir, Existing::Replace, write_file("new")).unwrap();
+        assert_eq!(names(root.path()), ["ckpt"]);
+    }
+
+    #[test]
+    fn a_directory_that_was_taken_for_a_leftover_before_it_was_held_is_noticed() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("a");
+        fs::create_dir(&dir).unwrap();
+        let hold = Hold::of(&dir);
+        assert!(hold.is_at(&dir));
+        fs::remove_dir(&dir).unwrap();
+        assert!(!hold.is_at(&dir), "gone");
+        fs::create_dir(root.path().join("b")).unwrap();
+        fs::create_dir(&dir).unwrap();
+        assert!(!hold.is_at(&dir), "another");
+        let other = Hold::of(&dir);
+        if matches!(other, Hold::Ours(_)) {
+            assert!(!Hold::of(&dir).is_at(&dir), "held by somebody else");
+        }
+    }
+
+    #[test]
+    fn parents_that_were_made_for_nothing_go_again_unless_something_else_is_in_them() {
+        let root = tempfile::tempdir().unwrap();
+        let failing = |_: &Path| Err(Error::Lora("no".into()));
+        assert!(write_atomically(&root.path().join("runs/1/ckpt"), Existing::Refuse, failing).is_err());
+        assert!(names(root.path()).is_empty());
+        // Two write in the same new parent, and one fails; another finds no parent any more.
+        let dir = root.path().join("runs/1/ckpt");
+        let other = root.path().join("runs/1/other");
+        write_atomically(&dir, Existing::Refuse, |partial| {
+            assert!(write_atomically(&other, Existing::Refuse, failing).is_err());
+            write_file("x")(partial)
+        })
+        .unwrap();
+        assert_eq!(names(&root.path().join("runs/1")), ["ckpt"]);
+        remove_empty_directories(&root.path().join("runs/1"), root.path());
+        assert!(dir.exists());
+        fs::remove_dir_all(&dir).unwrap();
+        remove_empty_directories(&root.path().join("runs/1"), root.path());
+        assert!(names(root.path()).is_empty() && root.path().exists());
     }
 
     #[test]

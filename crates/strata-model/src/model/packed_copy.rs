@@ -92,15 +92,6 @@ impl PackedCopy {
         }
         checkpoint.identify(&mut key);
 
-        let place = source.canonicalize().unwrap_or_else(|_| source.into());
-        let name = place.file_name().unwrap_or_default().to_string_lossy();
-        let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
-        let name: String = name.trim_start_matches('.').chars().take(NAME_CHARS_MAX).map(plain).collect();
-        let mut whose = Sha256::new();
-        whose.update(format!("{} {format:?} ", backend.packed_layout()));
-        whose.update(place.as_os_str().as_encoded_bytes());
-        let whose: String = whose.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-
         let (mut sums, mut stacks) = (0, Vec::new());
         for shape in declaration.stacks(format) {
             let bytes = shape.bytes(backend);
@@ -121,7 +112,7 @@ impl PackedCopy {
             stack.offset = end.next_multiple_of(ALIGNMENT);
             end = stack.offset + stack.bytes as u64;
         }
-        let path = dir.join(format!("{name}-{whose}.packed"));
+        let path = dir.join(file_name(&source.canonicalize().unwrap_or_else(|_| source.into()), format));
         PackedCopy { path, key: key.finalize().into(), stacks, header_bytes, file_bytes: end.next_multiple_of(ALIGNMENT) }
     }
 
@@ -282,6 +273,18 @@ impl PackedCopy {
         assert_eq!(header.len() as u64, self.header_bytes, "a sum for every piece");
         file.write_all_at(&header, 0).map_err(io_error)
     }
+}
+
+/// The name of the copy of a checkpoint in this place. In every version it is the same, so that the copy of a new one takes the place of the old.
+fn file_name(place: &Path, format: WeightFormat) -> String {
+    let name = place.file_name().unwrap_or_default().to_string_lossy();
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
+    let name: String = name.trim_start_matches('.').chars().take(NAME_CHARS_MAX).map(plain).collect();
+    let mut whose = Sha256::new();
+    whose.update(format!("{format:?} "));
+    whose.update(place.as_os_str().as_encoded_bytes());
+    let whose: String = whose.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{name}-{whose}.packed")
 }
 
 /// Writes what comes in the place of a useless file, and if there is no room for both, removes that and tries again.

@@ -40,18 +40,18 @@ pub async fn usage() -> Json<Value> {
 }
 
 /// `GET billing/usage/checkpoints/current`: what checkpoints take of the disk, at no cost.
-pub async fn checkpoint_usage(State(app): State<Arc<App>>) -> Json<Value> {
-    let checkpoints = app.store.list(None);
+pub async fn checkpoint_usage(State(app): State<Arc<App>>) -> ApiResult<Json<Value>> {
+    let checkpoints = app.checkpoints(None).await?;
     if checkpoints.is_empty() {
-        return Json(json!({ "data": [] }));
+        return Ok(Json(json!({ "data": [] })));
     }
     let size_bytes: u64 = checkpoints.iter().map(|record| record.size_bytes).sum();
-    Json(json!({ "data": [{
+    Ok(Json(json!({ "data": [{
         "org_user_urn": USER,
         "checkpoint_count": checkpoints.len(),
         "size_bytes": size_bytes,
         "size_gigabytes": size_bytes as f64 / 1e9,
-    }] }))
+    }] })))
 }
 
 /// `GET audit`: no such log is kept.

@@ -22,11 +22,12 @@ use tokio::io::AsyncWriteExt;
 
 use crate::app::App;
 use crate::bases::BaseId;
+use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
 use crate::import::{self, ImportError};
 use crate::limits;
 use crate::names::{CheckpointId, check_name, shown};
-use crate::payload::{announced_bytes, blocking, drain_body, refuse};
+use crate::payload::{announced_bytes, drain_body, refuse};
 use crate::scratch::Scratch;
 use crate::store::CheckpointRecord;
 use crate::transit::Charge;
@@ -95,7 +96,7 @@ async fn upload(app: &Arc<App>, (base, name): (BaseId, &str), body: &mut Body, b
     let mut charge = app.transit.charge();
     charge.grow(limits::DOWNLOAD_CHUNK_BYTES).await?;
     let making = app.clone();
-    let scratch = blocking(&app.conversions, move || making.store.scratch()).await?;
+    let scratch = in_turn(&app.conversions, move || making.store.scratch()).await?;
     let time_max = app.config.body_timeout + Duration::from_secs(bytes / limits::UPLOAD_BYTES_PER_SECOND_MIN);
     let Ok(received) = tokio::time::timeout(time_max, receive(body, scratch.path(), bytes_max)).await else {
         return Err(ApiError::Timeout(format!("the archive did not arrive within {} s", time_max.as_secs_f64())));
@@ -103,7 +104,7 @@ async fn upload(app: &Arc<App>, (base, name): (BaseId, &str), body: &mut Body, b
     received?;
     drop((charge, turn));
     let (making, name) = (app.clone(), name.to_owned());
-    blocking(&app.conversions, move || publish(&making, base, &name, &scratch)).await
+    in_turn(&app.conversions, move || publish(&making, base, &name, &scratch)).await
 }
 
 /// Writes the files of an archive into a directory.

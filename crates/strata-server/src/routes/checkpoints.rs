@@ -13,6 +13,7 @@ use time::OffsetDateTime;
 
 use crate::app::{App, json_answer, unexpected};
 use crate::bases::BaseId;
+use crate::blocking::off_thread;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
@@ -244,11 +245,7 @@ pub async fn copy_weights(State(app): State<Arc<App>>, headers: HeaderMap, body:
     // A request that is sent again has been answered, if not heard.
     if app.store.get(&copied).is_err() {
         let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
-        let copy = tokio::task::spawn_blocking(move || app.store.copy(&record, &run, expires_at)).await;
-        copy.unwrap_or_else(|error| {
-            tracing::error!("copying a checkpoint: {error}");
-            Err(ApiError::Internal("this request hit a bug in the server; its log says where".into()))
-        })?;
+        off_thread(move || app.store.copy(&record, &run, expires_at)).await?;
     }
     Ok(Json(json!({ "tinker_path": copied.tinker_path() })))
 }
@@ -298,12 +295,6 @@ async fn edit(
     change: impl FnOnce(&App, &CheckpointId) -> ApiResult<()> + Send + 'static,
 ) -> ApiResult<Json<Value>> {
     let id = CheckpointId::new(&run, &kind, &name)?;
-    let changed = tokio::task::spawn_blocking(move || change(&app, &id)).await;
-    changed.unwrap_or_else(|error| {
-        Err({
-            tracing::error!("changing a checkpoint: {error}");
-            ApiError::Internal("this request hit a bug in the server; its log says where".into())
-        })
-    })?;
+    off_thread(move || change(&app, &id)).await?;
     Ok(Json(json!({})))
 }

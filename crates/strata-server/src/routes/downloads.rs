@@ -30,10 +30,10 @@ use time::format_description::well_known::Rfc3339;
 use tokio::io::{AsyncRead, ReadBuf};
 
 use crate::app::App;
+use crate::blocking::{in_turn, off_thread};
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
-use crate::payload;
 use crate::routes::adapters;
 use crate::store::CheckpointRecord;
 use crate::transit::Charge;
@@ -78,7 +78,7 @@ pub async fn urls(
     }
     let base = base_url(&app, &headers)?;
     let (asked, looked) = (id.clone(), app.clone());
-    let (record, files) = blocking(move || looked.store.files(&asked)).await?;
+    let (record, files) = off_thread(move || looked.store.files(&asked)).await?;
     let expires = OffsetDateTime::now_utc() + limits::DOWNLOAD_URL_LIFE;
     let url = |file: &String| (file.clone(), json!(address(&app, &base, &record, file, expires)));
     let urls: serde_json::Map<String, Value> = files.iter().map(url).collect();
@@ -96,12 +96,12 @@ pub async fn archive(
     let form = adapters::form(wanted.format.as_deref())?;
     let base = base_url(&app, &headers)?;
     let (asked, looked) = (id, app.clone());
-    let (record, _) = blocking(move || looked.store.files(&asked)).await?;
+    let (record, _) = off_thread(move || looked.store.files(&asked)).await?;
     let record = match form {
         None => record,
         Some(form) => {
             let checking = app.clone();
-            payload::blocking(&app.conversions, move || adapters::check(&checking, &record, form).map(|()| record)).await?
+            in_turn(&app.conversions, move || adapters::check(&checking, &record, form).map(|()| record)).await?
         }
     };
     let expires = OffsetDateTime::now_utc() + limits::DOWNLOAD_URL_LIFE;
@@ -131,7 +131,7 @@ pub async fn file(
         let len = parts.iter().map(|part| part.len).sum::<u64>();
         Ok((parts, len))
     };
-    let (parts, whole) = if is_converted { payload::blocking(&app.conversions, work).await? } else { blocking(work).await? };
+    let (parts, whole) = if is_converted { in_turn(&app.conversions, work).await? } else { off_thread(work).await? };
     let part = match range {
         None => 0..whole,
         Some(range) => match range.within(whole) {
@@ -145,7 +145,7 @@ pub async fn file(
     };
     let is_partial = range.is_some();
     let len = part.end - part.start;
-    let body = FileBody { parts: blocking(move || cut(parts, part.start, len)).await?, buffer: Vec::new(), _charge: charge };
+    let body = FileBody { parts: off_thread(move || cut(parts, part.start, len)).await?, buffer: Vec::new(), _charge: charge };
     let mut response = Response::new(Body::new(body));
     let mut put = |name, value: String| {
         // Numbers, and an identity that is a UUID.
@@ -415,13 +415,6 @@ fn http_date(at: OffsetDateTime) -> String {
     use time::macros::format_description;
     let format = format_description!("[weekday repr:short], [day] [month repr:short] [year] [hour]:[minute]:[second] GMT");
     at.format(&format).unwrap_or_default()
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> ApiResult<T> + Send + 'static) -> ApiResult<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-        tracing::error!("reading a checkpoint's files: {error}");
-        Err(ApiError::Internal("this request hit a bug in the server; its log says where".into()))
-    })
 }
 
 #[cfg(test)]

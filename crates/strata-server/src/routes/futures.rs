@@ -15,11 +15,12 @@ use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
 use crate::app::App;
+use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Completion, Target, Waited};
 use crate::limits;
 use crate::names::shown;
-use crate::payload::{ChargedText, Payload, blocking};
+use crate::payload::{ChargedText, Payload};
 use crate::wire::json::{FutureOnly, RetrieveFutures};
 use crate::wire::render;
 
@@ -121,6 +122,6 @@ async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes, &mut dyn Write) -
         (Err(_), Some(refusal)) => Err(refusal),
         (Err(error), None) => Err(ApiError::Internal(format!("rendering a result: {error}"))),
     };
-    let text = if is_small { render()? } else { blocking(&app.decodes, render).await? };
+    let text = if is_small { render()? } else { in_turn(&app.decodes, render).await? };
     Ok(([(CONTENT_TYPE, "application/json")], text).into_response())
 }

@@ -19,39 +19,44 @@ use crate::store::CheckpointRecord;
 use crate::wire::json::{Page, WeightsInfo};
 
 /// `GET training_runs`: most recently used first.
-pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
+pub async fn list(State(app): State<Arc<App>>, page: Page) -> ApiResult<Json<Value>> {
+    let checkpoints = app.checkpoints(None).await?;
     let mut runs: BTreeMap<String, OffsetDateTime> = BTreeMap::new();
     for (id, model) in app.registry.models() {
         runs.insert(id, model.last_request_at);
     }
-    for record in app.store.list(None) {
-        let last = runs.entry(record.run).or_insert(record.created_at);
+    for record in &checkpoints {
+        let last = runs.entry(record.run.clone()).or_insert(record.created_at);
         *last = (*last).max(record.created_at);
     }
     let mut runs: Vec<(String, OffsetDateTime)> = runs.into_iter().collect();
     runs.sort_by_key(|(_, last)| std::cmp::Reverse(*last));
     let (total_count, offset, limit) = (runs.len(), page.offset.unwrap_or(0), page.limit.unwrap_or(20).min(limits::PAGE_MAX));
-    let shown = runs.iter().skip(offset).take(limit).filter_map(|(id, _)| describe_run(&app, id));
+    let shown = runs.iter().skip(offset).take(limit).filter_map(|(id, _)| describe_run(&app, id, &checkpoints));
     let shown: Vec<Value> = shown.collect();
-    Json(json!({
+    Ok(Json(json!({
         "training_runs": shown,
         "cursor": { "offset": offset, "limit": limit, "total_count": total_count },
-    }))
+    })))
 }
 
 /// `GET training_runs/{run}`
 pub async fn get(State(app): State<Arc<App>>, Path(run): Path<String>) -> ApiResult<Json<Value>> {
     check_name("training run id", &run)?;
-    describe_run(&app, &run).map(Json).ok_or_else(|| ApiError::NotFound(format!("there is no training run {run}")))
+    let checkpoints = app.checkpoints(Some(run.clone())).await?;
+    let described = describe_run(&app, &run, &checkpoints).map(Json);
+    described.ok_or_else(|| ApiError::NotFound(format!("there is no training run {run}")))
 }
 
-fn describe_run(app: &App, run: &str) -> Option<Value> {
-    let checkpoints = app.store.list(Some(run));
-    let last_of = |kind: CheckpointKind| checkpoints.iter().find(|record| record.kind == kind).map(describe_checkpoint);
+/// A run, and which of these checkpoints, newest first, are its last.
+fn describe_run(app: &App, run: &str, checkpoints: &[CheckpointRecord]) -> Option<Value> {
+    let checkpoints: Vec<_> = checkpoints.iter().filter(|record| record.run == run).collect();
+    let last_of =
+        |kind: CheckpointKind| checkpoints.iter().find(|record| record.kind == kind).map(|last| describe_checkpoint(last));
     let (lora_rank, last_request_at, user_metadata, base_model) = match app.registry.model(run) {
         Ok(model) => (model.lora.rank, model.last_request_at, model.user_metadata, app.bases.get(model.base).info.name.clone()),
         Err(_) => {
-            let newest = checkpoints.first()?.clone();
+            let newest = CheckpointRecord::clone(checkpoints.first()?);
             (newest.lora.rank, newest.created_at, newest.run_metadata, newest.base_model)
         }
     };
@@ -72,7 +77,7 @@ fn describe_run(app: &App, run: &str) -> Option<Value> {
 /// `GET training_runs/{run}/checkpoints`: all of them, or a page.
 pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>, page: Page) -> ApiResult<Json<Value>> {
     check_name("training run id", &run)?;
-    let found = app.store.list(Some(&run));
+    let found = app.checkpoints(Some(run.clone())).await?;
     if found.is_empty() {
         app.registry.model(&run).map_err(|_| ApiError::NotFound(format!("there is no training run {run}")))?;
     }
@@ -84,14 +89,14 @@ pub async fn checkpoints(State(app): State<Arc<App>>, Path(run): Path<String>, p
 }
 
 /// `GET checkpoints`: all of them, newest first.
-pub async fn all_checkpoints(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
-    let all = app.store.list(None);
+pub async fn all_checkpoints(State(app): State<Arc<App>>, page: Page) -> ApiResult<Json<Value>> {
+    let all = app.checkpoints(None).await?;
     let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(100).min(limits::PAGE_MAX));
     let shown: Vec<Value> = all.iter().skip(offset).take(limit).map(describe_checkpoint).collect();
-    Json(json!({
+    Ok(Json(json!({
         "checkpoints": shown,
         "cursor": { "offset": offset, "limit": limit, "total_count": all.len() },
-    }))
+    })))
 }
 
 fn describe_checkpoint(record: &CheckpointRecord) -> Value {

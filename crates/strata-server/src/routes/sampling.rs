@@ -11,13 +11,14 @@ use strata_engine::api::{Client, Refusal, Request, Response, SampleRequest};
 
 use crate::app::{App, refused, unexpected};
 use crate::auth::Owner;
+use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, Begun, Target};
 use crate::ids;
 use crate::image_stores::Unfetched;
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
-use crate::payload::{Payload, blocking};
+use crate::payload::Payload;
 use crate::records::{self, Sampled};
 use crate::registry::{About, State as SamplerState, Weights, sampling_session_id};
 use crate::transit::Charge;
@@ -249,10 +250,10 @@ async fn with_assets(
         Ok((sample, budget.into_charge()))
     };
     if !are_fetched {
-        return blocking(&app.asset_reads, read).await;
+        return in_turn(&app.asset_reads, read).await;
     }
     // Whatever waits does so no longer than its client: a turn, the name of a host.
-    tokio::time::timeout_at(deadline.into(), blocking(&app.asset_fetches, read)).await.unwrap_or_else(|_| {
+    tokio::time::timeout_at(deadline.into(), in_turn(&app.asset_fetches, read)).await.unwrap_or_else(|_| {
         let seconds = limits::ASSET_FETCH_TIME_MAX.as_secs();
         Err(ApiError::Busy(format!(
             "prompt: the pictures that it points to were not there after {seconds} s; send this request again later"

@@ -114,7 +114,7 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     let mut found = app.registry.find_sessions(limit + 1, is_wanted);
     let has_more = found.len() > limit;
     found.truncate(limit);
-    let checkpoints = app.store.list(None);
+    let checkpoints = app.checkpoints(None).await?;
     let shown: Vec<Value> = found.iter().map(|(id, session)| summary(id, session, &checkpoints)).collect();
     let next_cursor = found
         .last()

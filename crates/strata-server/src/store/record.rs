@@ -104,13 +104,22 @@ pub fn is_directory(path: &Path) -> bool {
             false
         }
         Ok(metadata) => metadata.is_dir(),
-        Err(_) => false,
+        Err(error) => {
+            if error.kind() != ErrorKind::NotFound {
+                tracing::warn!(path = %path.display(), "cannot be looked at: {error}");
+            }
+            false
+        }
     }
 }
 
 /// The directories in a directory, one after another; links are passed over.
 pub fn subdirectories(dir: &Path) -> std::io::Result<impl Iterator<Item = PathBuf>> {
-    Ok(fs::read_dir(dir)?.map_while(Result::ok).map(|entry| entry.path()).filter(|path| is_directory(path)))
+    let shown = dir.display().to_string();
+    let entries = fs::read_dir(dir)?.filter_map(move |entry| {
+        entry.inspect_err(|error| tracing::warn!(dir = shown, "cannot be read to its end: {error}")).ok()
+    });
+    Ok(entries.map(|entry| entry.path()).filter(|path| is_directory(path)))
 }
 
 /// Reads the record of a directory; `None` if it is not a finished checkpoint. The path decides over what the file says, so that a copied

@@ -198,12 +198,71 @@ fn a_delete_that_fails_leaves_the_listing_true() {
 }
 
 #[test]
+fn what_cannot_be_deleted_when_its_time_is_over_is_said_once_and_tried_again() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    write(&store, &record("a"));
+    let now = OffsetDateTime::now_utc();
+    store.set_expiry(&id, Some(now - time::Duration::SECOND)).unwrap();
+    let stuck = || store.stuck.lock().unwrap().iter().cloned().collect::<Vec<_>>();
+    let (kind_dir, elsewhere) = (store.dir(&id).parent().unwrap().to_owned(), data_dir.path().join("elsewhere"));
+    fs::rename(&kind_dir, &elsewhere).unwrap();
+    fs::write(&kind_dir, "").unwrap();
+    for _ in 0..2 {
+        store.reap(now);
+        assert_eq!(stuck(), std::slice::from_ref(&id));
+    }
+    fs::remove_file(&kind_dir).unwrap();
+    fs::rename(&elsewhere, &kind_dir).unwrap();
+    store.reap(now);
+    assert!(stuck().is_empty() && !store.dir(&id).exists());
+}
+
+#[test]
+fn a_run_goes_with_the_last_of_its_checkpoints() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let runs = || fs::read_dir(data_dir.path().join("checkpoints")).unwrap().count();
+    for name in ["a", "b"] {
+        write(&store, &record(name));
+    }
+    store.delete(&record("a").id()).unwrap();
+    assert!(store.dir(&record("b").id()).exists());
+    store.delete(&record("b").id()).unwrap();
+    assert_eq!(runs(), 0);
+    write(&store, &record("a"));
+    assert_eq!(store.list(None).len(), 1, "and comes again with the next");
+    store.delete(&record("a").id()).unwrap();
+    // What servers of before have left.
+    fs::create_dir_all(store.dir(&record("a").id()).parent().unwrap()).unwrap();
+    drop(store);
+    open(data_dir.path());
+    assert_eq!(runs(), 0);
+}
+
+#[test]
+fn what_a_file_system_does_not_rename_is_removed_where_it_is() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    write(&store, &record("a"));
+    remove_in_place(&store.dir(&id), &hold_names()).unwrap();
+    assert!(!store.dir(&id).exists());
+    // Of what is no checkpoint it touches nothing.
+    fs::create_dir_all(store.dir(&id)).unwrap();
+    fs::write(store.dir(&id).join("notes.txt"), "").unwrap();
+    remove_in_place(&store.dir(&id), &hold_names()).unwrap_err();
+    assert!(store.dir(&id).join("notes.txt").exists());
+}
+
+#[test]
 fn what_cannot_be_removed_is_tried_again() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
     let aside = data_dir.path().join(".a.deleted-1-1");
     fs::write(&aside, "no directory, and so not removed as one").unwrap();
-    store.remove_trash(aside.clone());
+    store.remove_trash(aside.clone(), true);
     fs::remove_file(&aside).unwrap();
     fs::create_dir(&aside).unwrap();
     store.reap(OffsetDateTime::now_utc());

@@ -142,11 +142,13 @@ impl Isa {
     }
 
     /// Whether it includes [`Isa::Avx512`].
+    #[cfg(any(target_arch = "x86_64", test))]
     pub(crate) fn has_avx512(self) -> bool {
         matches!(self, Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx)
     }
 
     /// Whether it includes [`Isa::Avx512Bf16`]: what converts to bf16 may use it, whatever the products are made of.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn has_avx512_bf16(self) -> bool {
         matches!(self, Isa::Avx512Bf16 | Isa::Amx)
     }

@@ -7,5 +7,5 @@ pub mod import;
 pub mod init_model;
 pub mod inspect;
 pub mod serve;
-mod shutdown;
+pub mod shutdown;
 pub mod trace;

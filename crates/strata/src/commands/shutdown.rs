@@ -1,10 +1,11 @@
-//! How a server ends: it takes no more requests, and stays until the checkpoints that were asked for are written.
+//! How a server ends: it takes no more requests, and stays until the checkpoints that were asked for are written. And how a command ends that was to write a directory.
 
 use std::future::Future;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use strata_engine::EngineHandle;
+use strata_model::checkpoint::abandon_writes;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep};
 
@@ -38,6 +39,25 @@ impl Signals {
             _ = self.interrupt.recv() => {}
         }
     }
+}
+
+/// What a shell says of a program that Ctrl-C has ended.
+const INTERRUPTED: i32 = 130;
+
+/// Does work that writes directories, which a signal ends: what is not written to its end is gone then.
+///
+/// # Errors
+/// Those of the work, or if signals cannot be listened for.
+pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("listening for signals")?;
+    let mut signals = runtime.block_on(async { Signals::listen() })?;
+    std::thread::spawn(move || {
+        runtime.block_on(signals.next());
+        abandon_writes();
+        eprintln!("error: interrupted");
+        std::process::exit(INTERRUPTED);
+    });
+    work()
 }
 
 /// What is waited for.

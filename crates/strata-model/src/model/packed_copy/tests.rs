@@ -152,6 +152,13 @@ fn another_configuration_or_format_has_another_copy() {
 }
 
 #[test]
+fn the_copy_of_every_version_has_the_same_name() {
+    let name = |compute, storage| file_name(Path::new("/models/.My Model"), WeightFormat { compute, storage });
+    assert_eq!(name(DType::BF16, DENSE), "My-Model-4c8db70d9bff269f.packed");
+    assert_eq!(name(DType::F32, WeightStorage::Int4(Int4Group::Of64)), "My-Model-21250ee7fa0d7677.packed");
+}
+
+#[test]
 fn whatever_is_not_what_was_written_is_found_and_made_again() {
     let (_dir, source, copies) = dirs();
     let (model, unwritten) = load(&source, copies.path());

@@ -31,6 +31,7 @@ pub(crate) const ROWS_MAX: usize = 2 * TILE_ROWS;
 
 /// Operands of a product over whole granules. All strides are bytes, but for that of the result.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Some of it is for matrix units.
 pub(crate) struct GranuleTile {
     /// Granules of the reduction, at least one.
     pub granules: usize,

@@ -189,6 +189,7 @@ fn unpack_vector_body<T: Element>(
 
 /// Operands of a product of a few rows with a panel of weights in bytes, or of four bits.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // It has kernels there alone.
 pub(crate) struct BytesTile {
     /// Steps of the reduction: two inputs each.
     pub steps: usize,

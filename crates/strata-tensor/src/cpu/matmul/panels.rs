@@ -18,15 +18,15 @@ pub(super) fn write_rows(isa: Isa, rows: &[u8], row_bytes: usize, first: usize, 
     while row < count {
         let group = LANES.min(count - row);
         let (rows, column) = (&rows[row * row_bytes..][..group * row_bytes], first + row);
-        let mut done = 0;
         #[cfg(target_arch = "x86_64")]
-        if isa.has_avx512() && group == LANES {
-            done = words / LANES * LANES;
+        let done = if isa.has_avx512() && group == LANES { words / LANES * LANES } else { 0 };
+        #[cfg(not(target_arch = "x86_64"))]
+        let (done, _) = (0, isa);
+        #[cfg(target_arch = "x86_64")]
+        if done > 0 {
             // SAFETY: the machine has the instructions; sixteen rows have so many words, and the panel a line of at least `column + 16` for each.
             unsafe { avx512(rows, row_bytes, done, column, width, panel) };
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = isa;
         plain(rows, row_bytes, done..words, column, width, panel);
         if words * 4 < row_bytes {
             for (r, row) in rows.chunks_exact(row_bytes).enumerate() {

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use super::exp::exp_f32;
 use super::lanes::{LANES, filled, tree};
+use crate::Element;
 use crate::cpu::isa::{Fma, Isa, multiversion};
-use crate::{DType, Element};
 
 /// Partial sums over a row of logits, and keys in a block of attention: four registers of sixteen lanes, which hide the
 /// latency of the exponential.
@@ -42,7 +42,7 @@ pub(crate) fn attention_blocks<T: Element>(
     probabilities: &mut [T],
 ) {
     #[cfg(target_arch = "x86_64")]
-    if isa.has_avx512_bf16() && T::DTYPE == DType::BF16 {
+    if isa.has_avx512_bf16() && T::DTYPE == crate::DType::BF16 {
         // SAFETY: that is the dtype of `bf16` alone, and the machine has the instructions.
         unsafe {
             let probabilities = std::slice::from_raw_parts_mut(probabilities.as_mut_ptr().cast(), probabilities.len());
