@@ -218,7 +218,7 @@ mod tests {
         for file in ["config.json", "tokenizer.json", "model.safetensors"] {
             std::fs::write(snapshot.join(file), "").unwrap();
         }
-        let hub = HubOptions { endpoint: String::new(), token: None, cache_dir: path.into(), offline: true };
+        let hub = HubOptions { cache_dir: path.into(), offline: true, ..HubOptions::from_env() };
         let source = ModelSource::resolve_with("org/model", &hub, &NoProgress).unwrap();
         assert_eq!(source.directory(), Some(snapshot.as_path()));
         assert_eq!(source.served_name(), "org/model");

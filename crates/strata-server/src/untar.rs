@@ -237,10 +237,14 @@ fn name_of(block: &[u8; BLOCK_BYTES]) -> Result<String, String> {
 
 /// A number as tar has it: octal digits, or after a bit of its own the bytes themselves.
 fn number(field: &[u8]) -> Option<u64> {
-    if field[0] & 0x80 != 0 {
-        let (high, low) = field.split_at(field.len() - 8);
-        let is_small = high[0] == 0x80 && high[1..].iter().all(|byte| *byte == 0);
-        return is_small.then(|| u64::from_be_bytes(low.try_into().unwrap_or_default()));
+    if let [first, rest @ ..] = field
+        && first & 0x80 != 0
+    {
+        // No more than 63 bits are anything that there could be.
+        let (high, low) = rest.split_at(rest.len().saturating_sub(8));
+        let is_small = *first == 0x80 && high.iter().all(|byte| *byte == 0);
+        let number = low.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        return is_small.then_some(number);
     }
     let text = std::str::from_utf8(field).ok()?.trim_matches([' ', '\0']);
     if text.is_empty() || !text.bytes().all(|byte| (b'0'..=b'7').contains(&byte)) {

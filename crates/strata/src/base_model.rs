@@ -38,6 +38,9 @@ pub struct Resources {
     pub speculation: Speculation,
 }
 
+/// The most threads that compute.
+const THREADS_MAX: usize = 1024;
+
 /// How samples guess what follows; see [`strata_engine::Speculation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -125,6 +128,19 @@ impl Resources {
     pub fn memory_bytes(&self) -> u64 {
         self.memory.unwrap_or_else(|| machine::memory_bytes() / 4 * 3)
     }
+
+    /// Threads that compute: as asked, or one for each core.
+    ///
+    /// # Errors
+    /// If there are none, or more than any machine has.
+    pub fn threads(&self) -> anyhow::Result<usize> {
+        match self.threads {
+            None => Ok(std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)),
+            Some(0) => anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1"),
+            Some(threads) if threads > THREADS_MAX => anyhow::bail!("--threads {threads} is more than {THREADS_MAX}"),
+            Some(threads) => Ok(threads),
+        }
+    }
 }
 
 /// An engine over a base model, and what there is to say of it.
@@ -199,9 +215,8 @@ pub fn start(
     copies: &Copies,
     data_dir: &DataDir,
 ) -> anyhow::Result<Vec<BaseModel>> {
-    if resources.threads == Some(0) {
-        anyhow::bail!("--threads 0 leaves nothing to compute with; it needs at least 1");
-    }
+    // Before anything is loaded for nothing.
+    resources.threads()?;
     let embedded = [EMBEDDED_NAME.to_string()];
     let specs = if specs.is_empty() { &embedded } else { specs };
     let found = find(specs, naming, Quantize::storage(resources.quantize))?;
@@ -256,7 +271,8 @@ fn start_one(
 ) -> anyhow::Result<BaseModel> {
     let Found { source, config, name, tokenizer, .. } = found;
     // Threads of its own: they sleep while other engines have the machine.
-    let backend = machine::with_low_priority(|| CpuBackend::with_numerics(resources.threads, resources.numerics.into()))?;
+    let threads = resources.threads()?;
+    let backend = machine::with_low_priority(|| CpuBackend::with_numerics(Some(threads), resources.numerics.into()))?;
     let storage = Quantize::storage(resources.quantize);
     let loaded = copies.load(Arc::new(backend), &source, None, storage);
     let (model, unwritten) = loaded.with_context(|| format!("loading {name}"))?;

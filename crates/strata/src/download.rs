@@ -15,6 +15,7 @@ impl DownloadProgress for DownloadBars {
     fn on_event(&self, event: DownloadEvent<'_>) {
         let mut current = self.current.borrow_mut();
         match event {
+            DownloadEvent::Asking { endpoint } => tracing::info!("asking {endpoint} for the model"),
             DownloadEvent::Started { .. } => {}
             DownloadEvent::File { name, bytes_done, bytes_total } => {
                 if current.as_ref().is_none_or(|(present, _)| present != name) {

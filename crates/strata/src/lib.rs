@@ -7,6 +7,7 @@ mod commands;
 mod download;
 mod logging;
 mod machine;
+mod output;
 mod units;
 
 use std::process::ExitCode;
@@ -59,6 +60,8 @@ pub fn run() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
+        // What a shell says of a program that a closed pipe has ended.
+        Err(error) if error.is::<output::Closed>() => ExitCode::from(141),
         Err(error) => {
             eprintln!("error: {}", told(&error));
             ExitCode::FAILURE

@@ -6,6 +6,7 @@
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
@@ -37,6 +38,9 @@ const NAME_CHARS_MAX: usize = 96;
 /// Pauses before trying again when a download breaks off; what has arrived is kept.
 const RETRY_PAUSES: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(3), Duration::from_secs(9)];
 
+/// How long the hub may take to answer. It sends no more than a list of files, or what is known of one.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Where and how to look for models.
 #[derive(Clone)]
 pub struct HubOptions {
@@ -48,6 +52,8 @@ pub struct HubOptions {
     pub cache_dir: PathBuf,
     /// Whether to stay off the network.
     pub offline: bool,
+    /// How long the hub may take to answer what it is asked. A download may take as long as it likes.
+    pub answer_timeout: Duration,
 }
 
 impl HubOptions {
@@ -63,6 +69,7 @@ impl HubOptions {
             token: token(&home),
             cache_dir: cache_dir.unwrap_or_else(|| home.join("hub")),
             offline: variable("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
+            answer_timeout: ANSWER_TIMEOUT,
         }
     }
 }
@@ -93,6 +100,11 @@ fn is_true(value: &str) -> bool {
 /// How far a download is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DownloadEvent<'a> {
+    /// The hub is about to be asked what there is.
+    Asking {
+        /// Its address.
+        endpoint: &'a str,
+    },
     /// Files are about to be downloaded. Occurs more than once: shards come after the index that names them.
     Started {
         /// Number of files.
@@ -175,6 +187,7 @@ struct Download<'a> {
     commit: String,
     /// Files of the commit.
     files: Vec<String>,
+    answer_timeout: Duration,
 }
 
 impl<'a> Download<'a> {
@@ -190,13 +203,16 @@ impl<'a> Download<'a> {
             .with_progress(false)
             .build()
             .map_err(|e| hub_error(repository, "", &e))?;
-        let info = api.model(repository.into()).info().map_err(|e| hub_error(repository, "", &e))?;
+        progress.on_event(DownloadEvent::Asking { endpoint: &options.endpoint });
+        let asked = api.model(repository.into());
+        let info = answered(options.answer_timeout, (repository, ""), move || asked.info())?;
         if !is_plain(&info.sha) {
             return Err(Error::Hub(format!("{repository}: the hub names commit {:?}", info.sha)));
         }
         let repo = api.repo(Repo::with_revision(repository.into(), RepoType::Model, info.sha.clone()));
         let files = info.siblings.into_iter().map(|s| s.rfilename).collect();
-        Ok(Download { repository, progress, cache, api, repo, commit: info.sha, files })
+        let answer_timeout = options.answer_timeout;
+        Ok(Download { repository, progress, cache, api, repo, commit: info.sha, files, answer_timeout })
     }
 
     fn run(self) -> Result<PathBuf> {
@@ -224,7 +240,8 @@ impl<'a> Download<'a> {
     fn fetch<'n>(&self, names: impl Iterator<Item = &'n str>) -> Result<()> {
         let mut files = Vec::new();
         for name in names {
-            let metadata = self.api.metadata(&self.repo.url(name)).map_err(|e| hub_error(self.repository, name, &e))?;
+            let (api, url) = (self.api.clone(), self.repo.url(name));
+            let metadata = answered(self.answer_timeout, (self.repository, name), move || api.metadata(&url))?;
             // Both become names of files.
             if !is_plain(metadata.etag()) || metadata.commit_hash() != self.commit {
                 return Err(Error::Hub(format!(
@@ -278,6 +295,21 @@ impl<'a> Download<'a> {
     }
 }
 
+/// What the hub answers, if it does in time. `what`: the repository and the file that it is asked for.
+fn answered<T: Send + 'static>(
+    timeout: Duration,
+    what: (&str, &str),
+    ask: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T> {
+    let (tell, told) = mpsc::sync_channel(1);
+    // The library knows no limit: a thread that waits for ever ends with the process, which has nothing else to do without the answer.
+    thread::spawn(move || drop(tell.send(ask())));
+    match told.recv_timeout(timeout) {
+        Ok(answer) => answer.map_err(|error| hub_error(what.0, what.1, &error)),
+        Err(_) => Err(Error::Hub(format!("{}: the hub has not answered in {} s", named(what), timeout.as_secs()))),
+    }
+}
+
 /// Passes the progress of one file on.
 struct FileProgress<'a> {
     listener: &'a dyn DownloadProgress,
@@ -324,8 +356,12 @@ fn is_passing(error: &ApiError) -> bool {
     }
 }
 
+fn named((repository, file): (&str, &str)) -> String {
+    if file.is_empty() { repository.to_string() } else { format!("{repository}, {file}") }
+}
+
 fn hub_error(repository: &str, file: &str, error: &ApiError) -> Error {
-    let what = if file.is_empty() { repository.to_string() } else { format!("{repository}, {file}") };
+    let what = named((repository, file));
     let status = match error {
         ApiError::RequestError(error) => match **error {
             ureq::Error::StatusCode(status) => Some(status),

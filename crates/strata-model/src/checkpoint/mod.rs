@@ -31,6 +31,7 @@ pub use peft::{
 };
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
+pub use safetensors_file::{Sink, WriteTensor, WrittenTensor, write_safetensors};
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
 pub(crate) use int4::{Int4Matrix, Int4Tensors};
@@ -39,5 +40,4 @@ pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
 pub(crate) use one_writer::write_by_one;
 pub(crate) use pieces::{Run, alone, fill_pieces};
 pub(crate) use safetensors::{FileIdentity, INDEX_FILE, SINGLE_FILE, StoredTensor};
-pub(crate) use safetensors_file::{Sink, WrittenTensor, write_safetensors};
 pub(crate) use source_tensor::{e4m3_to_f32, first_not_finite, write_values};

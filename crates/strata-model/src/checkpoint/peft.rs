@@ -287,7 +287,7 @@ impl PeftAdapter {
             return Ok(());
         }
         let shown: String = trained_on.chars().take(200).collect();
-        Err(Error::Lora(format!("the adapter was trained on base model {shown:?}, and this server has {served:?}")))
+        Err(Error::Lora(format!("the adapter was trained on base model {shown:?}, and this is {served:?}")))
     }
 }
 

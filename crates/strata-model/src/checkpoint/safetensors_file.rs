@@ -12,15 +12,19 @@ use crate::{Error, Result};
 /// What tensors' data begin at multiples of.
 const ALIGNMENT: usize = 8;
 
-type WriteTensor<'a> = dyn FnOnce(&mut Sink<'_>) -> Result<()> + 'a;
+/// Puts a tensor into a file.
+pub type WriteTensor<'a> = dyn FnOnce(&mut Sink<'_>) -> Result<()> + 'a;
 
 /// A tensor to be written.
-pub(crate) struct WrittenTensor<'a> {
-    pub(crate) name: String,
-    pub(crate) dtype: Dtype,
-    pub(crate) shape: Vec<usize>,
+pub struct WrittenTensor<'a> {
+    /// Its name in the file.
+    pub name: String,
+    /// Of its elements.
+    pub dtype: Dtype,
+    /// Outermost axis first.
+    pub shape: Vec<usize>,
     /// Puts its elements into the file, little-endian and row-major, in as many pieces as it likes.
-    pub(crate) write: Box<WriteTensor<'a>>,
+    pub write: Box<WriteTensor<'a>>,
 }
 
 impl WrittenTensor<'_> {
@@ -30,27 +34,31 @@ impl WrittenTensor<'_> {
 }
 
 /// Where the elements of a tensor go.
-pub(crate) struct Sink<'f> {
+pub struct Sink<'f> {
     file: BufWriter<File>,
     path: &'f Path,
     put: usize,
 }
 
 impl Sink<'_> {
-    pub(crate) fn put(&mut self, bytes: &[u8]) -> Result<()> {
+    /// Some bytes more.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
         self.put += bytes.len();
         self.file.write_all(bytes).map_err(|source| Error::Io { path: self.path.into(), source })
     }
 }
 
-/// Writes a file with this metadata. The same tensors make the same bytes, in whatever order they are given.
+/// Writes a file with this metadata, in the place of what the file that is there has. The same tensors make the same bytes, in whatever order they are given.
 ///
 /// # Errors
 /// If the file system refuses, or a tensor cannot be had.
 ///
 /// # Panics
 /// If a tensor puts other than the bytes that its shape has.
-pub(crate) fn write_safetensors(path: &Path, metadata: &[(&str, &str)], mut tensors: Vec<WrittenTensor<'_>>) -> Result<()> {
+pub fn write_safetensors(path: &Path, metadata: &[(&str, &str)], mut tensors: Vec<WrittenTensor<'_>>) -> Result<()> {
     // Wide elements first, so that all are aligned.
     tensors.sort_by(|a, b| b.dtype.bitsize().cmp(&a.dtype.bitsize()).then_with(|| a.name.cmp(&b.name)));
     let of_metadata: Vec<String> = metadata.iter().map(|(key, value)| format!("{}:{}", json!(key), json!(value))).collect();

@@ -130,3 +130,26 @@ fn what_is_hostile_is_refused_by_name() {
         }
     }
 }
+
+#[test]
+fn numbers_are_octal_or_bytes_and_anything_else_is_none() {
+    assert_eq!(number(b"0000644\0"), Some(0o644));
+    assert_eq!(number(&[0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2]), Some(258));
+    assert_eq!(number(&[0x80, 0, 0, 0, 0, 0, 1, 2]), Some(258), "also where there is no more room than for a checksum");
+    assert_eq!(number(&[0x80, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]), None, "more than 64 bits");
+    assert_eq!(number(&[0xff; 12]), None, "less than nothing");
+    assert_eq!(number(&[0xff; 8]), None);
+    assert_eq!(number(b"        "), None);
+}
+
+#[test]
+fn blocks_of_any_bytes_are_refused() {
+    let mut state = 1_u64;
+    for _ in 0..20_000 {
+        let block = std::array::from_fn(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        });
+        assert!(check_sum(&block).is_err());
+    }
+}

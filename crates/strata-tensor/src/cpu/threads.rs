@@ -59,7 +59,10 @@ thread_local! {
 
 impl Pool {
     /// A pool in which `num_threads` threads work, the caller among them.
-    pub(crate) fn new(num_threads: usize) -> Self {
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub(crate) fn try_new(num_threads: usize) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             task: UnsafeCell::new(None),
@@ -70,16 +73,22 @@ impl Pool {
             wake: Condvar::new(),
             num_sleeping: AtomicUsize::new(0),
         });
-        let workers = (1..num_threads.max(1))
-            .map(|i| {
-                let shared = shared.clone();
-                std::thread::Builder::new()
-                    .name(format!("strata-cpu-{i}"))
-                    .spawn(move || shared.work())
-                    .expect("the system refused a worker thread")
-            })
-            .collect();
-        Pool { shared, region: Mutex::new(()), workers }
+        let mut pool = Pool { shared, region: Mutex::new(()), workers: Vec::new() };
+        for i in 1..num_threads.max(1) {
+            let shared = pool.shared.clone();
+            let worker = std::thread::Builder::new().name(format!("strata-cpu-{i}"));
+            // Those before it end with the pool.
+            pool.workers.push(worker.spawn(move || shared.work())?);
+        }
+        Ok(pool)
+    }
+
+    /// As [`Pool::try_new`].
+    ///
+    /// # Panics
+    /// If the system refuses a thread.
+    pub(crate) fn new(num_threads: usize) -> Self {
+        Self::try_new(num_threads).expect("the system has threads to give")
     }
 
     /// Threads that work, the caller among them.

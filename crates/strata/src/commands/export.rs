@@ -11,6 +11,8 @@ use strata_model::checkpoint::{
 use strata_model::{ModelSource, lora_modules, write_merged};
 use strata_tensor::{CpuBackend, DType};
 
+use crate::output::say;
+
 /// Settings of `strata export`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -54,6 +56,7 @@ pub fn run(args: Args) -> Result<()> {
     let modules = lora_modules(&config);
     let backend = CpuBackend::new(None)?;
     let adapter = read_adapter(&backend, &args.adapter, &modules)?;
+    note_other_base(&adapter, &base.served_name());
     let format = match args.format {
         Format::Peft => AdapterFormat::peft(&config),
         Format::Tinker => AdapterFormat::tinker(&config),
@@ -61,7 +64,7 @@ pub fn run(args: Args) -> Result<()> {
             let merged = (&adapter.config, &adapter.params);
             let write = |dir: &Path| write_merged(&backend, &base, merged, dtype, dir);
             let bytes = write_atomically(&args.out, Existing::Refuse, write)?;
-            println!("{}: {}", args.out.display(), HumanBytes(bytes));
+            say!("{}: {}", args.out.display(), HumanBytes(bytes))?;
             return Ok(());
         }
     };
@@ -71,8 +74,15 @@ pub fn run(args: Args) -> Result<()> {
     let bytes = write_atomically(&args.out, Existing::Refuse, |dir| {
         write_adapter(&backend, dir, &modules, (config, params), &base_model, format)
     })?;
-    println!("{}: {}", args.out.display(), HumanBytes(bytes));
+    say!("{}: {}", args.out.display(), HumanBytes(bytes))?;
     Ok(())
+}
+
+/// Says where an adapter names another base model than the one that it is used with. Whoever has named the base has said which it is; where files lay when the adapter was made is no more than a hint.
+pub fn note_other_base(adapter: &PeftAdapter, used: &str) {
+    if let Err(other) = adapter.check_base_model(used) {
+        eprintln!("note: {other}; every shape fits, and it is taken for {used:?}");
+    }
 }
 
 /// The base model that was named, or else the one that an adapter names.

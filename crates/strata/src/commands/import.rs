@@ -9,8 +9,9 @@ use strata_model::checkpoint::{AdapterFormat, read_adapter, write_adapter};
 use strata_model::lora_modules;
 use strata_tensor::CpuBackend;
 
-use super::export::base_of;
+use super::export::{base_of, note_other_base};
 use crate::base_model::{self, parse_name};
+use crate::output::say;
 
 /// Settings of `strata import`.
 #[derive(Debug, clap::Args)]
@@ -42,16 +43,13 @@ pub fn run(args: Args) -> Result<()> {
     let backend = CpuBackend::new(None)?;
     let adapter = read_adapter(&backend, &args.adapter, &modules)?;
     let served = args.model_name.unwrap_or_else(|| base.served_name());
-    if let Err(other) = adapter.check_base_model(&served) {
-        // Whoever named the base has said which it is; where files lay when the adapter was made is no more than a hint.
-        eprintln!("note: {other}; every shape fits, and it is imported for {served:?}");
-    }
+    note_other_base(&adapter, &served);
     let data_dir = args.data_dir.map_or_else(base_model::default_data_dir, Ok)?;
     let lora = spec_of(&adapter.config, &modules);
     let imported = strata_server::import(&data_dir, &args.name, &served, lora, |dir| {
         write_adapter(&backend, dir, &modules, (&adapter.config, &adapter.params), &served, AdapterFormat::tinker(&config))
     })?;
     eprintln!("{} in {}", HumanBytes(imported.size_bytes), data_dir.display());
-    println!("{}", imported.path);
+    say!("{}", imported.path)?;
     Ok(())
 }

@@ -1,16 +1,16 @@
 //! `strata init-model`: a checkpoint with random weights, for measuring a shape without downloading a model.
 
-use std::borrow::Cow;
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::builder::PossibleValuesParser;
 use indicatif::HumanBytes;
-use safetensors::tensor::{Dtype, View, serialize_to_file};
-use strata_model::checkpoint::{Existing, write_atomically};
+use safetensors::Dtype;
+use strata_model::checkpoint::{Existing, Sink, WrittenTensor, write_atomically, write_safetensors};
 use strata_model::{Error, FileTensor, ModelConfig, ModelSource, file_tensors, random_parameter};
 use strata_tensor::{DType, HostTensor};
+
+use crate::output::say;
 
 /// Settings of `strata init-model`.
 #[derive(Debug, clap::Args)]
@@ -50,7 +50,7 @@ pub fn run(args: Args) -> Result<()> {
     };
     config.dtype = Some(dtype);
     let bytes = write_atomically(&args.out, Existing::Refuse, |dir| write_checkpoint(dir, &config, args.seed, dtype))?;
-    println!("{}: {}", args.out.display(), HumanBytes(bytes));
+    say!("{}: {}", args.out.display(), HumanBytes(bytes))?;
     Ok(())
 }
 
@@ -70,55 +70,34 @@ fn write_checkpoint(dir: &Path, config: &ModelConfig, seed: u64, dtype: DType) -
         write_text(&dir.join("preprocessor_config.json"), &processor.to_json())?;
     }
     let range = config.initializer_range;
-    let tensors = file_tensors(config).into_iter().map(|of| (of.name.clone(), RandomTensor { of, dtype, range, seed }));
-    let path = dir.join("model.safetensors");
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    serialize_to_file(tensors, Some(metadata), &path)
-        .map_err(|e| Error::Checkpoint { path, message: format!("cannot be written: {e}") })
+    let tensors = file_tensors(config).into_iter().map(|of| random_tensor(of, dtype, range, seed));
+    write_safetensors(&dir.join("model.safetensors"), &[("format", "pt")], tensors.collect())
 }
 
 fn write_text(path: &Path, text: &str) -> strata_model::Result<()> {
     std::fs::write(path, text).map_err(|source| Error::Io { path: path.into(), source })
 }
 
-/// A tensor that is drawn when its turn to be written comes, so that one at a time is in memory.
-struct RandomTensor {
-    of: FileTensor,
-    dtype: DType,
-    range: f32,
-    seed: u64,
-}
-
-impl View for RandomTensor {
-    fn dtype(&self) -> Dtype {
-        match self.dtype {
-            DType::F32 => Dtype::F32,
-            DType::BF16 => Dtype::BF16,
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.of.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let mut bytes = Vec::with_capacity(self.data_len());
-        for (index, of) in &self.of.parts {
+/// A tensor that is drawn when its turn to be written comes, some elements at a time.
+fn random_tensor(of: FileTensor, dtype: DType, range: f32, seed: u64) -> WrittenTensor<'static> {
+    let (name, shape) = (of.name.clone(), of.shape.clone());
+    let write = Box::new(move |sink: &mut Sink<'_>| {
+        for (index, of) in &of.parts {
             let len: usize = of.shape.iter().product();
             for first in (0..len).step_by(SLICE_ELEMENTS) {
                 let mut values = vec![0.0; SLICE_ELEMENTS.min(len - first)];
-                random_parameter(of.initial, self.range, [self.seed, *index as u64], first, &mut values);
-                let rounded =
-                    HostTensor::from_f32(&values, &[values.len()], self.dtype).expect("the shape is that of the values");
-                bytes.extend_from_slice(rounded.as_ref().as_bytes());
+                random_parameter(of.initial, range, [seed, *index as u64], first, &mut values);
+                let rounded = HostTensor::from_f32(&values, &[values.len()], dtype).expect("the shape is that of the values");
+                sink.put(rounded.as_ref().as_bytes())?;
             }
         }
-        bytes.into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.of.shape.iter().product::<usize>() * self.dtype.size_bytes()
-    }
+        Ok(())
+    });
+    let dtype = match dtype {
+        DType::F32 => Dtype::F32,
+        DType::BF16 => Dtype::BF16,
+    };
+    WrittenTensor { name, dtype, shape, write }
 }
 
 #[cfg(test)]

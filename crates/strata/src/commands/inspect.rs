@@ -12,6 +12,7 @@ use strata_tensor::{DType, WeightFormat, WeightStorage};
 
 use crate::base_model::Quantize;
 use crate::download::DownloadBars;
+use crate::output;
 
 /// Settings of `strata inspect`.
 #[derive(Debug, clap::Args)]
@@ -34,8 +35,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let storage = Quantize::storage(args.quantize);
     let (bytes, dtype) = Model::weight_bytes_of(&source, None, storage)?;
     let processor = source.image_processor(&config)?;
-    print!("{}", describe(&source.served_name(), &config, processor.as_ref(), dtype, storage, bytes));
-    Ok(())
+    output::write(format_args!("{}", describe(&source.served_name(), &config, processor.as_ref(), dtype, storage, bytes)))
 }
 
 /// One screen about a model whose weights take so many bytes.

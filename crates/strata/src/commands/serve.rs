@@ -14,6 +14,7 @@ use crate::base_model::{self, BaseModel, Copies, Naming, Resources};
 use crate::commands::shutdown::{self, Signals};
 use crate::logging::{self, LogFormat};
 use crate::machine;
+use crate::output::say;
 use crate::units::parse_duration;
 
 /// Open files that connections leave to others.
@@ -91,6 +92,11 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         Some(key) if !key.starts_with(KEY_PREFIX) => {
             bail!("--api-key must start with {KEY_PREFIX:?}: the Tinker SDK refuses to send other keys")
         }
+        Some(key) if key.len() == KEY_PREFIX.len() || !key.bytes().all(|byte| byte.is_ascii_graphic()) => {
+            bail!(
+                "--api-key must have something behind {KEY_PREFIX:?}, and letters, digits and signs of ASCII alone: no client could send another"
+            )
+        }
         _ => {}
     }
     machine::raise_open_files_limit();
@@ -108,8 +114,13 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     config.body_timeout = args.body_timeout;
     config.idle_timeout = args.idle_timeout;
     // Some files are for checkpoints, the log and the runtime.
-    let connections_max = config.connections_max.min(machine::open_files_max().saturating_sub(FILES_KEPT).max(1));
-    config.connections_max = args.max_connections.map_or(connections_max, NonZeroUsize::get);
+    let connections_possible = machine::open_files_max().saturating_sub(FILES_KEPT).max(1);
+    config.connections_max = match args.max_connections.map(NonZeroUsize::get) {
+        Some(asked) if asked > connections_possible => bail!(
+            "--max-connections {asked} is more than the {connections_possible} for which the system lets this process open files (ulimit -n)"
+        ),
+        asked => asked.unwrap_or(config.connections_max.min(connections_possible)),
+    };
 
     let bases = base_model::start(&args.models, &args.naming, &args.resources, &args.copies, &data_dir)?;
     config.transit_bytes = bases.iter().map(|base| base.engine.info().transit_bytes as usize).sum();
@@ -118,7 +129,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         let mut signals = Signals::listen()?;
         let served = bases.iter().map(|base| (base.engine.clone(), base.info.clone())).collect();
         let server = Server::start(config, served).await?;
-        announce(&args, &bases, &data_dir.path().display().to_string(), server.local_address());
+        if let Err(error) = announce(&args, &bases, &data_dir.path().display().to_string(), server.local_address()) {
+            // It serves all the same.
+            tracing::warn!("{error:#}");
+        }
         signals.next().await;
         let engines: Vec<EngineHandle> = bases.iter().map(|base| base.engine.clone()).collect();
         shutdown::end(server.stop(), &engines, args.shutdown_timeout, signals.next()).await
@@ -140,11 +154,11 @@ fn parse_public_url(text: &str) -> Result<String, String> {
 }
 
 /// Says what is served and how to reach it.
-fn announce(args: &Args, bases: &[BaseModel], data_dir: &str, address: SocketAddr) {
+fn announce(args: &Args, bases: &[BaseModel], data_dir: &str, address: SocketAddr) -> anyhow::Result<()> {
     let url = client_url(address);
     let key = if args.api_key.is_some() { "YOUR-KEY" } else { "tml-local" };
     let served: Vec<String> = bases.iter().map(describe).collect();
-    println!(
+    say!(
         "Strata {} serves {}\n\
          \x20 kernels  {}\n\
          \x20 memory   {}\n\
@@ -158,7 +172,7 @@ fn announce(args: &Args, bases: &[BaseModel], data_dir: &str, address: SocketAdd
         served.join("\n         and "),
         bases.first().map_or("", |base| &base.kernels),
         HumanBytes(args.resources.memory_bytes()),
-    );
+    )
 }
 
 /// A base model in a line.

@@ -14,10 +14,18 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// How often it is said that there is still something to wait for.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The signals that ask a process to end: SIGTERM, and SIGINT as Ctrl-C sends it.
+/// The signals that ask a process to end: SIGTERM, SIGINT as Ctrl-C sends it, and SIGHUP where a terminal that is closed ends what it has started, and not where `nohup` has it ignored.
 pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    hang_up: Option<Signal>,
+}
+
+/// Whether this process was started so that SIGHUP does nothing. Where that cannot be seen, the signal is left as it is.
+fn ignores_hang_up() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_none_or(|mask| mask & 1 != 0)
 }
 
 impl Signals {
@@ -29,14 +37,25 @@ impl Signals {
         Ok(Signals {
             terminate: signal(SignalKind::terminate()).context("listening for SIGTERM")?,
             interrupt: signal(SignalKind::interrupt()).context("listening for SIGINT")?,
+            hang_up: match ignores_hang_up() {
+                true => None,
+                false => Some(signal(SignalKind::hangup()).context("listening for SIGHUP")?),
+            },
         })
     }
 
     /// Waits for the next signal. Those that came in between count.
     pub async fn next(&mut self) {
+        let hang_up = async {
+            match &mut self.hang_up {
+                Some(signal) => signal.recv().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
+            _ = hang_up => {}
         }
     }
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use safetensors::tensor::{Dtype, TensorView};
-use strata_model::checkpoint::{gradient_as_given, read_adapter};
+use safetensors::Dtype;
+use strata_model::checkpoint::{Sink, WrittenTensor, gradient_as_given, read_adapter, write_safetensors};
 use strata_model::lora::{Adapter, LoraConfig, LoraParams};
 use strata_model::vision::{Grid, Patches};
 use strata_model::{
@@ -19,7 +19,9 @@ use strata_model::{
 use strata_tensor::{CpuBackend, DType, Draw, RowRequest};
 
 use crate::base_model::{Copies, Numerics, Quantize, write_copy};
+use crate::commands::export::note_other_base;
 use crate::logging::{self, LogFormat};
+use crate::output::say;
 
 /// Settings of `strata trace`.
 #[derive(Debug, clap::Args)]
@@ -54,12 +56,16 @@ pub struct Args {
     pub out: PathBuf,
 }
 
+/// The longest continuation, beyond the memory of any machine.
+const GREEDY_MAX: usize = 1 << 24;
+
 /// Runs the passes and writes the file.
 ///
 /// # Errors
 /// If the model, the adapter or the tokens cannot be used, or the file cannot be written.
 pub fn run(args: Args) -> Result<()> {
     logging::init(LogFormat::Text);
+    ensure!(args.greedy <= GREEDY_MAX, "--greedy {} is more than {GREEDY_MAX}", args.greedy);
     let dtype = args.dtype.as_deref().map(|name| if name == "f32" { DType::F32 } else { DType::BF16 });
     let backend = Arc::new(CpuBackend::with_numerics(None, args.numerics.into())?);
     let source = ModelSource::Directory(args.model);
@@ -69,6 +75,7 @@ pub fn run(args: Args) -> Result<()> {
     let adapter = match &args.adapter {
         Some(dir) => {
             let adapter = read_adapter(model.backend(), dir, model.lora_modules())?;
+            note_other_base(&adapter, &source.served_name());
             Some((dir, adapter.config.clone(), model.pack_adapter(adapter.config, &adapter.params)?))
         }
         None => None,
@@ -114,12 +121,12 @@ fn print_error(dense: &Model, model: &Model, adapter: Option<&Path>, sequences: 
     let differences = || logprobs.iter().zip(&expected).map(|(a, b)| (a - b).abs());
     let largest = differences().fold(0.0, f32::max);
     let square = differences().map(|d| (d as f64).powi(2)).sum::<f64>() / expected.len().max(1) as f64;
-    println!(
+    say!(
         "next-token log-probabilities are off by {:.5} (root mean square), {largest:.5} at most, in {} bytes of weights instead of {}",
         square.sqrt(),
         model.weight_bytes(),
         dense.weight_bytes(),
-    );
+    )?;
     Ok(())
 }
 
@@ -145,7 +152,7 @@ impl Sequence {
 
 /// A part of a sequence in a file.
 #[derive(serde::Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "neither a token id, a whole number from 0 on, nor {\"image\": \"picture.png\"}")]
 enum Chunk {
     Token(u32),
     Image { image: PathBuf },
@@ -345,11 +352,13 @@ impl Values {
         self.arrays.insert(name, (Dtype::I64, shape, bytes));
     }
 
-    fn write(&self, path: &Path) -> Result<()> {
-        let mut views = Vec::with_capacity(self.arrays.len());
-        for (name, (dtype, shape, bytes)) in &self.arrays {
-            views.push((name, TensorView::new(*dtype, shape.clone(), bytes)?));
-        }
-        safetensors::serialize_to_file(views, None, path).with_context(|| format!("{}", path.display()))
+    fn write(self, path: &Path) -> Result<()> {
+        let tensors = self.arrays.into_iter().map(|(name, (dtype, shape, bytes))| WrittenTensor {
+            name,
+            dtype,
+            shape,
+            write: Box::new(move |sink: &mut Sink<'_>| sink.put(&bytes)),
+        });
+        Ok(write_safetensors(path, &[], tensors.collect())?)
     }
 }

@@ -34,7 +34,13 @@ impl Hub {
 
     fn options(&self, cache_dir: &Path) -> HubOptions {
         let token = Some("hf_secret".to_string());
-        HubOptions { endpoint: self.endpoint.clone(), token, cache_dir: cache_dir.into(), offline: false }
+        HubOptions {
+            endpoint: self.endpoint.clone(),
+            token,
+            cache_dir: cache_dir.into(),
+            offline: false,
+            answer_timeout: ANSWER_TIMEOUT,
+        }
     }
 }
 
@@ -204,8 +210,20 @@ fn an_unreachable_hub_is_an_error() {
     let cache = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let endpoint = format!("http://127.0.0.1:{port}");
-    let options = HubOptions { endpoint, token: None, cache_dir: cache.path().into(), offline: false };
+    let options =
+        HubOptions { endpoint, token: None, cache_dir: cache.path().into(), offline: false, answer_timeout: ANSWER_TIMEOUT };
     assert!(fetch_error("org/model", &options).contains("org/model"));
+}
+
+#[test]
+fn a_hub_that_does_not_answer_is_an_error_in_time() {
+    let cache = tempfile::tempdir().unwrap();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", silent.local_addr().unwrap());
+    let (cache_dir, answer_timeout) = (cache.path().into(), Duration::from_secs(1));
+    let options = HubOptions { endpoint, token: None, cache_dir, offline: false, answer_timeout };
+    let message = fetch_error("org/model", &options);
+    assert!(message.contains("org/model: the hub has not answered in 1 s"), "{message}");
 }
 
 #[test]

@@ -71,16 +71,19 @@ impl CpuBackend {
     /// The best instruction set of this machine, or the one that `STRATA_ISA` names, on `num_threads` threads (`None`: one for each core).
     ///
     /// # Errors
-    /// If `STRATA_ISA` names an instruction set that this machine does not have.
+    /// If `STRATA_ISA` names an instruction set that this machine does not have, or the system has not so many threads to give.
     pub fn with_numerics(num_threads: Option<usize>, numerics: Numerics) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Self::with_isa(Arithmetic { isa: Isa::from_env()?, numerics }, num_threads.unwrap_or(cores)))
+        let (arithmetic, num_threads) = (Arithmetic { isa: Isa::from_env()?, numerics }, num_threads.unwrap_or(cores));
+        let pool = Pool::try_new(num_threads)
+            .map_err(|error| Error::Unsupported(format!("{num_threads} threads that compute: {error}")))?;
+        Ok(CpuBackend { isa: arithmetic.isa, arithmetic, pool })
     }
 
     /// This instruction set, or arithmetic, on this many threads.
     ///
     /// # Panics
-    /// If this machine does not have the instructions.
+    /// If this machine does not have the instructions, or so many threads to give.
     pub fn with_isa(arithmetic: impl Into<Arithmetic>, num_threads: usize) -> Self {
         let arithmetic = arithmetic.into();
         assert!(arithmetic.isa.is_available(), "this machine has no {}", arithmetic.isa);

@@ -5,6 +5,8 @@ use strata_model::lora::RANK_MAX;
 
 /// Rank of a single adapter.
 const RANK: usize = 32;
+/// The most adapters: more than any memory has room for.
+const ADAPTERS_MAX: usize = 1 << 16;
 /// Ranks of several, over and over: from 1 to 64, large and small beside each other.
 const MIXED_RANKS: [usize; 7] = [32, 1, 64, 8, 2, 16, 4];
 
@@ -24,6 +26,7 @@ impl Adapters {
     pub(super) fn ranks(&self, default: usize) -> anyhow::Result<Vec<usize>> {
         let count = self.adapters.unwrap_or(if self.rank.is_empty() { default } else { self.rank.len() });
         ensure!(self.rank.len() <= count, "--rank names {} ranks for {count} adapters", self.rank.len());
+        ensure!(count <= ADAPTERS_MAX, "--adapters {count} is more than {ADAPTERS_MAX}");
         for &rank in &self.rank {
             ensure!((1..=RANK_MAX).contains(&rank), "--rank {rank} is not between 1 and {RANK_MAX}");
         }
@@ -60,5 +63,6 @@ mod tests {
         assert!(ranks(None, &[RANK_MAX + 1], 1).is_err());
         let error = ranks(Some(1), &[1, 2], 1).unwrap_err().to_string();
         assert_eq!(error, "--rank names 2 ranks for 1 adapters");
+        assert!(ranks(Some(usize::MAX), &[], 1).is_err());
     }
 }

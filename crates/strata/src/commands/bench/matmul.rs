@@ -37,6 +37,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!(args.tokens > 0 && args.rounds > 0, "--tokens and --rounds must be at least 1");
     let common = &args.common;
     let config = common.config()?;
+    let room = tokens_max(&config, common.dtype.into(), common.resources.memory_bytes());
+    ensure!(args.tokens <= room, "--tokens {} is above {room}, the most for which there is memory; see --memory", args.tokens);
     let backend = common.backend()?;
     let mut peer = common.start_peer(&peer::MATMUL_MODULES, &[])?;
     let limits = Limits::measure(common.threads()?)?;
@@ -67,6 +69,17 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// The matrices of a decoder layer as they are stored, fused, and the unembedding.
+/// The most tokens whose products with every matrix have room in so much memory, beside the matrix itself.
+fn tokens_max(config: &ModelConfig, dtype: DType, memory_bytes: u64) -> usize {
+    let room = |p: Product| {
+        // It is made of numbers that are packed then.
+        let matrix = 2 * p.in_features * p.out_features * dtype.size_bytes();
+        let of_a_token = p.in_features * dtype.size_bytes() + p.out_features * DType::F32.size_bytes();
+        (memory_bytes as usize).saturating_sub(matrix) / of_a_token
+    };
+    products(config, 1).into_iter().map(room).min().unwrap_or(0)
+}
+
 fn products(config: &ModelConfig, tokens: usize) -> Vec<Product> {
     let product = |m: MatrixShape| Product { name: m.label, tokens, in_features: m.in_features, out_features: m.out_features };
     Work::of(config).matrices.into_iter().map(product).collect()

@@ -126,12 +126,7 @@ impl Common {
 
     /// Threads that compute, of the model, the limits and the peer alike.
     fn threads(&self) -> anyhow::Result<usize> {
-        let threads = match self.resources.threads {
-            Some(threads) => threads,
-            None => std::thread::available_parallelism().map_or(1, usize::from),
-        };
-        ensure!(threads > 0, "--threads 0 leaves nothing to compute with; it needs at least 1");
-        Ok(threads)
+        self.resources.threads()
     }
 
     /// What computes.

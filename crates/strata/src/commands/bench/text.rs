@@ -4,6 +4,8 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
+use crate::output::{self, say};
+
 use super::report::{Case, Figure, Report, Unit};
 
 /// Prints a report.
@@ -12,9 +14,9 @@ use super::report::{Case, Figure, Report, Unit};
 /// If a figure is no number that JSON has.
 pub(super) fn print(report: &Report, json: bool) -> anyhow::Result<()> {
     if json {
-        println!("{}", serde_json::to_string(report)?);
+        say!("{}", serde_json::to_string(report)?)?;
     } else {
-        print!("{}", render(report));
+        output::write(format_args!("{}", render(report)))?;
     }
     Ok(())
 }

@@ -18,6 +18,7 @@ use crate::base_model::{self, Copies, Naming, Resources};
 use crate::client::{Client, Example, Sampler, Tenant};
 use crate::commands::shutdown::Signals;
 use crate::logging::{self, LogFormat};
+use crate::output::say;
 
 /// Settings of `strata demo`.
 #[derive(Debug, clap::Args)]
@@ -62,19 +63,19 @@ pub fn run(args: Args) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let server = runtime.block_on(Server::start(config, vec![(base.engine, base.info)]))?;
     let url = server.url();
-    println!("Strata {} serves {EMBEDDED_NAME} at {url} ({})", env!("CARGO_PKG_VERSION"), base.kernels);
-    println!(
+    say!("Strata {} serves {EMBEDDED_NAME} at {url} ({})", env!("CARGO_PKG_VERSION"), base.kernels)?;
+    say!(
         "Teaching it Pig Latin through the Tinker API: LoRA of rank {RANK}, AdamW, {} steps of {WORDS_PER_STEP} words.\n",
         args.steps
-    );
+    )?;
 
     demonstrate(&url, args.steps)?;
 
     if args.keep_serving || std::io::stdout().is_terminal() {
-        println!("\nStill serving at {url} until Ctrl-C. Connect from Python (pip install tinker):\n");
-        println!("  import tinker");
-        println!("  service = tinker.ServiceClient(base_url=\"{url}\", api_key=\"tml-local\")");
-        println!("  training = service.create_lora_training_client(base_model=\"{EMBEDDED_NAME}\", rank={RANK}).result()");
+        say!("\nStill serving at {url} until Ctrl-C. Connect from Python (pip install tinker):\n")?;
+        say!("  import tinker")?;
+        say!("  service = tinker.ServiceClient(base_url=\"{url}\", api_key=\"tml-local\")")?;
+        say!("  training = service.create_lora_training_client(base_model=\"{EMBEDDED_NAME}\", rank={RANK}).result()")?;
         runtime.block_on(async {
             Signals::listen()?.next().await;
             anyhow::Ok(())
@@ -97,12 +98,12 @@ fn demonstrate(url: &str, steps: u32) -> Result<()> {
     let after = lesson.examine(&client, &mut sampler)?;
     let agreement = lesson.compare_logprobs(&client, &mut tenant, &mut sampler)?;
 
-    lesson.report(&before, &after);
-    println!(
+    lesson.report(&before, &after)?;
+    say!(
         "\nSampled and recomputed log-probabilities: {} of {} are equal to the last bit.",
         HumanCount(agreement.equal),
         HumanCount(agreement.total)
-    );
+    )?;
     let (score_before, score_after) = (lesson.score(&before), lesson.score(&after));
     ensure!(score_after > score_before, "nothing was learned: {score_before} words were right before, {score_after} after");
     ensure!(agreement.equal == agreement.total, "log-probabilities of sampling and training differ");
@@ -182,7 +183,7 @@ impl Lesson {
         }
         bar.finish();
         let seconds = started.elapsed().as_secs_f64();
-        println!("  {} tokens in {seconds:.1} s: {:.0} tokens/s\n", HumanCount(tokens as u64), tokens as f64 / seconds);
+        say!("  {} tokens in {seconds:.1} s: {:.0} tokens/s\n", HumanCount(tokens as u64), tokens as f64 / seconds)?;
         Ok(())
     }
 
@@ -230,14 +231,14 @@ impl Lesson {
         self.held_out.iter().zip(answers).filter(|(word, answer)| **answer == pig_latin::translate(word)).count()
     }
 
-    fn report(&self, before: &[String], after: &[String]) {
-        println!("  {:<12} {:<24} {:<24}", "unseen word", "before", "after");
+    fn report(&self, before: &[String], after: &[String]) -> Result<()> {
+        say!("  {:<12} {:<24} {:<24}", "unseen word", "before", "after")?;
         for ((word, before), after) in self.held_out.iter().zip(before).zip(after).take(EXAMPLES_SHOWN) {
             let mark = if *after == pig_latin::translate(word) { "✓" } else { "✗" };
-            println!("  {word:<12} {:<24} {after:<20} {mark}", shorten(before, 22));
+            say!("  {word:<12} {:<24} {after:<20} {mark}", shorten(before, 22))?;
         }
         let of = self.held_out.len();
-        println!("\nUnseen words right: {} of {of} before, {} of {of} after.", self.score(before), self.score(after));
+        say!("\nUnseen words right: {} of {of} before, {} of {of} after.", self.score(before), self.score(after))
     }
 }
 

@@ -4,6 +4,8 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
+use crate::output::{self, say};
+
 use super::super::report::Report;
 use super::super::text;
 use super::plan::{Axis, Setting, Work};
@@ -132,12 +134,11 @@ impl Curves {
     /// If a figure is no number that JSON has.
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
         if json {
-            println!("{}", serde_json::to_string(self)?);
+            say!("{}", serde_json::to_string(self)?)?;
             return Ok(());
         }
         text::print(&self.report, false)?;
-        print!("{}", self.render());
-        Ok(())
+        output::write(format_args!("{}", self.render()))
     }
 
     fn render(&self) -> String {
