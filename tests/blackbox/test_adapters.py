@@ -113,6 +113,7 @@ def test_a_hostile_upload_says_why_and_leaves_nothing(server, training, base_mod
         (packed(files | {"adapter_model.safetensors": poisoned}), "not a finite number"),
         (packed(files)[:-5000], "ends before its end"),
         (b"\x1f\x8b" * 1000, "no tar archive"),
+        (b"\xff" * 1024, "no tar archive"),
     ):
         answer = upload(server, archive, base_model)
         assert answer.status_code == 400 and said in answer.json()["detail"], answer.text

@@ -86,14 +86,15 @@ def busy_model(wire, base_model, passes):
     return model_id, passes + 2
 
 
-def test_every_acknowledged_save_is_there_after_sigterm(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_every_acknowledged_save_is_there_after_a_signal(tmp_path, how):
     names = [f"s-{i}" for i in range(30)]
     with started(tmp_path) as server, Wire(server.url) as wire:
         # Behind training, so that it has to be finished first.
         model_id, first = busy_model(wire, server.base_model(), passes=2)
         for seq_id, name in enumerate(names, first):
             save(wire, model_id, seq_id, name)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(how)
         written = len(on_disk(server, "s-*"))
         assert written < len(names), "the signal has to come while saves are in flight"
         assert server.process.wait(timeout=90) == 0, server.log()
@@ -104,6 +105,17 @@ def test_every_acknowledged_save_is_there_after_sigterm(tmp_path):
         session = wire.session()
         bits = {tuple(logprobs(wire, load(wire, session, i, path))) for i, path in enumerate(listed)}
         assert len(bits) == 1, "they were all saved of the same weights"
+
+
+def test_a_server_that_is_to_ignore_a_closed_terminal_does(tmp_path):
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started(tmp_path) as server:
+            server.process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert server.process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
 
 
 @pytest.mark.parametrize("second_signal", [True, False])

@@ -118,7 +118,8 @@ fn a_model_is_downloaded_once_and_then_found_in_the_cache() {
     assert!(snapshot.join("processor_config.json").is_file());
     assert!(!snapshot.join("pytorch_model.bin").exists());
     let events = recorder.0.lock().unwrap();
-    assert_eq!(events[0], "Started { files: 5, bytes: 27 }");
+    assert_eq!(events[0], format!("Asking {{ endpoint: {:?} }}", hub.endpoint));
+    assert_eq!(events[1], "Started { files: 5, bytes: 27 }");
     assert!(events.contains(&"File { name: \"model.safetensors\", bytes_done: 7, bytes_total: 7 }".to_string()), "{events:?}");
     assert_eq!(events.last().unwrap(), "Finished");
 
