@@ -113,6 +113,33 @@ macro_rules! tile_kernel {
                 }
             }
 
+            /// Tiles of a whole panel one below another, in which rows are dealt evenly; each fetches its chunks.
+            #[target_feature(enable = $features)]
+            pub(in super::super) unsafe fn run_column(rows: usize, t: &Tile) {
+                let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
+                let (least, larger) = (rows / tiles, rows % tiles);
+                let chunks_max = (t.steps / CHUNK_STEPS).max(1);
+                // SAFETY: the caller of `ColumnFn` vouches for all operands, and for the list.
+                unsafe {
+                    let mut chunks: &[usize] = match t.fetch {
+                        Fetch::Chunks(chunks) => &*chunks,
+                        _ => &[],
+                    };
+                    let (mut a, mut c) = (t.a, t.c);
+                    for i in 0..tiles {
+                        let count = least + usize::from(i < larger);
+                        let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
+                        if own.is_empty() {
+                            whole_panel::<NOTHING>(count, &Tile { a, c, fetch: Fetch::Nothing, ..*t });
+                        } else {
+                            whole_panel::<CHUNKS>(count, &Tile { a, c, fetch: Fetch::Chunks(own), ..*t });
+                        }
+                        chunks = others;
+                        (a, c) = (a.wrapping_add(count * t.a_stride), c.wrapping_add(count * t.c_stride));
+                    }
+                }
+            }
+
             #[target_feature(enable = $features)]
             pub(in super::super) unsafe fn run(rows: usize, vectors: usize, t: &Tile) {
                 // SAFETY: passed on from the caller.

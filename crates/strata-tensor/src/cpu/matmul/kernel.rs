@@ -46,6 +46,10 @@ pub(crate) struct Tile {
 /// Computes a tile of `rows` by `vectors * LANES` in chains.
 type ChainFn = unsafe fn(rows: usize, vectors: usize, tile: &Tile);
 
+/// Computes any number of rows of a whole panel, in tiles one below another: `tile` is the first, and what it fetches, chunks or nothing, is for all of them. What lies between one tile and the next
+/// would be a few percent of a short one.
+type ColumnFn = unsafe fn(rows: usize, tile: &Tile);
+
 /// Computes a tile of whole panels whose right side lies in parts, of `tile.steps` steps each: one reduction through all of them.
 type PartsFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &Tile);
 
@@ -101,6 +105,8 @@ pub(crate) struct Chains {
     run: ChainFn,
     /// Most rows of a tile for each number of vectors, less one.
     rows_max: [usize; VECTORS_MAX],
+    /// The same chains for more rows than a tile has.
+    column: Option<ColumnFn>,
     /// The same chains through right sides in parts.
     parts: Option<PartsFn>,
     /// The same chains for a few rows with weights that come from memory.
@@ -128,19 +134,25 @@ impl TileKernel {
         if dtype == DType::BF16 && (numerics == Numerics::Portable || isa == Isa::Amx) {
             return TileKernel::Granules(granules::kernel(isa));
         }
-        let (run, rows_max, of_avx512): (ChainFn, _, Option<(ManyPanels, PartsFn)>) = match (isa, dtype) {
+        let (run, rows_max, of_avx512): (ChainFn, _, Option<(ManyPanels, PartsFn, ColumnFn)>) = match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => {
-                (avx512::native::run, avx512::ROWS_MAX, Some((avx512::native::MANY_PANELS, avx512::native::run_parts)))
-            }
+            (Isa::Avx512Bf16, DType::BF16) => (
+                avx512::native::run,
+                avx512::ROWS_MAX,
+                Some((avx512::native::MANY_PANELS, avx512::native::run_parts, avx512::native::run_column)),
+            ),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => {
-                (avx512::single::run, avx512::ROWS_MAX, Some((avx512::single::MANY_PANELS, avx512::single::run_parts)))
-            }
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => (
+                avx512::single::run,
+                avx512::ROWS_MAX,
+                Some((avx512::single::MANY_PANELS, avx512::single::run_parts, avx512::single::run_column)),
+            ),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512, DType::BF16) => {
-                (avx512::widened::run, avx512::ROWS_MAX, Some((avx512::widened::MANY_PANELS, avx512::widened::run_parts)))
-            }
+            (Isa::Avx512, DType::BF16) => (
+                avx512::widened::run,
+                avx512::ROWS_MAX,
+                Some((avx512::widened::MANY_PANELS, avx512::widened::run_parts, avx512::widened::run_column)),
+            ),
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL, None),
             #[cfg(target_arch = "x86_64")]
@@ -157,8 +169,9 @@ impl TileKernel {
             (Isa::Avx512Bf16, DType::BF16) => (Some(super::int8_avx512::KERNEL), Some(super::int4_avx512::KERNEL)),
             _ => (None, None),
         };
-        let (many_panels, parts) = of_avx512.map(|(many_panels, parts)| (many_panels, parts as PartsFn)).unzip();
-        TileKernel::Chains(Chains { run, rows_max, parts, many_panels, of_bytes, of_int4 })
+        let many_panels = of_avx512.map(|(many_panels, ..)| many_panels);
+        let (parts, column) = of_avx512.map(|(_, parts, column)| (parts, column)).unzip();
+        TileKernel::Chains(Chains { run, rows_max, column, parts, many_panels, of_bytes, of_int4 })
     }
 
     /// As [`TileKernel::block`], with a right side that lies in `parts` of `tile.steps` steps each, one after another: the left side goes through all of them. The bits are those of a product with
@@ -272,6 +285,12 @@ impl Chains {
         if (1..=rows_max).contains(&rows) && !matches!(tile.fetch, Fetch::Chunks(_)) {
             // SAFETY: passed on from the caller.
             return unsafe { (self.run)(rows, vectors, tile) };
+        }
+        if let (Some(run), Fetch::Nothing | Fetch::Chunks(_), VECTORS_MAX) = (self.column, tile.fetch, vectors)
+            && rows > 0
+        {
+            // SAFETY: as above.
+            return unsafe { run(rows, tile) };
         }
         // Rows are dealt evenly: 32 rows in tiles of 6 would leave a last tile of 2, too few chains to hide the latency of an add.
         let tiles = rows.div_ceil(rows_max);
