@@ -63,7 +63,7 @@ impl Signals {
 /// What a shell says of a program that Ctrl-C has ended.
 const INTERRUPTED: i32 = 130;
 
-/// Does work that writes directories, which a signal ends: what is not written to its end is gone then.
+/// Does work that writes directories, which a signal ends: what is not written to its end is gone then. A second signal does not wait for a disk that hangs.
 ///
 /// # Errors
 /// Those of the work, or if signals cannot be listened for.
@@ -71,8 +71,14 @@ pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Res
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("listening for signals")?;
     let mut signals = runtime.block_on(async { Signals::listen() })?;
     std::thread::spawn(move || {
-        runtime.block_on(signals.next());
-        abandon_writes();
+        runtime.block_on(async {
+            signals.next().await;
+            let abandoned = tokio::task::spawn_blocking(abandon_writes);
+            tokio::select! {
+                _ = abandoned => {}
+                () = signals.next() => {}
+            }
+        });
         eprintln!("error: interrupted");
         std::process::exit(INTERRUPTED);
     });
