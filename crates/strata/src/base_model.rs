@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
+use indicatif::HumanBytes;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
@@ -217,6 +218,12 @@ pub fn start(
 ) -> anyhow::Result<Vec<BaseModel>> {
     // Before anything is loaded for nothing.
     resources.threads()?;
+    if resources.memory_bytes() > machine::memory_bytes() {
+        let [asked, there] = [resources.memory_bytes(), machine::memory_bytes()].map(HumanBytes);
+        tracing::warn!(
+            "--memory grants {asked}, and this machine has {there}: what is beyond that will be missing when it is needed"
+        );
+    }
     let embedded = [EMBEDDED_NAME.to_string()];
     let specs = if specs.is_empty() { &embedded } else { specs };
     let found = find(specs, naming, Quantize::storage(resources.quantize))?;

@@ -136,7 +136,7 @@ impl OpenAdapter {
     fn open(dir: &Path, modules: &[LoraModule]) -> Result<Self> {
         let path = dir.join(CONFIG_FILE);
         let refused = |message| Error::Checkpoint { path: path.clone(), message };
-        let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?).map_err(refused)?;
+        let settings = AdapterSettings::from_json(&read_config(&path)?).map_err(refused)?;
         let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
         let [composite, alone] = names::MODEL_PREFIXES;
         let of_composite = checkpoint.rename(composite, alone)?;
@@ -259,13 +259,21 @@ impl<'m> PlannedAdapter<'m> {
     }
 }
 
+/// The text of an adapter's configuration.
+fn read_config(path: &Path) -> Result<String> {
+    read_text(path, CONFIG_BYTES_MAX).map_err(|error| match path.with_extension("json.age").exists() {
+        true => Error::Checkpoint { path: path.into(), message: "the files are encrypted; decrypt them with age first".into() },
+        false => error,
+    })
+}
+
 /// The base model that the configuration of an adapter names, if it names one.
 ///
 /// # Errors
 /// If the configuration cannot be read, or is not that of an adapter.
 pub fn named_base_model(dir: &Path) -> Result<Option<String>> {
     let path = dir.join(CONFIG_FILE);
-    let settings = AdapterSettings::from_json(&read_text(&path, CONFIG_BYTES_MAX)?);
+    let settings = AdapterSettings::from_json(&read_config(&path)?);
     settings.map(|settings| settings.base_model).map_err(|message| Error::Checkpoint { path, message })
 }
 

@@ -430,3 +430,13 @@ fn the_state_of_an_optimizer_says_in_which_order_its_numbers_were_added() {
     let state = read_optimizer(&*BACKEND, dir.path(), &modules(), &all_parts()).unwrap();
     assert_eq!(state.numerics, Some(BACKEND.numerics()));
 }
+
+#[test]
+fn an_adapter_that_is_encrypted_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = named_base_model(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("No such file"), "{error}");
+    fs::write(dir.path().join("adapter_config.json.age"), "age-encryption.org/v1").unwrap();
+    let error = named_base_model(dir.path()).unwrap_err().to_string();
+    assert!(error.contains(CONFIG_FILE) && error.contains("decrypt them with age"), "{error}");
+}
