@@ -447,11 +447,16 @@ mod tests {
         /// What this thread made durable, each with the names that were beside it at that moment; and a path at which that shall fail.
         static SYNCED: RefCell<Vec<(PathBuf, Vec<String>)>> = const { RefCell::new(Vec::new()) };
         static SYNC_FAILS: RefCell<Option<(PathBuf, usize)>> = const { RefCell::new(None) };
+        /// What others remove when this thread makes a path durable, once.
+        static REMOVED_MEANWHILE: RefCell<Option<(PathBuf, Vec<PathBuf>)>> = const { RefCell::new(None) };
     }
 
     pub(super) fn note_sync(path: &Path) -> Result<()> {
         if path.is_dir() {
             SYNCED.with_borrow_mut(|synced| synced.push((path.into(), names(path))));
+        }
+        if let Some((_, removed)) = REMOVED_MEANWHILE.with_borrow_mut(|removed| removed.take_if(|(at, _)| at == path)) {
+            removed.iter().for_each(|dir| fs::remove_dir(dir).unwrap());
         }
         SYNC_FAILS.with_borrow_mut(|fails| match fails {
             Some((failing, 0)) if failing == path => Err(io_error(path)(std::io::Error::other("expected in this test"))),
@@ -690,6 +695,16 @@ mod tests {
         fs::remove_dir_all(&dir).unwrap();
         remove_empty_directories(&root.path().join("runs/1"), root.path());
         assert!(names(root.path()).is_empty() && root.path().exists());
+    }
+
+    #[test]
+    fn parents_that_go_with_another_directory_meanwhile_are_made_again() {
+        let root = tempfile::tempdir().unwrap();
+        let removed = ["runs/1", "runs"].map(|dir| root.path().join(dir));
+        REMOVED_MEANWHILE.set(Some((root.path().into(), removed.into())));
+        write_atomically(&root.path().join("runs/1/ckpt"), Existing::Refuse, write_file("x")).unwrap();
+        assert!(REMOVED_MEANWHILE.take().is_none());
+        assert_eq!(names(&root.path().join("runs/1")), ["ckpt"]);
     }
 
     #[test]
