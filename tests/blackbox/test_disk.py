@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -105,6 +106,25 @@ def test_every_acknowledged_save_is_there_after_a_signal(tmp_path, how):
         session = wire.session()
         bits = {tuple(logprobs(wire, load(wire, session, i, path))) for i, path in enumerate(listed)}
         assert len(bits) == 1, "they were all saved of the same weights"
+
+
+def test_a_server_whose_log_nobody_takes_any_more_ends_in_order(tmp_path):
+    server = Server(tmp_path)
+    reader, writer = os.pipe()
+    server.process = subprocess.Popen(server.command(), stdout=writer, stderr=writer)
+    os.close(writer)
+    with Wire(server.url) as wire:
+        deadline = time.monotonic() + 30
+        while b"Connect from Python" not in os.read(reader, 65536):
+            assert time.monotonic() < deadline
+        model_id = wire.model(wire.get("get_server_capabilities").json()["supported_models"][0]["model_name"])
+        os.close(reader)
+        for i in range(1, 4):
+            request = save(wire, model_id, i, f"s-{i}")
+        assert "error" not in wire.result(request), "what it says of a save is lost, and the save is not"
+        server.stop(signal.SIGHUP)
+    assert server.process.returncode == 0
+    assert len(on_disk(server, "s-*")) == 3
 
 
 def test_a_server_that_is_to_ignore_a_closed_terminal_does(tmp_path):

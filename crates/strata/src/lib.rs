@@ -63,7 +63,7 @@ pub fn run() -> ExitCode {
         // What a shell says of a program that a closed pipe has ended.
         Err(error) if error.is::<output::Closed>() => ExitCode::from(141),
         Err(error) => {
-            eprintln!("error: {}", told(&error));
+            crate::output::say_aside!("error: {}", told(&error));
             ExitCode::FAILURE
         }
     }

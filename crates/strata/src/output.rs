@@ -29,9 +29,19 @@ pub fn write(text: Arguments<'_>) -> anyhow::Result<()> {
     }
 }
 
+/// Writes to standard error. Where nobody takes it, it is lost, and the command goes on.
+pub fn write_aside(text: Arguments<'_>) {
+    let _ = std::io::stderr().lock().write_fmt(text);
+}
+
+/// Writes a line to standard error, as `eprintln!` would, and never panics.
+macro_rules! say_aside {
+    ($($text:tt)*) => { $crate::output::write_aside(format_args!("{}\n", format_args!($($text)*))) };
+}
+
 /// Writes a line to standard output, as `println!` would, and answers whether it could.
 macro_rules! say {
     ($($text:tt)*) => { $crate::output::write(format_args!("{}\n", format_args!($($text)*))) };
 }
 
-pub(crate) use say;
+pub(crate) use {say, say_aside};

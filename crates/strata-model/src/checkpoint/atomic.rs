@@ -28,6 +28,8 @@ const REPLACED: &str = ".replaced-";
 /// Deleted, and not yet removed.
 const DELETED: &str = ".deleted-";
 
+/// How often a directory is begun again whose parents others remove.
+const BEGIN_ATTEMPTS: usize = 100;
 /// How often it is tried to remove a directory in which another thread makes files.
 const ABANDON_ATTEMPTS: usize = 100;
 
@@ -246,15 +248,24 @@ impl Partial {
     /// Makes it beside `dir`, and the parents that are missing.
     fn begin(dir: &Path) -> Result<Self> {
         let parent = parent_of(dir)?;
-        loop {
+        let make = || {
             let parents = create_durable_parents(parent)?;
             let path = free_sibling(dir, PARTIAL)?;
-            match fs::create_dir(&path) {
-                Ok(()) => {}
-                // Another that was written there has failed or gone, and the parent with it.
-                Err(error) if error.kind() == ErrorKind::NotFound && !parent.exists() => continue,
-                Err(error) => return Err(io_error(&path)(error)),
-            }
+            fs::create_dir(&path).map_err(io_error(&path))?;
+            Ok((path, parents))
+        };
+        let mut attempts = 0..BEGIN_ATTEMPTS;
+        loop {
+            let (path, parents) = match make() {
+                Ok(made) => made,
+                // Others that were written there have gone, and parents with them, at whatever moment: what was not there is, or the other way round.
+                Err(Error::Io { source, .. })
+                    if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::AlreadyExists) && attempts.next().is_some() =>
+                {
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             writing().push(path.clone());
             let (hold, directory) = (Hold::of(&path), RemovedOnDrop(path));
             // Before it was held, another process may have taken it for what a crash left.

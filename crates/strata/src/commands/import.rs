@@ -49,7 +49,7 @@ pub fn run(args: Args) -> Result<()> {
     let imported = strata_server::import(&data_dir, &args.name, &served, lora, |dir| {
         write_adapter(&backend, dir, &modules, (&adapter.config, &adapter.params), &served, AdapterFormat::tinker(&config))
     })?;
-    eprintln!("{} in {}", HumanBytes(imported.size_bytes), data_dir.display());
+    crate::output::say_aside!("{} in {}", HumanBytes(imported.size_bytes), data_dir.display());
     say!("{}", imported.path)?;
     Ok(())
 }

@@ -79,7 +79,7 @@ pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Res
                 () = signals.next() => {}
             }
         });
-        eprintln!("error: interrupted");
+        crate::output::say_aside!("error: interrupted");
         std::process::exit(INTERRUPTED);
     });
     work()

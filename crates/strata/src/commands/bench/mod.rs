@@ -166,7 +166,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 /// Tells whoever sits before a terminal what a run is at: with long prompts, or a peer, it takes minutes.
 fn progress(what: std::fmt::Arguments<'_>) {
     if stderr().is_terminal() {
-        eprintln!("{what}");
+        crate::output::say_aside!("{what}");
     }
 }
 
