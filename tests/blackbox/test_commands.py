@@ -35,13 +35,53 @@ def begin_long_write(out):
     return process
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_and_leaves_nothing_half_written(tmp_path, how):
-    process = begin_long_write(tmp_path / "model")
+    """Not the parents that were made for it either; a neighbour stays."""
+    (tmp_path / "new").mkdir()
+    process = begin_long_write(tmp_path / "new/a/b/model")
     process.send_signal(how)
     _, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (130, "error: interrupted\n")
-    assert not list(tmp_path.iterdir())
+    assert (process.returncode, error) == (128 + how, "error: interrupted\n")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
+
+
+def test_whenever_a_signal_comes_a_directory_is_there_whole_or_not_at_all(tmp_path):
+    """A small model takes some milliseconds: the signal comes before, while and after it is written."""
+    ends = set()
+    for i in range(60):
+        out = tmp_path / f"{i}/model"
+        process = subprocess.Popen(
+            [binary(), "init-model", "--config", FIXTURE / "model/config.json", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(0.0005 * (i % 30))
+        process.send_signal(signal.SIGTERM)
+        said, error = process.communicate(timeout=20)
+        ends.add(process.returncode)
+        if process.returncode == 0:
+            assert (out / "model.safetensors").is_file() and str(out) in said and not error
+        else:
+            # The system ends it itself where it does not listen yet.
+            assert error == ("error: interrupted\n" if process.returncode == 128 + signal.SIGTERM else ""), error
+            assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)
+        assert not out.parent.exists() or [path.name for path in out.parent.iterdir()] == ["model"]
+    assert len(ends) > 1, ends
+
+
+def test_a_command_that_is_to_ignore_ctrl_c_does(tmp_path):
+    """As one that a script runs in the background."""
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = begin_long_write(tmp_path / "model")
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0 and (tmp_path / "model/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("command", [["inspect", "/nonexist"], ["export", "/nonexist", "out", "--format", "peft"]], ids=lambda c: c[0])
+def test_an_error_that_nobody_reads_is_an_error_all_the_same(command):
+    assert run(*command, capture_output=False, stdout=subprocess.PIPE, stderr=open("/dev/full", "w")).returncode == 1
 
 
 def test_what_a_killed_command_left_goes_with_the_next(tmp_path):

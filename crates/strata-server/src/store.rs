@@ -368,7 +368,10 @@ impl Store {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::CrossesDevices => {
                 match remove_in_place(&dir, &names) {
-                    Ok(()) => None,
+                    Ok(()) => {
+                        self.remove_empty_run(&dir);
+                        None
+                    }
                     Err(source) => return Ok(Err(Error::Io { path: dir, source })),
                 }
             }
@@ -438,9 +441,13 @@ impl Store {
                     trash.push(aside);
                 }
             }
-            // What it was the last of goes with it.
-            _ => aside.parent().into_iter().for_each(|kind_dir| remove_empty_directories(kind_dir, &self.checkpoints_dir)),
+            _ => self.remove_empty_run(&aside),
         }
+    }
+
+    /// Removes the run of what was a checkpoint here, if it was the last of it.
+    fn remove_empty_run(&self, removed: &Path) {
+        removed.parent().into_iter().for_each(|kind_dir| remove_empty_directories(kind_dir, &self.checkpoints_dir));
     }
 
     /// Changes the record of what is on the disk now, which may be a later save than the catalogue knows.

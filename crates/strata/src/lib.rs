@@ -16,6 +16,7 @@ use clap::{Parser, Subcommand};
 
 use commands::shutdown::interruptible;
 use commands::{bench, demo, export, import, init_model, inspect, serve, trace};
+use output::say_aside;
 
 /// Train and sample LoRA adapters on one base model, through the Tinker API.
 #[derive(Parser)]
@@ -63,7 +64,7 @@ pub fn run() -> ExitCode {
         // What a shell says of a program that a closed pipe has ended.
         Err(error) if error.is::<output::Closed>() => ExitCode::from(141),
         Err(error) => {
-            crate::output::say_aside!("error: {}", told(&error));
+            say_aside!("error: {}", told(&error));
             ExitCode::FAILURE
         }
     }

@@ -6,7 +6,7 @@
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -306,7 +306,10 @@ fn answered<T: Send + 'static>(
     thread::spawn(move || drop(tell.send(ask())));
     match told.recv_timeout(timeout) {
         Ok(answer) => answer.map_err(|error| hub_error(what.0, what.1, &error)),
-        Err(_) => Err(Error::Hub(format!("{}: the hub has not answered in {} s", named(what), timeout.as_secs()))),
+        Err(RecvTimeoutError::Timeout) => {
+            Err(Error::Hub(format!("{}: the hub has not answered in {} s", named(what), timeout.as_secs())))
+        }
+        Err(RecvTimeoutError::Disconnected) => Err(Error::Hub(format!("{}: asking the hub has panicked", named(what)))),
     }
 }
 

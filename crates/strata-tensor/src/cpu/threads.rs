@@ -55,8 +55,6 @@ pub(crate) struct Pool {
 
 thread_local! {
     static IN_REGION: Cell<bool> = const { Cell::new(false) };
-    /// Which of a pool's threads this is; 0 of those that call it.
-    static NUMBER: Cell<usize> = const { Cell::new(0) };
 }
 
 impl Pool {
@@ -80,10 +78,7 @@ impl Pool {
             let shared = pool.shared.clone();
             let worker = std::thread::Builder::new().name(format!("strata-cpu-{i}"));
             // Those before it end with the pool.
-            pool.workers.push(worker.spawn(move || {
-                NUMBER.set(i);
-                shared.work();
-            })?);
+            pool.workers.push(worker.spawn(move || shared.work())?);
         }
         Ok(pool)
     }
@@ -99,25 +94,6 @@ impl Pool {
     /// Threads that work, the caller among them.
     pub(crate) fn num_threads(&self) -> usize {
         self.workers.len() + 1
-    }
-
-    /// As [`Pool::run`], `task(part, i)` once for every `i` below `num_tasks` of as many parts as there are threads. Each thread begins with the part that is its own, the same each time, and helps
-    /// others when that is done: what it has written of the same part before is near. (Two cores that share no third-level cache hand a line to each other in 170 ns, two that do in 30.)
-    pub(crate) fn run_in_parts(&self, num_tasks: usize, task: &(dyn Fn(usize, usize) + Sync)) {
-        let parts = self.num_threads();
-        let next: Vec<AtomicUsize> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
-        self.run(parts, &|_| {
-            let own = NUMBER.get();
-            for part in (0..parts).map(|further| (own + further) % parts) {
-                loop {
-                    let i = next[part].fetch_add(1, Ordering::Relaxed);
-                    if i >= num_tasks {
-                        break;
-                    }
-                    task(part, i);
-                }
-            }
-        });
     }
 
     /// Calls `task(i)` once for every `i` below `num_tasks`, in any order, on any thread, and returns when all are done.
@@ -269,22 +245,6 @@ mod tests {
                     counts[i].fetch_add(1, Ordering::Relaxed);
                 });
                 assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
-            }
-        }
-    }
-
-    #[test]
-    fn every_task_of_every_part_runs_exactly_once() {
-        for threads in [1, 2, 4] {
-            let pool = Pool::new(threads);
-            for n in [0, 1, 5, 100] {
-                for _ in 0..100 {
-                    let counts: Vec<AtomicUsize> = (0..threads * n).map(|_| AtomicUsize::new(0)).collect();
-                    pool.run_in_parts(n, &|part, i| {
-                        counts[part * n + i].fetch_add(1, Ordering::Relaxed);
-                    });
-                    assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
-                }
             }
         }
     }

@@ -11,7 +11,7 @@ use strata_model::checkpoint::{
 use strata_model::{ModelSource, lora_modules, write_merged};
 use strata_tensor::{CpuBackend, DType};
 
-use crate::output::say;
+use crate::output::{say, say_aside};
 
 /// Settings of `strata export`.
 #[derive(Debug, clap::Args)]
@@ -81,7 +81,7 @@ pub fn run(args: Args) -> Result<()> {
 /// Says where an adapter names another base model than the one that it is used with. Whoever has named the base has said which it is; where files lay when the adapter was made is no more than a hint.
 pub fn note_other_base(adapter: &PeftAdapter, used: &str) {
     if let Err(other) = adapter.check_base_model(used) {
-        crate::output::say_aside!("note: {other}; every shape fits, and it is taken for {used:?}");
+        say_aside!("note: {other}; every shape fits, and it is taken for {used:?}");
     }
 }
 

@@ -11,7 +11,7 @@ use strata_tensor::CpuBackend;
 
 use super::export::{base_of, note_other_base};
 use crate::base_model::{self, parse_name};
-use crate::output::say;
+use crate::output::{say, say_aside};
 
 /// Settings of `strata import`.
 #[derive(Debug, clap::Args)]
@@ -49,7 +49,7 @@ pub fn run(args: Args) -> Result<()> {
     let imported = strata_server::import(&data_dir, &args.name, &served, lora, |dir| {
         write_adapter(&backend, dir, &modules, (&adapter.config, &adapter.params), &served, AdapterFormat::tinker(&config))
     })?;
-    crate::output::say_aside!("{} in {}", HumanBytes(imported.size_bytes), data_dir.display());
+    say_aside!("{} in {}", HumanBytes(imported.size_bytes), data_dir.display());
     say!("{}", imported.path)?;
     Ok(())
 }

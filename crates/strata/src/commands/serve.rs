@@ -135,7 +135,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         }
         signals.next().await;
         let engines: Vec<EngineHandle> = bases.iter().map(|base| base.engine.clone()).collect();
-        shutdown::end(server.stop(), &engines, args.shutdown_timeout, signals.next()).await
+        let hurry = async {
+            signals.next().await;
+        };
+        shutdown::end(server.stop(), &engines, args.shutdown_timeout, hurry).await
     });
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));

@@ -1,6 +1,8 @@
 //! How a server ends: it takes no more requests, and stays until the checkpoints that were asked for are written. And how a command ends that was to write a directory.
 
 use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -9,23 +11,19 @@ use strata_model::checkpoint::abandon_writes;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep};
 
+use crate::output::say_aside;
+
 /// How often it is looked whether all is written. The engine need not know that someone waits.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// How often it is said that there is still something to wait for.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The signals that ask a process to end: SIGTERM, SIGINT as Ctrl-C sends it, and SIGHUP where a terminal that is closed ends what it has started, and not where `nohup` has it ignored.
+/// The signals that ask a process to end: SIGTERM, SIGINT as Ctrl-C sends it, and SIGHUP as a terminal does that is closed. The last two are left ignored where whoever started the process has them so, as
+/// `nohup` has one, and a shell the other for what it runs in the background.
 pub struct Signals {
     terminate: Signal,
-    interrupt: Signal,
+    interrupt: Option<Signal>,
     hang_up: Option<Signal>,
-}
-
-/// Whether this process was started so that SIGHUP does nothing. Where that cannot be seen, the signal is left as it is.
-fn ignores_hang_up() -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_none_or(|mask| mask & 1 != 0)
 }
 
 impl Signals {
@@ -34,34 +32,42 @@ impl Signals {
     /// # Errors
     /// If signals cannot be listened for.
     pub fn listen() -> anyhow::Result<Self> {
+        let unless_ignored = |kind: SignalKind| match is_ignored(kind) {
+            true => Ok(None),
+            false => signal(kind).map(Some).with_context(|| format!("listening for signal {}", kind.as_raw_value())),
+        };
         Ok(Signals {
             terminate: signal(SignalKind::terminate()).context("listening for SIGTERM")?,
-            interrupt: signal(SignalKind::interrupt()).context("listening for SIGINT")?,
-            hang_up: match ignores_hang_up() {
-                true => None,
-                false => Some(signal(SignalKind::hangup()).context("listening for SIGHUP")?),
-            },
+            interrupt: unless_ignored(SignalKind::interrupt())?,
+            hang_up: unless_ignored(SignalKind::hangup())?,
         })
     }
 
-    /// Waits for the next signal. Those that came in between count.
-    pub async fn next(&mut self) {
-        let hang_up = async {
-            match &mut self.hang_up {
-                Some(signal) => signal.recv().await,
+    /// Waits for the next signal, and answers which it is. Those that came in between count.
+    pub async fn next(&mut self) -> SignalKind {
+        async fn of(signal: &mut Option<Signal>) {
+            match signal {
+                Some(signal) => drop(signal.recv().await),
                 None => std::future::pending().await,
             }
-        };
+        }
         tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-            _ = hang_up => {}
+            _ = self.terminate.recv() => SignalKind::terminate(),
+            () = of(&mut self.interrupt) => SignalKind::interrupt(),
+            () = of(&mut self.hang_up) => SignalKind::hangup(),
         }
     }
 }
 
-/// What a shell says of a program that Ctrl-C has ended.
-const INTERRUPTED: i32 = 130;
+/// Whether a signal does nothing to this process, as it was started. Where that cannot be seen, SIGHUP is left as it is, and the others are taken.
+fn is_ignored(kind: SignalKind) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    match ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()) {
+        Some(mask) => mask >> (kind.as_raw_value() - 1) & 1 != 0,
+        None => kind == SignalKind::hangup(),
+    }
+}
 
 /// Does work that writes directories, which a signal ends: what is not written to its end is gone then. A second signal does not wait for a disk that hangs.
 ///
@@ -70,19 +76,30 @@ const INTERRUPTED: i32 = 130;
 pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("listening for signals")?;
     let mut signals = runtime.block_on(async { Signals::listen() })?;
+    // Whoever comes first says how it ended.
+    let is_decided = Arc::new(AtomicBool::new(false));
+    let by_signal = is_decided.clone();
     std::thread::spawn(move || {
+        let kind = runtime.block_on(signals.next());
+        if by_signal.swap(true, Ordering::SeqCst) {
+            return;
+        }
         runtime.block_on(async {
-            signals.next().await;
             let abandoned = tokio::task::spawn_blocking(abandon_writes);
             tokio::select! {
                 _ = abandoned => {}
-                () = signals.next() => {}
+                _ = signals.next() => {}
             }
         });
-        crate::output::say_aside!("error: interrupted");
-        std::process::exit(INTERRUPTED);
+        say_aside!("error: interrupted");
+        // As a shell has it of a program that a signal has ended.
+        std::process::exit(128 + kind.as_raw_value());
     });
-    work()
+    let done = work();
+    while is_decided.swap(true, Ordering::SeqCst) {
+        std::thread::park();
+    }
+    done
 }
 
 /// What is waited for.

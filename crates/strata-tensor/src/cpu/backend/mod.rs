@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
-use super::matmul::{self, Matmul, PART_ROWS_MIN, TileKernel};
+use super::matmul::{self, Matmul, TileKernel};
 use super::rows::gate::{self, Gates};
 use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads};
 use super::rows::{adamw, convert, norm, swiglu};
@@ -107,19 +107,6 @@ impl CpuBackend {
     /// Splits `rows` rows of `row_len` elements into runs, one task each.
     fn over_rows(&self, rows: usize, row_len: usize, body: impl Fn(Range<usize>) + Sync) {
         let run = (TASK_ELEMENTS / row_len.max(1)).max(1);
-        let threads = self.pool.num_threads();
-        if threads > 1 && rows >= threads * PART_ROWS_MIN {
-            // As products of so many rows have them.
-            let part_rows = rows.div_ceil(threads);
-            self.pool.run_in_parts(part_rows.div_ceil(run), &|part, task| {
-                let end = ((part + 1) * part_rows).min(rows);
-                let range = (part * part_rows + task * run).min(end)..(part * part_rows + (task + 1) * run).min(end);
-                if !range.is_empty() {
-                    body(range);
-                }
-            });
-            return;
-        }
         self.pool.run(rows.div_ceil(run), &|task| body(task * run..((task + 1) * run).min(rows)));
     }
 }

@@ -87,10 +87,6 @@ const TASKS_PER_THREAD: usize = 4;
 /// Fewer rows than this are not worth splitting over threads.
 const SPLIT_ROWS_MIN: usize = 24;
 
-/// From so many rows for each thread on, each has rows of its own rather than panels: right sides are then read once for each thread, which takes little beside the products, and what is written of rows
-/// is near whoever goes on with them.
-pub(crate) const PART_ROWS_MIN: usize = 128;
-
 /// Rows at most whose sums lie side by side from one block of the right side to the next.
 const SUMS_ROWS_MAX: usize = 48;
 
@@ -245,7 +241,7 @@ impl<'a> Matmul<'a> {
         addends: &Addends<'_>,
     ) {
         let num_steps = steps(left.width, left.dtype);
-        self.over_panels(all.len(), out.columns, 1, |panel, rows, next_panel| {
+        self.over_panels(all.len(), out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
             let words = block_steps * columns.next_multiple_of(LANES);
             // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next. Few rows have a block of that
@@ -277,7 +273,8 @@ impl<'a> Matmul<'a> {
                     let steps = first..(first + block_steps).min(num_steps);
                     let is_last = steps.end == num_steps;
                     let block = right.block(panel, steps.clone(), scratch);
-                    // What comes next of the right side, as far as it is still to be fetched.
+                    // What comes next of the right side, as far as it is still to be fetched. Threads take panels in turns.
+                    let next_panel = panel + self.pool.num_threads();
                     let mut ahead = if !is_last {
                         right.pieces(panel, steps.end..(steps.end + block_steps).min(num_steps))
                     } else if (next_panel + 1) * PANEL <= out.columns {
@@ -390,7 +387,7 @@ impl<'a> Matmul<'a> {
 
     /// A few rows with weights in bytes, or of four bits.
     fn product_of_bytes(&self, kernel: &BytesKernel, x: Rows<'_>, w: &PackedRef<'_>, y: &Out, addends: &Addends<'_>) {
-        self.over_panels(x.rows, y.columns, kernel.rows_max, |panel, rows, _| {
+        self.over_panels(x.rows, y.columns, kernel.rows_max, |panel, rows| {
             let columns = panel_columns(panel, y.columns);
             let width = columns.next_multiple_of(LANES);
             let bytes = &w.bytes[panel * panel_bytes(w)..][..part_panel_bytes(w.storage, w.dtype, w.in_features, width)];
@@ -422,24 +419,13 @@ impl<'a> Matmul<'a> {
         });
     }
 
-    /// Runs `body(panel, rows, next_panel)` over all panels of `columns`, and runs of whole `tile_rows` rows if there are too few panels to share. Of many rows each thread has a part of its own.
-    /// `next_panel` is the one that the thread comes to then, if there is one.
-    fn over_panels(&self, rows: usize, columns: usize, tile_rows: usize, body: impl Fn(usize, Range<usize>, usize) + Sync) {
+    /// Runs `body(panel, rows)` over all panels of `columns`, and runs of whole `tile_rows` rows if there are too few panels to share.
+    fn over_panels(&self, rows: usize, columns: usize, tile_rows: usize, body: impl Fn(usize, Range<usize>) + Sync) {
         if rows == 0 {
             return;
         }
         let panels = columns.div_ceil(PANEL);
         let threads = self.pool.num_threads();
-        if threads > 1 && rows >= threads * PART_ROWS_MIN {
-            let part_rows = rows.div_ceil(threads).next_multiple_of(tile_rows);
-            self.pool.run_in_parts(panels, &|part, panel| {
-                let range = (part * part_rows).min(rows)..((part + 1) * part_rows).min(rows);
-                if !range.is_empty() {
-                    body(panel, range, panel + 1);
-                }
-            });
-            return;
-        }
         let wanted = (TASKS_PER_THREAD * threads).div_ceil(panels);
         let runs = wanted.min(rows.div_ceil(SPLIT_ROWS_MIN)).max(1);
         let run_rows = rows.div_ceil(runs).next_multiple_of(tile_rows);
@@ -447,8 +433,7 @@ impl<'a> Matmul<'a> {
             let (panel, run) = (task / runs, task % runs);
             let range = (run * run_rows).min(rows)..((run + 1) * run_rows).min(rows);
             if !range.is_empty() {
-                // Threads take panels in turns.
-                body(panel, range, panel + threads);
+                body(panel, range);
             }
         });
     }

@@ -51,8 +51,10 @@ impl Matmul<'_> {
                 let in_place = if out.columns <= PANEL { TiledLeft::in_place(&left, rows, steps.clone()) } else { None };
                 let tiles = in_place.map_or_else(|| TiledLeft::of(self.pool, &left, rows, steps.clone()), Ok)?;
                 let accumulate = out.accumulate || first_step > 0;
-                self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part, next_panel| {
+                self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
                     let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
+                    // Threads take panels in turns.
+                    let next_panel = panel + self.pool.num_threads();
                     // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
                     unsafe { product.panel(panel, part.clone(), next_panel) };
                     if steps.end == num_steps {

@@ -68,7 +68,6 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     text::print(&report, common.json)
 }
 
-/// The matrices of a decoder layer as they are stored, fused, and the unembedding.
 /// The most tokens whose products with every matrix have room in so much memory, beside the matrix itself.
 fn tokens_max(config: &ModelConfig, dtype: DType, memory_bytes: u64) -> usize {
     let room = |p: Product| {
@@ -80,6 +79,7 @@ fn tokens_max(config: &ModelConfig, dtype: DType, memory_bytes: u64) -> usize {
     products(config, 1).into_iter().map(room).min().unwrap_or(0)
 }
 
+/// The matrices of a decoder layer as they are stored, fused, and the unembedding.
 fn products(config: &ModelConfig, tokens: usize) -> Vec<Product> {
     let product = |m: MatrixShape| Product { name: m.label, tokens, in_features: m.in_features, out_features: m.out_features };
     Work::of(config).matrices.into_iter().map(product).collect()

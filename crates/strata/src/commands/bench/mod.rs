@@ -26,6 +26,7 @@ use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
 use strata_tensor::{CpuBackend, DType, Memory, Tensor, random};
 
 use crate::base_model::Resources;
+use crate::output::say_aside;
 use limits::{Inputs, Limits};
 use peer::Peer;
 use report::Report;
@@ -166,7 +167,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 /// Tells whoever sits before a terminal what a run is at: with long prompts, or a peer, it takes minutes.
 fn progress(what: std::fmt::Arguments<'_>) {
     if stderr().is_terminal() {
-        crate::output::say_aside!("{what}");
+        say_aside!("{what}");
     }
 }
 
