@@ -1,6 +1,6 @@
 //! `strata bench matmul`: products of the model's shapes, apart from everything around them.
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use serde_json::json;
 use strata_model::{MatrixShape, ModelConfig, Work};
 use strata_tensor::{Backend, CpuBackend, DType, Linear, Memory, WeightFormat, WeightStorage};
@@ -24,10 +24,15 @@ pub(super) struct Args {
     rounds: usize,
 }
 
-/// A product `[tokens, in_features] · [out_features, in_features]ᵀ`.
+/// Matrices of a kind take at least so much together, if the model has so many: no cache holds them from one product to the next, as in a pass.
+const MATRICES_BYTES_MIN: usize = 256 << 20;
+
+/// Products `[tokens, in_features] · [out_features, in_features]ᵀ`.
 #[derive(Clone, Copy)]
 struct Product {
     name: &'static str,
+    /// One for each of some layers, which are gone through in turn.
+    matrices: usize,
     tokens: usize,
     in_features: usize,
     out_features: usize,
@@ -44,7 +49,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let limits = Limits::measure(common.threads()?)?;
     forget_peak_memory();
     let mut measured = Vec::new();
-    for product in products(&config, args.tokens) {
+    for product in products(&config, common.dtype.into(), args.tokens) {
         progress(format_args!("multiplying {}", product.name));
         let mut multiply = operands(&backend, common.dtype.into(), Quantize::storage(common.resources.quantize), product)?;
         let (mut ours, mut peers) = (Vec::new(), Vec::new());
@@ -71,18 +76,25 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 /// The most tokens whose products with every matrix have room in so much memory, beside the matrix itself.
 fn tokens_max(config: &ModelConfig, dtype: DType, memory_bytes: u64) -> usize {
     let room = |p: Product| {
-        // It is made of numbers that are packed then.
-        let matrix = 2 * p.in_features * p.out_features * dtype.size_bytes();
+        // They are packed from the numbers of one.
+        let matrices = (p.matrices + 1) * p.in_features * p.out_features * dtype.size_bytes();
         let of_a_token = p.in_features * dtype.size_bytes() + p.out_features * DType::F32.size_bytes();
-        (memory_bytes as usize).saturating_sub(matrix) / of_a_token
+        (memory_bytes as usize).saturating_sub(matrices) / of_a_token
     };
-    products(config, 1).into_iter().map(room).min().unwrap_or(0)
+    products(config, dtype, 1).into_iter().map(room).min().unwrap_or(0)
 }
 
 /// The matrices of a decoder layer as they are stored, fused, and the unembedding.
-fn products(config: &ModelConfig, tokens: usize) -> Vec<Product> {
-    let product = |m: MatrixShape| Product { name: m.label, tokens, in_features: m.in_features, out_features: m.out_features };
-    Work::of(config).matrices.into_iter().map(product).collect()
+fn products(config: &ModelConfig, dtype: DType, tokens: usize) -> Vec<Product> {
+    let shapes = Work::of(config).matrices;
+    let unembedding = shapes.len() - 1;
+    let product = |(i, m): (usize, MatrixShape)| {
+        let MatrixShape { label, in_features, out_features } = m;
+        let of_layers = MATRICES_BYTES_MIN.div_ceil(in_features * out_features * dtype.size_bytes()).min(config.num_layers);
+        let matrices = if i == unembedding { 1 } else { of_layers };
+        Product { name: label, matrices, tokens, in_features, out_features }
+    };
+    shapes.into_iter().enumerate().map(product).collect()
 }
 
 /// A closure that multiplies through the backend, as the forward pass does.
@@ -92,33 +104,38 @@ fn operands(
     storage: WeightStorage,
     product: Product,
 ) -> anyhow::Result<impl FnMut() -> anyhow::Result<()>> {
-    let Product { tokens, in_features, out_features, .. } = product;
+    let Product { matrices, tokens, in_features, out_features, .. } = product;
     let x = uniform(backend, 0, &[tokens, in_features], dtype)?;
     let format = WeightFormat { compute: dtype, storage };
-    let mut w = backend.packed(1, in_features, out_features, format)?;
-    backend.pack_rows(&mut w, 0, uniform(backend, 1, &[out_features, in_features], dtype)?.as_ref())?;
+    let mut w = backend.packed(matrices, in_features, out_features, format)?;
+    let numbers = uniform(backend, 1, &[out_features, in_features], dtype)?;
+    for layer in 0..matrices {
+        backend.pack_rows(&mut w, layer, numbers.as_ref())?;
+    }
     let mut y = backend.zeros(&[tokens, out_features], DType::F32)?;
+    let mut layers = (0..matrices).cycle();
     Ok(move || {
-        let layer = Linear { weight: w.layer(0), bias: None, lora: [].into() };
+        let weight = w.layer(layers.next().context("there are matrices")?);
+        let layer = Linear { weight, bias: None, lora: [].into() };
         backend.linear(&x, &layer, Some(&mut y))?;
         Ok(())
     })
 }
 
 fn peers_fastest(peer: &mut Peer, product: Product) -> anyhow::Result<f64> {
-    let Product { tokens, in_features, out_features, .. } = product;
-    let request = peer::Request::Matmul { tokens, in_features, out_features, seconds: ROUND_TIME.as_secs_f64() };
+    let Product { matrices, tokens, in_features, out_features, .. } = product;
+    let request = peer::Request::Matmul { matrices, tokens, in_features, out_features, seconds: ROUND_TIME.as_secs_f64() };
     Ok(peer.call::<peer::Multiplied>(&request)?.seconds)
 }
 
 fn case(product: Product, ours: f64, peers: Option<f64>, limit: f64) -> Case {
-    let Product { name, tokens, in_features, out_features } = product;
+    let Product { name, matrices, tokens, in_features, out_features } = product;
     let gflop = 2.0 * (tokens * in_features) as f64 * out_features as f64 / 1e9;
     let rate = |seconds| gflop / seconds;
-    let settings =
-        [("matrix", json!(name)), ("tokens", json!(tokens)), ("in", json!(in_features)), ("out", json!(out_features))];
+    let sizes = [("matrices", matrices), ("tokens", tokens), ("in", in_features), ("out", out_features)];
+    let settings = [("matrix", json!(name))].into_iter().chain(sizes.map(|(name, size)| (name, json!(size))));
     Case {
-        settings: settings.map(|(name, value)| (name.to_string(), value)).into_iter().collect(),
+        settings: settings.map(|(name, value)| (name.to_string(), value)).collect(),
         figures: vec![
             Figure::new("gflop_per_s", "product", Unit::GflopPerSecond, rate(ours)).beside(peers.map(rate)).in_table(),
             Figure::new("fraction_of_limit", "product", Unit::OfArithmetic, rate(ours) / limit).in_table(),

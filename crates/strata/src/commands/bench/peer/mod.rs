@@ -50,7 +50,7 @@ pub(super) enum Request {
     /// Answer: [`Sampled`].
     Sample { batch: usize, prompt: usize, new: usize },
     /// Answer: [`Multiplied`].
-    Matmul { tokens: usize, in_features: usize, out_features: usize, seconds: f64 },
+    Matmul { matrices: usize, tokens: usize, in_features: usize, out_features: usize, seconds: f64 },
     /// Answer: [`Mixed`].
     Delta { tokens: usize, k_heads: usize, v_heads: usize, k_dim: usize, v_dim: usize, kernel: usize, seconds: f64 },
 }

@@ -4,6 +4,7 @@ Reads one JSON object a line from stdin, the setup first, and answers each with 
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -129,15 +130,19 @@ class Peer:
     def draw(self, out):
         return self.torch.multinomial(self.torch.softmax(out.logits[:, -1].float(), dim=-1), 1)
 
-    def matmul(self, tokens, in_features, out_features, seconds):
-        """The fastest product in about so many seconds."""
-        torch, shape = self.torch, (tokens, in_features, out_features)
+    def matmul(self, matrices, tokens, in_features, out_features, seconds):
+        """The fastest product in about so many seconds, with so many matrices in turn."""
+        torch, shape = self.torch, (matrices, tokens, in_features, out_features)
         if self.operands[0] != shape:
             self.operands = (None, None)
-            sizes = [(tokens, in_features), (out_features, in_features), (tokens, out_features)]
-            self.operands = (shape, [torch.rand(size, dtype=torch.float32).to(self.dtype) for size in sizes])
-        x, w, y = self.operands[1]
-        return {"seconds": fastest(lambda: torch.matmul(x, w.t(), out=y), seconds)}
+
+            def rand(*size):
+                return torch.rand(size, dtype=torch.float32).to(self.dtype)
+
+            weights = itertools.cycle([rand(out_features, in_features) for _ in range(matrices)])
+            self.operands = (shape, [rand(tokens, in_features), weights, rand(tokens, out_features)])
+        x, weights, y = self.operands[1]
+        return {"seconds": fastest(lambda: torch.matmul(x, next(weights).t(), out=y), seconds)}
 
     def delta(self, tokens, k_heads, v_heads, k_dim, v_dim, kernel, seconds):
         """The fastest gated delta net between its projections in about so many seconds, and the fastest rule alone in as many more."""
