@@ -151,7 +151,13 @@ impl World {
                 self.samplers.push(format!("{session}:sample:{n}"));
             }
             17..55 if !model.is_empty() => {
-                let taken = |seq: &u64| self.acknowledged.contains_key(&format!("{model}:{seq}"));
+                // An operation that there was no room for is sent again under its number.
+                let waits = |seq: &u64| {
+                    self.to_send_again
+                        .iter()
+                        .any(|(_, _, body)| body["model_id"] == json!(model) && body["seq_id"] == json!(seq))
+                };
+                let taken = |seq: &u64| self.acknowledged.contains_key(&format!("{model}:{seq}")) || waits(seq);
                 // Some come early, and leave a gap.
                 let first = self.models[&model] + if self.rng.chance(10) { 1 + self.rng.below(3) } else { 0 };
                 let seq = (first..).find(|seq| !taken(seq)).unwrap_or(first);
