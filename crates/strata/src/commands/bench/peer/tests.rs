@@ -46,7 +46,7 @@ fn the_peer_is_asked_in_the_words_of_its_script() {
     for method in ["def train(self, batch, seq_len, checkpointing)", "def sample(self, batch, prompt, new)"] {
         assert!(SCRIPT.contains(method), "{method}");
     }
-    assert!(SCRIPT.contains("def matmul(self, tokens, in_features, out_features, seconds)"));
+    assert!(SCRIPT.contains("def matmul(self, matrices, tokens, in_features, out_features, seconds)"));
     assert!(SCRIPT.contains("def delta(self, tokens, k_heads, v_heads, k_dim, v_dim, kernel, seconds)"));
 }
 
