@@ -1,6 +1,7 @@
 """Fixtures: one server for most tests, the official SDK and a bare wire client on top of it."""
 
 import os
+import signal
 
 # The SDK must not look for a hub, credentials or a telemetry endpoint on this machine.
 os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -10,6 +11,11 @@ import tinker
 
 from harness import API_KEY, Server
 from wire import Wire
+
+# Whoever runs the tests in the background or under nohup has these ignored, and what is started inherits that.
+for _name in ("SIGINT", "SIGHUP"):
+    if signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, _name), signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
