@@ -1,4 +1,4 @@
-//! The chains of [`chains`](super::chains) with AVX-512: dot products of bf16 pairs where the processor has them, widened numbers where not, and f32.
+//! The chains of [`chains`](super::chains) with AVX-512: dot products of bf16 pairs, and f32. (`widened_avx512` has those of bf16 where there are no dot products.)
 //!
 //! Roofline (Zen 5): a 6x64 tile does 24 `vdpbf16ps` (32 multiply-adds each, two a cycle) on 10 loads, so it is bound by arithmetic; a
 //! 1x64 tile does 4 on 5 loads, so it is bound by wherever the right side comes from, which for a decode step is memory. One row reads fastest in
@@ -15,72 +15,217 @@ use crate::cpu::packed::LANES;
 pub(super) const ROWS_MAX: [usize; VECTORS_MAX] = [12, 12, 8, 6];
 
 /// How far ahead a tile fetches its own right side: what a core reads in the time that memory takes to answer.
-const OWN_AHEAD_BYTES: usize = 4096;
+pub(super) const OWN_AHEAD_BYTES: usize = 4096;
 
 /// [`Fetch`], for the compiler: lines of what comes next for each step, and whether there are others.
-const NOTHING: u8 = 0;
-const NEXT_ONE: u8 = 1;
-const NEXT_TWO: u8 = 2;
-const OWN: u8 = 4;
-const CHUNKS: u8 = 8;
+pub(super) const NOTHING: u8 = 0;
+pub(super) const NEXT_ONE: u8 = 1;
+pub(super) const NEXT_TWO: u8 = 2;
+pub(super) const OWN: u8 = 4;
+pub(super) const CHUNKS: u8 = 8;
 
-macro_rules! tile_kernel {
-    ($name:ident, $features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
-        pub(super) mod $name {
-            use super::*;
-
-            #[target_feature(enable = $features)]
-            #[inline]
-            unsafe fn tile<const ROWS: usize, const VECTORS: usize, const FETCH: u8>(t: &Tile) {
-                let last_mask: __mmask16 = match t.columns - (VECTORS - 1) * LANES {
-                    LANES => !0,
-                    columns => (1 << columns) - 1,
-                };
-                let mask = |v: usize| if v == VECTORS - 1 { last_mask } else { !0 };
-                let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];
-                // SAFETY: the caller of `TileKernel::block` vouches for all operands; a masked lane is not touched, and a
-                // prefetch of any address is harmless.
-                unsafe {
-                    if t.accumulate {
-                        for r in 0..ROWS {
-                            for v in 0..VECTORS {
-                                acc[r][v] = _mm512_maskz_loadu_ps(mask(v), t.c.add(r * t.c_stride + v * LANES));
-                            }
+/// `tile`: so many rows and vectors, step by step.
+macro_rules! chain_tile {
+    ($features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
+        #[target_feature(enable = $features)]
+        #[inline]
+        unsafe fn tile<const ROWS: usize, const VECTORS: usize, const FETCH: u8>(t: &Tile) {
+            let last_mask: __mmask16 = match t.columns - (VECTORS - 1) * LANES {
+                LANES => !0,
+                columns => (1 << columns) - 1,
+            };
+            let mask = |v: usize| if v == VECTORS - 1 { last_mask } else { !0 };
+            let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+            // SAFETY: the caller of `TileKernel::block` vouches for all operands; a masked lane is not touched, and a
+            // prefetch of any address is harmless.
+            unsafe {
+                if t.accumulate {
+                    for r in 0..ROWS {
+                        for v in 0..VECTORS {
+                            acc[r][v] = _mm512_maskz_loadu_ps(mask(v), t.c.add(r * t.c_stride + v * LANES));
                         }
                     }
-                    let (mut a_ptr, mut b_ptr) = (t.a, t.b);
-                    let mut next = match t.fetch {
-                        Fetch::Next(next, ..) => next,
-                        _ => t.b,
-                    };
-                    let mut chunk = t.b;
-                    let mut chunks = match t.fetch {
-                        Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => (*chunks).iter(),
-                        _ => [].iter(),
-                    };
-                    for step in 0..t.steps {
-                        let mut $b = [_mm512_setzero_si512(); VECTORS];
+                }
+                let (mut a_ptr, mut b_ptr) = (t.a, t.b);
+                let mut next = match t.fetch {
+                    Fetch::Next(next, ..) => next,
+                    _ => t.b,
+                };
+                let mut chunk = t.b;
+                let mut chunks = match t.fetch {
+                    Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => (*chunks).iter(),
+                    _ => [].iter(),
+                };
+                for step in 0..t.steps {
+                    let mut $b = [_mm512_setzero_si512(); VECTORS];
+                    for v in 0..VECTORS {
+                        $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
+                        if FETCH == OWN {
+                            _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
+                        }
+                    }
+                    for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
+                        _mm_prefetch::<_MM_HINT_T1>(next.cast());
+                        next = next.wrapping_add(64);
+                    }
+                    if FETCH & CHUNKS != 0 {
+                        if step % CHUNK_STEPS == 0
+                            && let Some(&at) = chunks.next()
+                        {
+                            chunk = std::ptr::without_provenance(at);
+                        }
+                        _mm_prefetch::<_MM_HINT_T1>(chunk.wrapping_add(step % CHUNK_STEPS * 64).cast());
+                    }
+                    for r in 0..ROWS {
+                        let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
                         for v in 0..VECTORS {
+                            let $acc = acc[r][v];
+                            let $b = $b[v];
+                            acc[r][v] = $dot;
+                        }
+                    }
+                    a_ptr = a_ptr.wrapping_add(4);
+                    b_ptr = b_ptr.wrapping_add(t.b_stride);
+                }
+                for r in 0..ROWS {
+                    for v in 0..VECTORS {
+                        _mm512_mask_storeu_ps(t.c.add(r * t.c_stride + v * LANES), mask(v), acc[r][v]);
+                    }
+                }
+            }
+        }
+    };
+}
+
+/// [`ChainFn`](super::kernel) and [`ColumnFn`](super::kernel): each shape that the `tile` beside it is compiled for.
+macro_rules! tile_shapes {
+    ($features:literal) => {
+        #[target_feature(enable = $features)]
+        unsafe fn whole_panel<const FETCH: u8>(rows: usize, t: &Tile) {
+            // SAFETY: passed on from the caller.
+            unsafe {
+                match rows {
+                    1 => tile::<1, 4, FETCH>(t),
+                    2 => tile::<2, 4, FETCH>(t),
+                    3 => tile::<3, 4, FETCH>(t),
+                    4 => tile::<4, 4, FETCH>(t),
+                    5 => tile::<5, 4, FETCH>(t),
+                    6 => tile::<6, 4, FETCH>(t),
+                    _ => unreachable!("no tile of {rows} rows by a panel"),
+                }
+            }
+        }
+
+        /// Tiles of a whole panel one below another, in which rows are dealt evenly; each fetches its chunks.
+        #[target_feature(enable = $features)]
+        pub(in crate::cpu::matmul) unsafe fn run_column(rows: usize, t: &Tile) {
+            let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
+            let (least, larger) = (rows / tiles, rows % tiles);
+            let chunks_max = (t.steps / CHUNK_STEPS).max(1);
+            // SAFETY: the caller of `ColumnFn` vouches for all operands, and for the list.
+            unsafe {
+                let mut chunks: &[usize] = match t.fetch {
+                    Fetch::Chunks(chunks) => &*chunks,
+                    _ => &[],
+                };
+                let (mut a, mut c) = (t.a, t.c);
+                for i in 0..tiles {
+                    let count = least + usize::from(i < larger);
+                    let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
+                    if own.is_empty() {
+                        whole_panel::<NOTHING>(count, &Tile { a, c, fetch: Fetch::Nothing, ..*t });
+                    } else {
+                        whole_panel::<CHUNKS>(count, &Tile { a, c, fetch: Fetch::Chunks(own), ..*t });
+                    }
+                    chunks = others;
+                    (a, c) = (a.wrapping_add(count * t.a_stride), c.wrapping_add(count * t.c_stride));
+                }
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        pub(in crate::cpu::matmul) unsafe fn run(rows: usize, vectors: usize, t: &Tile) {
+            // SAFETY: passed on from the caller.
+            unsafe {
+                match (vectors, rows) {
+                    (4, _) => match t.fetch {
+                        Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
+                        Fetch::Own => whole_panel::<OWN>(rows, t),
+                        Fetch::Next(_, Lines::One, chunks) if chunks.is_empty() => whole_panel::<NEXT_ONE>(rows, t),
+                        Fetch::Next(_, Lines::Two, chunks) if chunks.is_empty() => whole_panel::<NEXT_TWO>(rows, t),
+                        Fetch::Next(_, Lines::One, _) => whole_panel::<{ NEXT_ONE | CHUNKS }>(rows, t),
+                        Fetch::Next(_, Lines::Two, _) => whole_panel::<{ NEXT_TWO | CHUNKS }>(rows, t),
+                        Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
+                    },
+                    (3, 1) => tile::<1, 3, NOTHING>(t),
+                    (3, 2) => tile::<2, 3, NOTHING>(t),
+                    (3, 3) => tile::<3, 3, NOTHING>(t),
+                    (3, 4) => tile::<4, 3, NOTHING>(t),
+                    (3, 5) => tile::<5, 3, NOTHING>(t),
+                    (3, 6) => tile::<6, 3, NOTHING>(t),
+                    (3, 7) => tile::<7, 3, NOTHING>(t),
+                    (3, 8) => tile::<8, 3, NOTHING>(t),
+                    (2, 1) => tile::<1, 2, NOTHING>(t),
+                    (2, 2) => tile::<2, 2, NOTHING>(t),
+                    (2, 3) => tile::<3, 2, NOTHING>(t),
+                    (2, 4) => tile::<4, 2, NOTHING>(t),
+                    (2, 5) => tile::<5, 2, NOTHING>(t),
+                    (2, 6) => tile::<6, 2, NOTHING>(t),
+                    (2, 7) => tile::<7, 2, NOTHING>(t),
+                    (2, 8) => tile::<8, 2, NOTHING>(t),
+                    (2, 9) => tile::<9, 2, NOTHING>(t),
+                    (2, 10) => tile::<10, 2, NOTHING>(t),
+                    (2, 11) => tile::<11, 2, NOTHING>(t),
+                    (2, 12) => tile::<12, 2, NOTHING>(t),
+                    (1, 1) => tile::<1, 1, NOTHING>(t),
+                    (1, 2) => tile::<2, 1, NOTHING>(t),
+                    (1, 3) => tile::<3, 1, NOTHING>(t),
+                    (1, 4) => tile::<4, 1, NOTHING>(t),
+                    (1, 5) => tile::<5, 1, NOTHING>(t),
+                    (1, 6) => tile::<6, 1, NOTHING>(t),
+                    (1, 7) => tile::<7, 1, NOTHING>(t),
+                    (1, 8) => tile::<8, 1, NOTHING>(t),
+                    (1, 9) => tile::<9, 1, NOTHING>(t),
+                    (1, 10) => tile::<10, 1, NOTHING>(t),
+                    (1, 11) => tile::<11, 1, NOTHING>(t),
+                    (1, 12) => tile::<12, 1, NOTHING>(t),
+                    _ => unreachable!("no tile of {rows} rows by {vectors} vectors"),
+                }
+            }
+        }
+    };
+}
+pub(super) use tile_shapes;
+
+/// [`PartsFn`](super::kernel): a right side that lies in parts.
+macro_rules! right_in_parts {
+    ($features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
+        /// Part after part of a panel's right side.
+        #[target_feature(enable = $features)]
+        #[inline]
+        unsafe fn parts_tile<const ROWS: usize>(parts: &[*const u8], t: &Tile) {
+            let mut acc = [[_mm512_setzero_ps(); VECTORS_MAX]; ROWS];
+            // SAFETY: the caller of `TileKernel::block_in_parts` vouches for all operands.
+            unsafe {
+                let at = |r: usize, v: usize| t.c.add(r * t.c_stride + v * LANES);
+                if t.accumulate {
+                    for r in 0..ROWS {
+                        for v in 0..VECTORS_MAX {
+                            acc[r][v] = _mm512_loadu_ps(at(r, v));
+                        }
+                    }
+                }
+                let mut a_ptr = t.a;
+                for &part in parts {
+                    let mut b_ptr = part;
+                    for _ in 0..t.steps {
+                        let mut $b = [_mm512_setzero_si512(); VECTORS_MAX];
+                        for v in 0..VECTORS_MAX {
                             $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
-                            if FETCH == OWN {
-                                _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
-                            }
-                        }
-                        for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
-                            _mm_prefetch::<_MM_HINT_T1>(next.cast());
-                            next = next.wrapping_add(64);
-                        }
-                        if FETCH & CHUNKS != 0 {
-                            if step % CHUNK_STEPS == 0
-                                && let Some(&at) = chunks.next()
-                            {
-                                chunk = std::ptr::without_provenance(at);
-                            }
-                            _mm_prefetch::<_MM_HINT_T1>(chunk.wrapping_add(step % CHUNK_STEPS * 64).cast());
                         }
                         for r in 0..ROWS {
                             let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
-                            for v in 0..VECTORS {
+                            for v in 0..VECTORS_MAX {
                                 let $acc = acc[r][v];
                                 let $b = $b[v];
                                 acc[r][v] = $dot;
@@ -89,312 +234,194 @@ macro_rules! tile_kernel {
                         a_ptr = a_ptr.wrapping_add(4);
                         b_ptr = b_ptr.wrapping_add(t.b_stride);
                     }
+                }
+                for r in 0..ROWS {
+                    for v in 0..VECTORS_MAX {
+                        _mm512_storeu_ps(at(r, v), acc[r][v]);
+                    }
+                }
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        pub(in crate::cpu::matmul) unsafe fn run_parts(rows: usize, parts: &[*const u8], t: &Tile) {
+            // SAFETY: passed on from the caller.
+            unsafe {
+                match rows {
+                    1 => parts_tile::<1>(parts, t),
+                    2 => parts_tile::<2>(parts, t),
+                    3 => parts_tile::<3>(parts, t),
+                    4 => parts_tile::<4>(parts, t),
+                    5 => parts_tile::<5>(parts, t),
+                    6 => parts_tile::<6>(parts, t),
+                    _ => unreachable!("no tile of {rows} rows by a panel"),
+                }
+            }
+        }
+    };
+}
+
+/// What computes a few rows with several panels, or with a right side for each row.
+macro_rules! few_rows {
+    ($features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
+        /// Step by step through several panels.
+        #[target_feature(enable = $features)]
+        #[inline]
+        unsafe fn panels_tile<const ROWS: usize, const PANELS: usize>(panel_bytes: usize, t: &Tile) {
+            let mut acc = [[[_mm512_setzero_ps(); VECTORS_MAX]; PANELS]; ROWS];
+            // SAFETY: the caller of `PanelsFn` vouches for all operands.
+            unsafe {
+                let at = |r: usize, p: usize, v: usize| t.c.add(r * t.c_stride + (p * VECTORS_MAX + v) * LANES);
+                if t.accumulate {
                     for r in 0..ROWS {
-                        for v in 0..VECTORS {
-                            _mm512_mask_storeu_ps(t.c.add(r * t.c_stride + v * LANES), mask(v), acc[r][v]);
-                        }
-                    }
-                }
-            }
-
-            #[target_feature(enable = $features)]
-            unsafe fn whole_panel<const FETCH: u8>(rows: usize, t: &Tile) {
-                // SAFETY: passed on from the caller.
-                unsafe {
-                    match rows {
-                        1 => tile::<1, 4, FETCH>(t),
-                        2 => tile::<2, 4, FETCH>(t),
-                        3 => tile::<3, 4, FETCH>(t),
-                        4 => tile::<4, 4, FETCH>(t),
-                        5 => tile::<5, 4, FETCH>(t),
-                        6 => tile::<6, 4, FETCH>(t),
-                        _ => unreachable!("no tile of {rows} rows by a panel"),
-                    }
-                }
-            }
-
-            /// Tiles of a whole panel one below another, in which rows are dealt evenly; each fetches its chunks.
-            #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn run_column(rows: usize, t: &Tile) {
-                let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
-                let (least, larger) = (rows / tiles, rows % tiles);
-                let chunks_max = (t.steps / CHUNK_STEPS).max(1);
-                // SAFETY: the caller of `ColumnFn` vouches for all operands, and for the list.
-                unsafe {
-                    let mut chunks: &[usize] = match t.fetch {
-                        Fetch::Chunks(chunks) => &*chunks,
-                        _ => &[],
-                    };
-                    let (mut a, mut c) = (t.a, t.c);
-                    for i in 0..tiles {
-                        let count = least + usize::from(i < larger);
-                        let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
-                        if own.is_empty() {
-                            whole_panel::<NOTHING>(count, &Tile { a, c, fetch: Fetch::Nothing, ..*t });
-                        } else {
-                            whole_panel::<CHUNKS>(count, &Tile { a, c, fetch: Fetch::Chunks(own), ..*t });
-                        }
-                        chunks = others;
-                        (a, c) = (a.wrapping_add(count * t.a_stride), c.wrapping_add(count * t.c_stride));
-                    }
-                }
-            }
-
-            #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn run(rows: usize, vectors: usize, t: &Tile) {
-                // SAFETY: passed on from the caller.
-                unsafe {
-                    match (vectors, rows) {
-                        (4, _) => match t.fetch {
-                            Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
-                            Fetch::Own => whole_panel::<OWN>(rows, t),
-                            Fetch::Next(_, Lines::One, chunks) if chunks.is_empty() => whole_panel::<NEXT_ONE>(rows, t),
-                            Fetch::Next(_, Lines::Two, chunks) if chunks.is_empty() => whole_panel::<NEXT_TWO>(rows, t),
-                            Fetch::Next(_, Lines::One, _) => whole_panel::<{ NEXT_ONE | CHUNKS }>(rows, t),
-                            Fetch::Next(_, Lines::Two, _) => whole_panel::<{ NEXT_TWO | CHUNKS }>(rows, t),
-                            Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
-                        },
-                        (3, 1) => tile::<1, 3, NOTHING>(t),
-                        (3, 2) => tile::<2, 3, NOTHING>(t),
-                        (3, 3) => tile::<3, 3, NOTHING>(t),
-                        (3, 4) => tile::<4, 3, NOTHING>(t),
-                        (3, 5) => tile::<5, 3, NOTHING>(t),
-                        (3, 6) => tile::<6, 3, NOTHING>(t),
-                        (3, 7) => tile::<7, 3, NOTHING>(t),
-                        (3, 8) => tile::<8, 3, NOTHING>(t),
-                        (2, 1) => tile::<1, 2, NOTHING>(t),
-                        (2, 2) => tile::<2, 2, NOTHING>(t),
-                        (2, 3) => tile::<3, 2, NOTHING>(t),
-                        (2, 4) => tile::<4, 2, NOTHING>(t),
-                        (2, 5) => tile::<5, 2, NOTHING>(t),
-                        (2, 6) => tile::<6, 2, NOTHING>(t),
-                        (2, 7) => tile::<7, 2, NOTHING>(t),
-                        (2, 8) => tile::<8, 2, NOTHING>(t),
-                        (2, 9) => tile::<9, 2, NOTHING>(t),
-                        (2, 10) => tile::<10, 2, NOTHING>(t),
-                        (2, 11) => tile::<11, 2, NOTHING>(t),
-                        (2, 12) => tile::<12, 2, NOTHING>(t),
-                        (1, 1) => tile::<1, 1, NOTHING>(t),
-                        (1, 2) => tile::<2, 1, NOTHING>(t),
-                        (1, 3) => tile::<3, 1, NOTHING>(t),
-                        (1, 4) => tile::<4, 1, NOTHING>(t),
-                        (1, 5) => tile::<5, 1, NOTHING>(t),
-                        (1, 6) => tile::<6, 1, NOTHING>(t),
-                        (1, 7) => tile::<7, 1, NOTHING>(t),
-                        (1, 8) => tile::<8, 1, NOTHING>(t),
-                        (1, 9) => tile::<9, 1, NOTHING>(t),
-                        (1, 10) => tile::<10, 1, NOTHING>(t),
-                        (1, 11) => tile::<11, 1, NOTHING>(t),
-                        (1, 12) => tile::<12, 1, NOTHING>(t),
-                        _ => unreachable!("no tile of {rows} rows by {vectors} vectors"),
-                    }
-                }
-            }
-
-            /// Part after part of a panel's right side.
-            #[target_feature(enable = $features)]
-            #[inline]
-            unsafe fn parts_tile<const ROWS: usize>(parts: &[*const u8], t: &Tile) {
-                let mut acc = [[_mm512_setzero_ps(); VECTORS_MAX]; ROWS];
-                // SAFETY: the caller of `TileKernel::block_in_parts` vouches for all operands.
-                unsafe {
-                    let at = |r: usize, v: usize| t.c.add(r * t.c_stride + v * LANES);
-                    if t.accumulate {
-                        for r in 0..ROWS {
+                        for p in 0..PANELS {
                             for v in 0..VECTORS_MAX {
-                                acc[r][v] = _mm512_loadu_ps(at(r, v));
+                                acc[r][p][v] = _mm512_loadu_ps(at(r, p, v));
                             }
                         }
                     }
-                    let mut a_ptr = t.a;
-                    for &part in parts {
-                        let mut b_ptr = part;
-                        for _ in 0..t.steps {
-                            let mut $b = [_mm512_setzero_si512(); VECTORS_MAX];
-                            for v in 0..VECTORS_MAX {
-                                $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
-                            }
+                }
+                let (mut a_ptr, mut b_ptr) = (t.a, t.b);
+                for _ in 0..t.steps {
+                    let mut left = [_mm512_setzero_si512(); ROWS];
+                    for r in 0..ROWS {
+                        left[r] = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
+                    }
+                    for p in 0..PANELS {
+                        for v in 0..VECTORS_MAX {
+                            let $b = _mm512_loadu_si512(b_ptr.add(p * panel_bytes + v * 64).cast());
                             for r in 0..ROWS {
-                                let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
-                                for v in 0..VECTORS_MAX {
-                                    let $acc = acc[r][v];
-                                    let $b = $b[v];
-                                    acc[r][v] = $dot;
-                                }
+                                let ($a, $acc) = (left[r], acc[r][p][v]);
+                                acc[r][p][v] = $dot;
                             }
-                            a_ptr = a_ptr.wrapping_add(4);
-                            b_ptr = b_ptr.wrapping_add(t.b_stride);
                         }
                     }
-                    for r in 0..ROWS {
+                    a_ptr = a_ptr.wrapping_add(4);
+                    b_ptr = b_ptr.wrapping_add(t.b_stride);
+                }
+                for r in 0..ROWS {
+                    for p in 0..PANELS {
                         for v in 0..VECTORS_MAX {
-                            _mm512_storeu_ps(at(r, v), acc[r][v]);
+                            _mm512_storeu_ps(at(r, p, v), acc[r][p][v]);
                         }
                     }
                 }
             }
+        }
 
-            #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn run_parts(rows: usize, parts: &[*const u8], t: &Tile) {
-                // SAFETY: passed on from the caller.
+        #[target_feature(enable = $features)]
+        pub(in crate::cpu::matmul) unsafe fn run_panels(rows: usize, panels: usize, panel_bytes: usize, t: &Tile) {
+            // SAFETY: passed on from the caller.
+            unsafe {
+                match (rows, panels) {
+                    (1, 4) => panels_tile::<1, 4>(panel_bytes, t),
+                    (1, 2) => panels_tile::<1, 2>(panel_bytes, t),
+                    (1, 1) => panels_tile::<1, 1>(panel_bytes, t),
+                    (2, 2) => panels_tile::<2, 2>(panel_bytes, t),
+                    (2, 1) => panels_tile::<2, 1>(panel_bytes, t),
+                    (3, 2) => panels_tile::<3, 2>(panel_bytes, t),
+                    (3, 1) => panels_tile::<3, 1>(panel_bytes, t),
+                    _ => unreachable!("no tile of {rows} rows by {panels} panels"),
+                }
+            }
+        }
+
+        /// Step by step through the right sides of as many rows.
+        #[target_feature(enable = $features)]
+        #[inline]
+        unsafe fn single_rows<const VECTORS: usize>(tiles: &[Tile; SINGLE_ROWS]) {
+            let mut acc = [[_mm512_setzero_ps(); VECTORS]; SINGLE_ROWS];
+            // SAFETY: the caller of `SingleRowsFn` vouches for all operands; a masked lane is not touched.
+            unsafe {
+                let (a, mut b) = (tiles.map(|t| t.a), tiles.map(|t| t.b));
+                let strides = tiles.map(|t| t.b_stride);
+                for step in 0..tiles[0].steps {
+                    for t in 0..SINGLE_ROWS {
+                        let $a = _mm512_set1_epi32(a[t].add(step * 4).cast::<i32>().read_unaligned());
+                        for v in 0..VECTORS {
+                            let $b = _mm512_loadu_si512(b[t].add(v * 64).cast());
+                            let $acc = acc[t][v];
+                            acc[t][v] = $dot;
+                        }
+                        b[t] = b[t].wrapping_add(strides[t]);
+                    }
+                }
+                for (t, acc) in tiles.iter().zip(acc) {
+                    for (v, acc) in acc.into_iter().enumerate() {
+                        let columns = t.columns.saturating_sub(v * LANES).min(LANES);
+                        let mask = ((1u32 << columns) - 1) as __mmask16;
+                        _mm512_mask_storeu_ps(t.c.wrapping_add(v * LANES), mask, acc);
+                    }
+                }
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        pub(in crate::cpu::matmul) unsafe fn run_single_rows(vectors: usize, tiles: &[Tile; SINGLE_ROWS]) {
+            // SAFETY: passed on from the caller.
+            unsafe {
+                match vectors {
+                    1 => single_rows::<1>(tiles),
+                    2 => single_rows::<2>(tiles),
+                    3 => single_rows::<3>(tiles),
+                    4 => single_rows::<4>(tiles),
+                    _ => unreachable!("no tile of {vectors} vectors"),
+                }
+            }
+        }
+
+        /// Row after row of a panel, each with a right side of its own.
+        #[target_feature(enable = $features)]
+        pub(in crate::cpu::matmul) unsafe fn run_single_addends(
+            panel: usize,
+            addends: &[SingleAddend<'_>],
+            c: *mut f32,
+            c_stride: usize,
+        ) {
+            for addend in addends {
+                let (left, right) = (addend.left.as_ptr(), addend.panel_bytes(panel).as_ptr());
+                // SAFETY: the caller of `SingleAddendsFn` vouches for all operands.
                 unsafe {
-                    match rows {
-                        1 => parts_tile::<1>(parts, t),
-                        2 => parts_tile::<2>(parts, t),
-                        3 => parts_tile::<3>(parts, t),
-                        4 => parts_tile::<4>(parts, t),
-                        5 => parts_tile::<5>(parts, t),
-                        6 => parts_tile::<6>(parts, t),
-                        _ => unreachable!("no tile of {rows} rows by a panel"),
+                    let c = c.add(addend.row * c_stride);
+                    let mut acc = [_mm512_setzero_ps(); VECTORS_MAX];
+                    for v in 0..VECTORS_MAX {
+                        acc[v] = _mm512_loadu_ps(c.add(v * LANES));
                     }
-                }
-            }
-
-            /// Step by step through several panels.
-            #[target_feature(enable = $features)]
-            #[inline]
-            unsafe fn panels_tile<const ROWS: usize, const PANELS: usize>(panel_bytes: usize, t: &Tile) {
-                let mut acc = [[[_mm512_setzero_ps(); VECTORS_MAX]; PANELS]; ROWS];
-                // SAFETY: the caller of `PanelsFn` vouches for all operands.
-                unsafe {
-                    let at = |r: usize, p: usize, v: usize| t.c.add(r * t.c_stride + (p * VECTORS_MAX + v) * LANES);
-                    if t.accumulate {
-                        for r in 0..ROWS {
-                            for p in 0..PANELS {
-                                for v in 0..VECTORS_MAX {
-                                    acc[r][p][v] = _mm512_loadu_ps(at(r, p, v));
-                                }
-                            }
-                        }
-                    }
-                    let (mut a_ptr, mut b_ptr) = (t.a, t.b);
-                    for _ in 0..t.steps {
-                        let mut left = [_mm512_setzero_si512(); ROWS];
-                        for r in 0..ROWS {
-                            left[r] = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
-                        }
-                        for p in 0..PANELS {
-                            for v in 0..VECTORS_MAX {
-                                let $b = _mm512_loadu_si512(b_ptr.add(p * panel_bytes + v * 64).cast());
-                                for r in 0..ROWS {
-                                    let ($a, $acc) = (left[r], acc[r][p][v]);
-                                    acc[r][p][v] = $dot;
-                                }
-                            }
-                        }
-                        a_ptr = a_ptr.wrapping_add(4);
-                        b_ptr = b_ptr.wrapping_add(t.b_stride);
-                    }
-                    for r in 0..ROWS {
-                        for p in 0..PANELS {
-                            for v in 0..VECTORS_MAX {
-                                _mm512_storeu_ps(at(r, p, v), acc[r][p][v]);
-                            }
-                        }
-                    }
-                }
-            }
-
-            #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn run_panels(rows: usize, panels: usize, panel_bytes: usize, t: &Tile) {
-                // SAFETY: passed on from the caller.
-                unsafe {
-                    match (rows, panels) {
-                        (1, 4) => panels_tile::<1, 4>(panel_bytes, t),
-                        (1, 2) => panels_tile::<1, 2>(panel_bytes, t),
-                        (1, 1) => panels_tile::<1, 1>(panel_bytes, t),
-                        (2, 2) => panels_tile::<2, 2>(panel_bytes, t),
-                        (2, 1) => panels_tile::<2, 1>(panel_bytes, t),
-                        (3, 2) => panels_tile::<3, 2>(panel_bytes, t),
-                        (3, 1) => panels_tile::<3, 1>(panel_bytes, t),
-                        _ => unreachable!("no tile of {rows} rows by {panels} panels"),
-                    }
-                }
-            }
-
-            /// Step by step through the right sides of as many rows.
-            #[target_feature(enable = $features)]
-            #[inline]
-            unsafe fn single_rows<const VECTORS: usize>(tiles: &[Tile; SINGLE_ROWS]) {
-                let mut acc = [[_mm512_setzero_ps(); VECTORS]; SINGLE_ROWS];
-                // SAFETY: the caller of `SingleRowsFn` vouches for all operands; a masked lane is not touched.
-                unsafe {
-                    let (a, mut b) = (tiles.map(|t| t.a), tiles.map(|t| t.b));
-                    let strides = tiles.map(|t| t.b_stride);
-                    for step in 0..tiles[0].steps {
-                        for t in 0..SINGLE_ROWS {
-                            let $a = _mm512_set1_epi32(a[t].add(step * 4).cast::<i32>().read_unaligned());
-                            for v in 0..VECTORS {
-                                let $b = _mm512_loadu_si512(b[t].add(v * 64).cast());
-                                let $acc = acc[t][v];
-                                acc[t][v] = $dot;
-                            }
-                            b[t] = b[t].wrapping_add(strides[t]);
-                        }
-                    }
-                    for (t, acc) in tiles.iter().zip(acc) {
-                        for (v, acc) in acc.into_iter().enumerate() {
-                            let columns = t.columns.saturating_sub(v * LANES).min(LANES);
-                            let mask = ((1u32 << columns) - 1) as __mmask16;
-                            _mm512_mask_storeu_ps(t.c.wrapping_add(v * LANES), mask, acc);
-                        }
-                    }
-                }
-            }
-
-            #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn run_single_rows(vectors: usize, tiles: &[Tile; SINGLE_ROWS]) {
-                // SAFETY: passed on from the caller.
-                unsafe {
-                    match vectors {
-                        1 => single_rows::<1>(tiles),
-                        2 => single_rows::<2>(tiles),
-                        3 => single_rows::<3>(tiles),
-                        4 => single_rows::<4>(tiles),
-                        _ => unreachable!("no tile of {vectors} vectors"),
-                    }
-                }
-            }
-
-            /// Row after row of a panel, each with a right side of its own.
-            #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn run_single_addends(
-                panel: usize,
-                addends: &[SingleAddend<'_>],
-                c: *mut f32,
-                c_stride: usize,
-            ) {
-                for addend in addends {
-                    let (left, right) = (addend.left.as_ptr(), addend.panel_bytes(panel).as_ptr());
-                    // SAFETY: the caller of `SingleAddendsFn` vouches for all operands.
-                    unsafe {
-                        let c = c.add(addend.row * c_stride);
-                        let mut acc = [_mm512_setzero_ps(); VECTORS_MAX];
+                    for step in 0..addend.steps {
+                        let $a = _mm512_set1_epi32(left.add(step * 4).cast::<i32>().read_unaligned());
                         for v in 0..VECTORS_MAX {
-                            acc[v] = _mm512_loadu_ps(c.add(v * LANES));
+                            let $b = _mm512_loadu_si512(right.add((step * VECTORS_MAX + v) * 64).cast());
+                            let $acc = acc[v];
+                            acc[v] = $dot;
                         }
-                        for step in 0..addend.steps {
-                            let $a = _mm512_set1_epi32(left.add(step * 4).cast::<i32>().read_unaligned());
-                            for v in 0..VECTORS_MAX {
-                                let $b = _mm512_loadu_si512(right.add((step * VECTORS_MAX + v) * 64).cast());
-                                let $acc = acc[v];
-                                acc[v] = $dot;
-                            }
-                        }
-                        for v in 0..VECTORS_MAX {
-                            _mm512_storeu_ps(c.add(v * LANES), acc[v]);
-                        }
+                    }
+                    for v in 0..VECTORS_MAX {
+                        _mm512_storeu_ps(c.add(v * LANES), acc[v]);
                     }
                 }
             }
+        }
 
-            /// Panels at once: 24 accumulators at most.
-            pub(in super::super) const MANY_PANELS: ManyPanels = ManyPanels {
-                run: run_panels,
-                panels: &[4, 2, 2],
-                single_rows: run_single_rows,
-                single_addends: run_single_addends,
-            };
+        /// Panels at once: 24 accumulators at most.
+        pub(in crate::cpu::matmul) const MANY_PANELS: ManyPanels = ManyPanels {
+            run: run_panels,
+            panels: &[4, 2, 2],
+            single_rows: run_single_rows,
+            single_addends: run_single_addends,
+        };
+    };
+}
+pub(super) use few_rows;
+
+macro_rules! tile_kernel {
+    ($name:ident, $features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
+        pub(super) mod $name {
+            use super::*;
+
+            chain_tile!($features, |$acc, $a, $b| $dot);
+            tile_shapes!($features);
+            right_in_parts!($features, |$acc, $a, $b| $dot);
+            few_rows!($features, |$acc, $a, $b| $dot);
         }
     };
 }
@@ -402,13 +429,6 @@ macro_rules! tile_kernel {
 tile_kernel!(native, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16", |acc, a, b| {
     // SAFETY: both types are 512 bits of bf16.
     _mm512_dpbf16_ps(acc, std::mem::transmute::<__m512i, __m512bh>(a), std::mem::transmute::<__m512i, __m512bh>(b))
-});
-tile_kernel!(widened, "avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
-    let high = _mm512_set1_epi32(0xffff_0000u32 as i32);
-    let (a0, b0) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
-    let (a1, b1) = (_mm512_and_si512(a, high), _mm512_and_si512(b, high));
-    let acc = _mm512_fmadd_ps(_mm512_castsi512_ps(a0), _mm512_castsi512_ps(b0), acc);
-    _mm512_fmadd_ps(_mm512_castsi512_ps(a1), _mm512_castsi512_ps(b1), acc)
 });
 tile_kernel!(single, "avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
     _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc)

@@ -12,6 +12,8 @@ use super::chains_avx512 as avx512;
 use super::fetch::{CHUNK_STEPS, FETCHING_TILES_MAX, Fetch, Lines, chunks_of_tile, next_of_tile};
 use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
 use super::int8::BytesKernel;
+#[cfg(target_arch = "x86_64")]
+use super::widened_avx512 as widened;
 use crate::DType;
 use crate::cpu::isa::{Arithmetic, Isa, Numerics, looks_far_ahead};
 use crate::cpu::packed::{LANES, PANEL};
@@ -49,6 +51,15 @@ type ChainFn = unsafe fn(rows: usize, vectors: usize, tile: &Tile);
 /// Computes any number of rows of a whole panel, in tiles one below another: `tile` is the first, and what it fetches, chunks or nothing, is for all of them. What lies between one tile and the next
 /// would be a few percent of a short one.
 type ColumnFn = unsafe fn(rows: usize, tile: &Tile);
+
+/// Computes any number of rows of a whole panel with pairs of numbers that were widened to f32 and lie at `tile.b`, two lines of them for a step. If they are still to be written there: the first tile does so
+/// with those at `narrow`. As in [`ColumnFn`], and what is fetched are two lines in a step.
+pub(super) type WideFn = unsafe fn(rows: usize, narrow: Option<*const u8>, tile: &Tile);
+
+/// Tiles from which on that pays.
+const WIDE_TILES_MIN: usize = 6;
+/// Lines of a step of which the numbers were widened.
+pub(super) const WIDE_LINES: usize = 2;
 
 /// Computes a tile of whole panels whose right side lies in parts, of `tile.steps` steps each: one reduction through all of them.
 type PartsFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &Tile);
@@ -109,12 +120,22 @@ pub(crate) struct Chains {
     column: Option<ColumnFn>,
     /// The same chains through right sides in parts.
     parts: Option<PartsFn>,
+    /// The same chains with a right side that is widened once.
+    wide: Option<WideFn>,
     /// The same chains for a few rows with weights that come from memory.
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
     pub of_bytes: Option<BytesKernel>,
     /// The same chains with weights of four bits, for a few rows.
     pub of_int4: Option<BytesKernel>,
+}
+
+/// What of [`Chains`] kernels of AVX-512 alone have.
+struct OfAvx512 {
+    many_panels: ManyPanels,
+    parts: Option<PartsFn>,
+    column: ColumnFn,
+    wide: Option<WideFn>,
 }
 
 /// The kernel of an instruction set, numerics and dtype.
@@ -134,25 +155,25 @@ impl TileKernel {
         if dtype == DType::BF16 && (numerics == Numerics::Portable || isa == Isa::Amx) {
             return TileKernel::Granules(granules::kernel(isa));
         }
-        let (run, rows_max, of_avx512): (ChainFn, _, Option<(ManyPanels, PartsFn, ColumnFn)>) = match (isa, dtype) {
+        let (run, rows_max, of_avx512): (ChainFn, _, Option<OfAvx512>) = match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => (
-                avx512::native::run,
-                avx512::ROWS_MAX,
-                Some((avx512::native::MANY_PANELS, avx512::native::run_parts, avx512::native::run_column)),
-            ),
+            (Isa::Avx512Bf16, DType::BF16) => {
+                let (many_panels, parts, column) =
+                    (avx512::native::MANY_PANELS, Some(avx512::native::run_parts as PartsFn), avx512::native::run_column);
+                (avx512::native::run, avx512::ROWS_MAX, Some(OfAvx512 { many_panels, parts, column, wide: None }))
+            }
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => (
-                avx512::single::run,
-                avx512::ROWS_MAX,
-                Some((avx512::single::MANY_PANELS, avx512::single::run_parts, avx512::single::run_column)),
-            ),
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => {
+                let (many_panels, parts, column) =
+                    (avx512::single::MANY_PANELS, Some(avx512::single::run_parts as PartsFn), avx512::single::run_column);
+                (avx512::single::run, avx512::ROWS_MAX, Some(OfAvx512 { many_panels, parts, column, wide: None }))
+            }
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512, DType::BF16) => (
-                avx512::widened::run,
-                avx512::ROWS_MAX,
-                Some((avx512::widened::MANY_PANELS, avx512::widened::run_parts, avx512::widened::run_column)),
-            ),
+            (Isa::Avx512, DType::BF16) => {
+                let (many_panels, column) = (widened::pairs::MANY_PANELS, widened::pairs::run_column);
+                let wide = Some(widened::wide::run as WideFn);
+                (widened::pairs::run, avx512::ROWS_MAX, Some(OfAvx512 { many_panels, parts: None, column, wide }))
+            }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL, None),
             #[cfg(target_arch = "x86_64")]
@@ -169,9 +190,10 @@ impl TileKernel {
             (Isa::Avx512Bf16, DType::BF16) => (Some(super::int8_avx512::KERNEL), Some(super::int4_avx512::KERNEL)),
             _ => (None, None),
         };
-        let many_panels = of_avx512.map(|(many_panels, ..)| many_panels);
-        let (parts, column) = of_avx512.map(|(_, parts, column)| (parts, column)).unzip();
-        TileKernel::Chains(Chains { run, rows_max, column, parts, many_panels, of_bytes, of_int4 })
+        let many_panels = of_avx512.as_ref().map(|of| of.many_panels);
+        let column = of_avx512.as_ref().map(|of| of.column);
+        let (parts, wide) = of_avx512.map_or((None, None), |of| (of.parts, of.wide));
+        TileKernel::Chains(Chains { run, rows_max, column, parts, wide, many_panels, of_bytes, of_int4 })
     }
 
     /// As [`TileKernel::block`], with a right side that lies in `parts` of `tile.steps` steps each, one after another: the left side goes through all of them. The bits are those of a product with
@@ -250,6 +272,11 @@ impl TileKernel {
 }
 
 impl Chains {
+    /// What computes whole panels of so many rows with a right side that is widened once for all of them, if several tiles read it.
+    pub(super) fn widening(&self, rows: usize) -> Option<WideFn> {
+        self.wide.filter(|_| self.tiles(rows) >= WIDE_TILES_MIN)
+    }
+
     /// How `next`, the right side that comes after this one and is as large, is fetched best while `rows` rows are computed. It is worth its time where
     /// a few tiles compute with what is fetched.
     pub(super) fn fetch(&self, rows: usize, next: *const u8) -> Fetch {

@@ -35,6 +35,8 @@ mod tests;
 mod tiled;
 mod tokens;
 mod transpose;
+#[cfg(target_arch = "x86_64")]
+mod widened_avx512;
 
 use std::ops::Range;
 
@@ -43,7 +45,7 @@ pub(crate) use addends::{Addend, Addends};
 use fetch::ChunkList;
 pub(crate) use fetch::{Fetch, Pieces};
 use int8::{BytesKernel, BytesTile};
-use kernel::{Chains, ManyPanels};
+use kernel::{Chains, ManyPanels, WIDE_LINES};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
@@ -240,11 +242,13 @@ impl<'a> Matmul<'a> {
         let num_steps = steps(left.width, left.dtype);
         self.over_panels(all.len(), out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
+            let widening = chains.widening(rows.len()).filter(|_| columns == PANEL);
             let words = block_steps * columns.next_multiple_of(LANES);
+            let (wide_words, fetched_lines) = if widening.is_some() { (WIDE_LINES * words, WIDE_LINES) } else { (0, 1) };
             // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next. Few rows have a block of that
             // fetched by other means, and what is added to them while all blocks are computed.
-            let are_few = matches!(chains.fetch(rows.len(), std::ptr::null()), Fetch::Next(..));
-            let chunk_steps = if are_few { num_steps } else { block_steps.min(num_steps) };
+            let are_few = widening.is_none() && matches!(chains.fetch(rows.len(), std::ptr::null()), Fetch::Next(..));
+            let chunk_steps = if are_few { num_steps } else { fetched_lines * block_steps.min(num_steps) };
             let chunks_max = chains.chunks(rows.len(), chunk_steps).min(CHUNKS_MAX);
             // In the result a few rows lie so far apart that they push each other out of the first-level cache.
             let parts = || all.parts(rows.clone());
@@ -253,9 +257,11 @@ impl<'a> Matmul<'a> {
             let is_one = parts().eq([whole.clone()]);
             let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate && is_one;
             let sums_len = if apart { rows.len() * PANEL } else { 0 };
-            let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + taken_bytes::<f32>(sums_len);
+            let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<u32>(wide_words) + taken_bytes::<usize>(chunks_max);
+            let scratch_bytes = scratch_bytes + taken_bytes::<f32>(sums_len);
             with_scratch(scratch_bytes + addends.scratch_bytes(), |mut arena| {
-                let (scratch, chunks, sums) = (arena.take(words), arena.take(chunks_max), arena.take::<f32>(sums_len));
+                let (scratch, wide) = (arena.take(words), arena.take::<f32>(wide_words));
+                let (chunks, sums) = (arena.take(chunks_max), arena.take::<f32>(sums_len));
                 let sums = SharedMut::new(sums);
                 let sums_of = |row: usize| match apart {
                     true => (sums.as_ptr().wrapping_add((row - first_row) * PANEL), PANEL),
@@ -280,17 +286,18 @@ impl<'a> Matmul<'a> {
                         Pieces::default()
                     };
                     let mut near = Fetch::Nothing;
-                    if block.is_streamed {
+                    if block.is_streamed && widening.is_none() {
                         let next = if ahead.count > 0 { std::ptr::without_provenance(ahead.next.start) } else { block.first };
                         near = match chains.fetch(rows.len(), next) {
                             Fetch::Next(next, lines, _) => Fetch::Next(next, lines, coming.share(&steps, num_steps)),
                             near => near,
                         };
                     }
+                    let mut narrow = Some(block.first);
                     let mut product = |rows: Range<usize>| {
                         let mut fetch = near;
                         if near == Fetch::Nothing && chunks_max > 0 {
-                            coming.clear(chains.chunks(rows.len(), steps.len()));
+                            coming.clear(chains.chunks(rows.len(), fetched_lines * steps.len()));
                             if is_last {
                                 coming.add_all(addends.read_for(&rows, panel));
                             }
@@ -311,7 +318,12 @@ impl<'a> Matmul<'a> {
                             fetch,
                         };
                         // SAFETY: rows and columns are in bounds by the assertions of the callers; tasks own disjoint parts of the result.
-                        unsafe { chains.block(rows.len(), &tile) };
+                        unsafe {
+                            match widening {
+                                Some(run) => run(rows.len(), narrow.take(), &Tile { b: wide.as_mut_ptr().cast(), ..tile }),
+                                None => chains.block(rows.len(), &tile),
+                            }
+                        }
                     };
                     if !is_last {
                         parts().for_each(&mut product);

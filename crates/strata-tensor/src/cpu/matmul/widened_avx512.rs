@@ -1,0 +1,218 @@
+//! The chains of [`chains`](super::chains) for bf16 with AVX-512 where the processor has no dot products of bf16, or slow ones: multiply-adds of numbers widened to f32.
+//!
+//! Roofline (Intel's processors without matrix units): the two multiply-adds of a cycle go through the two ports that shifts and masks also take, so what is widened is paid for in products. A
+//! line of each row of the left side is widened beside the tile, while the line before it is computed with: 2% of the operations. The right side is widened in registers, once for a tile: 8
+//! operations beside 48 multiply-adds of six rows. Where several tiles read it, the first of them writes what it widened, which costs nothing, and the others compute with that (`wide`).
+//!
+//! A chain adds the first number of a pair and then the second, whichever way: the bits are the same.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use super::chains_avx512::{CHUNKS, NEXT_ONE, NEXT_TWO, NOTHING, OWN, OWN_AHEAD_BYTES, ROWS_MAX, few_rows, tile_shapes};
+use super::fetch::{CHUNK_STEPS, Fetch, Lines};
+use super::kernel::{ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX, WIDE_LINES};
+use crate::cpu::packed::{LANES, PANEL};
+
+/// Steps of the left side that are widened at a time, while those before them are computed with: a line of each row.
+const LEFT_STEPS: usize = 16;
+/// Of a row: the first numbers of the pairs, and the second.
+type LeftSteps = [[f32; LEFT_STEPS]; 2];
+
+/// Widens `steps` steps, at most [`LEFT_STEPS`], of a row of the left side.
+///
+/// # Safety
+/// They must be readable, and `to` writable.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+#[inline]
+unsafe fn widen_left(from: *const u8, steps: usize, to: *mut LeftSteps) {
+    let mask = if steps < LEFT_STEPS { (1 << steps) - 1 } else { !0 };
+    // SAFETY: the caller's promise; a masked lane is not touched.
+    unsafe {
+        let pairs = _mm512_maskz_loadu_epi32(mask, from.cast());
+        _mm512_storeu_si512(to.cast(), _mm512_slli_epi32::<16>(pairs));
+        _mm512_storeu_si512(to.cast::<f32>().add(LEFT_STEPS).cast(), _mm512_and_si512(pairs, high_halves()));
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn high_halves() -> __m512i {
+    _mm512_set1_epi32(0xffff_0000_u32 as i32)
+}
+
+/// What a tile reads as its right side: pairs of bf16, the same and writes them widened, or what was widened: two lines for a step, of the first numbers of the pairs and of the second.
+const PAIRS: u8 = 0;
+const WIDENING: u8 = 1;
+const WIDE: u8 = 2;
+
+/// A tile of a right side in this form; what is widened is written to `to`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+#[inline]
+unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, const RIGHT: u8>(t: &Tile, to: *mut f32) {
+    let last_mask: __mmask16 = match t.columns - (VECTORS - 1) * LANES {
+        LANES => !0,
+        columns => (1 << columns) - 1,
+    };
+    let mask = |v: usize| if v == VECTORS - 1 { last_mask } else { !0 };
+    let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+    let mut left = MaybeUninit::<[[LeftSteps; ROWS]; 2]>::uninit();
+    let left: *mut LeftSteps = left.as_mut_ptr().cast();
+    // SAFETY: the caller of `TileKernel::block` vouches for all operands; a masked lane is not touched, a prefetch of any address is harmless, and of the left side
+    // that is widened is read what was written.
+    unsafe {
+        if t.accumulate {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
+                    acc[r][v] = _mm512_maskz_loadu_ps(mask(v), t.c.add(r * t.c_stride + v * LANES));
+                }
+            }
+        }
+        let (mut b_ptr, mut to) = (t.b, to);
+        let mut next = match t.fetch {
+            Fetch::Next(next, ..) => next,
+            _ => t.b,
+        };
+        let mut chunk = t.b;
+        let mut chunks = match t.fetch {
+            Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => (*chunks).iter(),
+            _ => [].iter(),
+        };
+        let widen_from = |first: usize| {
+            let to = left.add(first / LEFT_STEPS % 2 * ROWS);
+            let steps = t.steps.saturating_sub(first).min(LEFT_STEPS);
+            for r in 0..ROWS {
+                widen_left(t.a.wrapping_add(r * t.a_stride + first * 4), steps, to.add(r));
+            }
+            to.cast_const().cast::<f32>()
+        };
+        let mut now = widen_from(0);
+        for first in (0..t.steps).step_by(LEFT_STEPS) {
+            let after = widen_from(first + LEFT_STEPS);
+            for step in 0..(t.steps - first).min(LEFT_STEPS) {
+                if FETCH == OWN {
+                    for v in 0..VECTORS {
+                        _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
+                    }
+                }
+                for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
+                    _mm_prefetch::<_MM_HINT_T1>(next.cast());
+                    next = next.wrapping_add(64);
+                }
+                for number in 0..2 {
+                    // Of a wide right side a line of the chunks for each number: few tiles have all of it to fetch.
+                    if FETCH & CHUNKS != 0 && (RIGHT != PAIRS || number == 0) {
+                        let line = if RIGHT == PAIRS { first + step } else { (first + step) * 2 + number };
+                        if line % CHUNK_STEPS == 0
+                            && let Some(&at) = chunks.next()
+                        {
+                            chunk = std::ptr::without_provenance(at);
+                        }
+                        _mm_prefetch::<_MM_HINT_T1>(chunk.wrapping_add(line % CHUNK_STEPS * 64).cast());
+                    }
+                    let mut b = [_mm512_setzero_ps(); VECTORS];
+                    for v in 0..VECTORS {
+                        b[v] = _mm512_castsi512_ps(if RIGHT == WIDE {
+                            _mm512_loadu_si512(b_ptr.add((number * VECTORS + v) * 64).cast())
+                        } else if number == 0 {
+                            _mm512_slli_epi32::<16>(_mm512_loadu_si512(b_ptr.add(v * 64).cast()))
+                        } else {
+                            // Loaded again: there are no registers to keep it in.
+                            _mm512_maskz_loadu_epi16(0xaaaa_aaaa, b_ptr.add(v * 64).cast())
+                        });
+                        if RIGHT == WIDENING {
+                            _mm512_storeu_ps(to.wrapping_add((number * VECTORS + v) * LANES), b[v]);
+                        }
+                    }
+                    for r in 0..ROWS {
+                        let a = _mm512_set1_ps(*now.add((r * 2 + number) * LEFT_STEPS + step));
+                        for v in 0..VECTORS {
+                            acc[r][v] = _mm512_fmadd_ps(a, b[v], acc[r][v]);
+                        }
+                    }
+                }
+                b_ptr = b_ptr.wrapping_add(t.b_stride);
+                to = to.wrapping_add(2 * VECTORS * LANES);
+            }
+            now = after;
+        }
+        for r in 0..ROWS {
+            for v in 0..VECTORS {
+                _mm512_mask_storeu_ps(t.c.add(r * t.c_stride + v * LANES), mask(v), acc[r][v]);
+            }
+        }
+    }
+}
+
+/// Both sides in pairs of bf16.
+pub(super) mod pairs {
+    use super::*;
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    #[inline]
+    unsafe fn tile<const ROWS: usize, const VECTORS: usize, const FETCH: u8>(t: &Tile) {
+        // SAFETY: passed on from the caller.
+        unsafe { tile_of::<ROWS, VECTORS, FETCH, PAIRS>(t, std::ptr::null_mut()) }
+    }
+
+    tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq");
+    few_rows!("avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
+        let high = high_halves();
+        let (a0, b0) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
+        let (a1, b1) = (_mm512_and_si512(a, high), _mm512_and_si512(b, high));
+        let acc = _mm512_fmadd_ps(_mm512_castsi512_ps(a0), _mm512_castsi512_ps(b0), acc);
+        _mm512_fmadd_ps(_mm512_castsi512_ps(a1), _mm512_castsi512_ps(b1), acc)
+    });
+}
+
+/// [`WideFn`](super::kernel): whole panels that are widened by the first tile.
+pub(super) mod wide {
+    use super::*;
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    unsafe fn whole_panel<const FETCH: u8, const RIGHT: u8>(rows: usize, t: &Tile, to: *mut f32) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            match rows {
+                1 => tile_of::<1, 4, FETCH, RIGHT>(t, to),
+                2 => tile_of::<2, 4, FETCH, RIGHT>(t, to),
+                3 => tile_of::<3, 4, FETCH, RIGHT>(t, to),
+                4 => tile_of::<4, 4, FETCH, RIGHT>(t, to),
+                5 => tile_of::<5, 4, FETCH, RIGHT>(t, to),
+                6 => tile_of::<6, 4, FETCH, RIGHT>(t, to),
+                _ => unreachable!("no tile of {rows} rows by a panel"),
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    pub(in crate::cpu::matmul) unsafe fn run(rows: usize, narrow: Option<*const u8>, t: &Tile) {
+        debug_assert!(t.columns == PANEL);
+        let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
+        let (least, larger) = (rows / tiles, rows % tiles);
+        let chunks_max = (WIDE_LINES * t.steps / CHUNK_STEPS).max(1);
+        // SAFETY: the caller of `WideFn` vouches for all operands, and for the list.
+        unsafe {
+            let mut chunks: &[usize] = match t.fetch {
+                Fetch::Chunks(chunks) => &*chunks,
+                _ => &[],
+            };
+            let wide = t.b.cast_mut().cast::<f32>();
+            let (mut a, mut c) = (t.a, t.c);
+            for i in 0..tiles {
+                let count = least + usize::from(i < larger);
+                let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
+                let fetch = if own.is_empty() { Fetch::Nothing } else { Fetch::Chunks(own) };
+                let tile = Tile { a, c, fetch, b_stride: WIDE_LINES * PANEL * 4, ..*t };
+                match (narrow.filter(|_| i == 0), own.is_empty()) {
+                    (None, true) => whole_panel::<NOTHING, WIDE>(count, &tile, wide),
+                    (None, false) => whole_panel::<CHUNKS, WIDE>(count, &tile, wide),
+                    (Some(b), true) => whole_panel::<NOTHING, WIDENING>(count, &Tile { b, b_stride: PANEL * 4, ..tile }, wide),
+                    (Some(b), false) => whole_panel::<CHUNKS, WIDENING>(count, &Tile { b, b_stride: PANEL * 4, ..tile }, wide),
+                }
+                chunks = others;
+                (a, c) = (a.wrapping_add(count * t.a_stride), c.wrapping_add(count * t.c_stride));
+            }
+        }
+    }
+}
