@@ -263,7 +263,7 @@ macro_rules! right_in_parts {
 
 /// What computes a few rows with several panels, or with a right side for each row.
 macro_rules! few_rows {
-    ($features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
+    ($features:literal, $panels:expr, $ahead_bytes:expr, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
         /// Step by step through several panels.
         #[target_feature(enable = $features)]
         #[inline]
@@ -290,6 +290,10 @@ macro_rules! few_rows {
                     for p in 0..PANELS {
                         for v in 0..VECTORS_MAX {
                             let $b = _mm512_loadu_si512(b_ptr.add(p * panel_bytes + v * 64).cast());
+                            if $ahead_bytes > 0 {
+                                let ahead = b_ptr.wrapping_add(p * panel_bytes + v * 64 + $ahead_bytes);
+                                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
+                            }
                             for r in 0..ROWS {
                                 let ($a, $acc) = (left[r], acc[r][p][v]);
                                 acc[r][p][v] = $dot;
@@ -402,13 +406,8 @@ macro_rules! few_rows {
             }
         }
 
-        /// Panels at once: 24 accumulators at most.
-        pub(in crate::cpu::matmul) const MANY_PANELS: ManyPanels = ManyPanels {
-            run: run_panels,
-            panels: &[4, 2, 2],
-            single_rows: run_single_rows,
-            single_addends: run_single_addends,
-        };
+        pub(in crate::cpu::matmul) const MANY_PANELS: ManyPanels =
+            ManyPanels { run: run_panels, panels: $panels, single_rows: run_single_rows, single_addends: run_single_addends };
     };
 }
 pub(super) use few_rows;
@@ -421,7 +420,7 @@ macro_rules! tile_kernel {
             chain_tile!($features, |$acc, $a, $b| $dot);
             tile_shapes!($features);
             right_in_parts!($features, |$acc, $a, $b| $dot);
-            few_rows!($features, |$acc, $a, $b| $dot);
+            few_rows!($features, &[4, 2, 2], 0, |$acc, $a, $b| $dot);
         }
     };
 }

@@ -92,7 +92,7 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
             for step in 0..(t.steps - first).min(LEFT_STEPS) {
                 if FETCH == OWN {
                     for v in 0..VECTORS {
-                        _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
+                        _mm_prefetch::<_MM_HINT_T1>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
                     }
                 }
                 for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
@@ -156,7 +156,7 @@ pub(super) mod pairs {
     }
 
     tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq");
-    few_rows!("avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
+    few_rows!("avx512f,avx512bw,avx512vl,avx512dq", &[4, 2], 1024, |acc, a, b| {
         let high = high_halves();
         let (a0, b0) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
         let (a1, b1) = (_mm512_and_si512(a, high), _mm512_and_si512(b, high));
