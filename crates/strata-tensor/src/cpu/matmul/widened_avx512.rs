@@ -47,6 +47,7 @@ const WIDENING: u8 = 1;
 const WIDE: u8 = 2;
 
 /// A tile of a right side in this form; what is widened is written to `to`.
+#[allow(clippy::needless_range_loop)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
 unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, const RIGHT: u8>(t: &Tile, to: *mut f32) {
