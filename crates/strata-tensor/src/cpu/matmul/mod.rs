@@ -451,7 +451,10 @@ impl<'a> Matmul<'a> {
 /// Bytes that products on `threads` threads take beside their operands, of which the left side has `rows` rows of `width` numbers.
 pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtype: DType, threads: usize) -> usize {
     let (left, of_a_thread) = match kernel {
-        TileKernel::Chains(_) => (0, CHAIN_BLOCK_STEPS * PANEL * 4),
+        TileKernel::Chains(chains) => {
+            let lines = if chains.widening(rows).is_some() { 1 + WIDE_LINES } else { 1 };
+            (0, lines * CHAIN_BLOCK_STEPS * PANEL * 4)
+        }
         TileKernel::Granules(_) => (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows)),
     };
     // Where many adapters share a batch, each thread multiplies for one of its own.
