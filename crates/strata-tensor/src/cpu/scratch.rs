@@ -62,6 +62,12 @@ thread_local! {
     static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
+/// Bytes that stay with this thread.
+#[cfg(test)]
+pub(crate) fn held_bytes() -> usize {
+    SCRATCH.with_borrow(|scratch| scratch.len().saturating_sub(ALIGN_BYTES))
+}
+
 /// Runs `body` with an arena of `bytes` bytes of this thread, which stay with it for the next task.
 ///
 /// # Panics

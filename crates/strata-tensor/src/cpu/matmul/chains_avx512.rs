@@ -24,16 +24,92 @@ pub(super) const NEXT_TWO: u8 = 2;
 pub(super) const OWN: u8 = 4;
 pub(super) const CHUNKS: u8 = 8;
 
+/// The lanes of the last of `vectors` vectors that are columns.
+#[inline(always)]
+pub(super) fn last_mask(columns: usize, vectors: usize) -> __mmask16 {
+    match columns - (vectors - 1) * LANES {
+        LANES => !0,
+        columns => (1 << columns) - 1,
+    }
+}
+
+/// Where a tile is in what it fetches for others.
+pub(super) struct Coming<'a> {
+    next: *const u8,
+    chunk: *const u8,
+    chunks: std::slice::Iter<'a, usize>,
+}
+
+impl Coming<'_> {
+    /// # Safety
+    /// The chunks must be there for as long as this is used.
+    #[inline(always)]
+    pub(super) unsafe fn of(t: &Tile) -> Self {
+        let next = match t.fetch {
+            Fetch::Next(next, ..) => next,
+            _ => t.b,
+        };
+        let chunks: &[usize] = match t.fetch {
+            // SAFETY: the caller's promise.
+            Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => unsafe { &*chunks },
+            _ => &[],
+        };
+        Coming { next, chunk: t.b, chunks: chunks.iter() }
+    }
+
+    /// Fetches what is fetched at this step.
+    #[inline(always)]
+    pub(super) fn fetch<const FETCH: u8>(&mut self, step: usize) {
+        // SAFETY: every such processor has the instruction, and any address will do.
+        let fetch = |at: *const u8| unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+        for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
+            fetch(self.next);
+            self.next = self.next.wrapping_add(64);
+        }
+        if FETCH & CHUNKS != 0 {
+            if step % CHUNK_STEPS == 0
+                && let Some(&at) = self.chunks.next()
+            {
+                self.chunk = std::ptr::without_provenance(at);
+            }
+            fetch(self.chunk.wrapping_add(step % CHUNK_STEPS * 64));
+        }
+    }
+}
+
+/// Tiles of a whole panel one below another, in which rows are dealt evenly, with the rows of each; each fetches its chunks, if there are any left.
+///
+/// # Safety
+/// The chunks of `t`, if it has any, must be there for as long as the tiles are used.
+#[inline(always)]
+pub(super) unsafe fn tiles_of_column(rows: usize, t: &Tile) -> impl Iterator<Item = (usize, Tile)> {
+    let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
+    let (least, larger) = (rows / tiles, rows % tiles);
+    let chunks_max = (t.steps / CHUNK_STEPS).max(1);
+    let mut chunks: &[usize] = match t.fetch {
+        // SAFETY: the caller's promise.
+        Fetch::Chunks(chunks) => unsafe { &*chunks },
+        _ => &[],
+    };
+    let mut below = *t;
+    (0..tiles).map(move |i| {
+        let count = least + usize::from(i < larger);
+        let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
+        let tile = Tile { fetch: if own.is_empty() { Fetch::Nothing } else { Fetch::Chunks(own) }, ..below };
+        chunks = others;
+        below.a = below.a.wrapping_add(count * t.a_stride);
+        below.c = below.c.wrapping_add(count * t.c_stride);
+        (count, tile)
+    })
+}
+
 /// `tile`: so many rows and vectors, step by step.
 macro_rules! chain_tile {
     ($features:literal, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
         #[target_feature(enable = $features)]
         #[inline]
         unsafe fn tile<const ROWS: usize, const VECTORS: usize, const FETCH: u8>(t: &Tile) {
-            let last_mask: __mmask16 = match t.columns - (VECTORS - 1) * LANES {
-                LANES => !0,
-                columns => (1 << columns) - 1,
-            };
+            let last_mask = last_mask(t.columns, VECTORS);
             let mask = |v: usize| if v == VECTORS - 1 { last_mask } else { !0 };
             let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];
             // SAFETY: the caller of `TileKernel::block` vouches for all operands; a masked lane is not touched, and a
@@ -47,15 +123,7 @@ macro_rules! chain_tile {
                     }
                 }
                 let (mut a_ptr, mut b_ptr) = (t.a, t.b);
-                let mut next = match t.fetch {
-                    Fetch::Next(next, ..) => next,
-                    _ => t.b,
-                };
-                let mut chunk = t.b;
-                let mut chunks = match t.fetch {
-                    Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => (*chunks).iter(),
-                    _ => [].iter(),
-                };
+                let mut coming = Coming::of(t);
                 for step in 0..t.steps {
                     let mut $b = [_mm512_setzero_si512(); VECTORS];
                     for v in 0..VECTORS {
@@ -64,18 +132,7 @@ macro_rules! chain_tile {
                             _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
                         }
                     }
-                    for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
-                        _mm_prefetch::<_MM_HINT_T1>(next.cast());
-                        next = next.wrapping_add(64);
-                    }
-                    if FETCH & CHUNKS != 0 {
-                        if step % CHUNK_STEPS == 0
-                            && let Some(&at) = chunks.next()
-                        {
-                            chunk = std::ptr::without_provenance(at);
-                        }
-                        _mm_prefetch::<_MM_HINT_T1>(chunk.wrapping_add(step % CHUNK_STEPS * 64).cast());
-                    }
+                    coming.fetch::<FETCH>(step);
                     for r in 0..ROWS {
                         let $a = _mm512_set1_epi32(a_ptr.add(r * t.a_stride).cast::<i32>().read_unaligned());
                         for v in 0..VECTORS {
@@ -116,29 +173,15 @@ macro_rules! tile_shapes {
             }
         }
 
-        /// Tiles of a whole panel one below another, in which rows are dealt evenly; each fetches its chunks.
         #[target_feature(enable = $features)]
         pub(in crate::cpu::matmul) unsafe fn run_column(rows: usize, t: &Tile) {
-            let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
-            let (least, larger) = (rows / tiles, rows % tiles);
-            let chunks_max = (t.steps / CHUNK_STEPS).max(1);
             // SAFETY: the caller of `ColumnFn` vouches for all operands, and for the list.
             unsafe {
-                let mut chunks: &[usize] = match t.fetch {
-                    Fetch::Chunks(chunks) => &*chunks,
-                    _ => &[],
-                };
-                let (mut a, mut c) = (t.a, t.c);
-                for i in 0..tiles {
-                    let count = least + usize::from(i < larger);
-                    let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
-                    if own.is_empty() {
-                        whole_panel::<NOTHING>(count, &Tile { a, c, fetch: Fetch::Nothing, ..*t });
-                    } else {
-                        whole_panel::<CHUNKS>(count, &Tile { a, c, fetch: Fetch::Chunks(own), ..*t });
+                for (count, tile) in tiles_of_column(rows, t) {
+                    match tile.fetch {
+                        Fetch::Nothing => whole_panel::<NOTHING>(count, &tile),
+                        _ => whole_panel::<CHUNKS>(count, &tile),
                     }
-                    chunks = others;
-                    (a, c) = (a.wrapping_add(count * t.a_stride), c.wrapping_add(count * t.c_stride));
                 }
             }
         }
@@ -261,7 +304,7 @@ macro_rules! right_in_parts {
     };
 }
 
-/// What computes a few rows with several panels, or with a right side for each row.
+/// What computes a few rows with several panels, as many at once for 1, 2, ... rows as `$panels` says, each fetched so far ahead; or with a right side for each row.
 macro_rules! few_rows {
     ($features:literal, $panels:expr, $ahead_bytes:expr, |$acc:ident, $a:ident, $b:ident| $dot:expr) => {
         /// Step by step through several panels.
@@ -406,6 +449,7 @@ macro_rules! few_rows {
             }
         }
 
+        /// Accumulators of the panels at once must leave registers for what is multiplied.
         pub(in crate::cpu::matmul) const MANY_PANELS: ManyPanels =
             ManyPanels { run: run_panels, panels: $panels, single_rows: run_single_rows, single_addends: run_single_addends };
     };

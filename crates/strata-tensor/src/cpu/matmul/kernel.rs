@@ -52,14 +52,13 @@ type ChainFn = unsafe fn(rows: usize, vectors: usize, tile: &Tile);
 /// would be a few percent of a short one.
 type ColumnFn = unsafe fn(rows: usize, tile: &Tile);
 
-/// Computes any number of rows of a whole panel with pairs of numbers that were widened to f32 and lie at `tile.b`, two lines of them for a step. If they are still to be written there: the first tile does so
-/// with those at `narrow`. As in [`ColumnFn`], and what is fetched are two lines in a step.
+/// As [`ColumnFn`], with pairs of bf16 that were widened to f32 and lie at `tile.b`, [`WIDE_LINES`] lines for each step. If they are not there yet, the first tile writes them, which reads pairs at `narrow`.
 pub(super) type WideFn = unsafe fn(rows: usize, narrow: Option<*const u8>, tile: &Tile);
 
-/// Tiles from which on that pays.
-const WIDE_TILES_MIN: usize = 6;
-/// Lines of a step of which the numbers were widened.
+/// Lines of a step whose pairs were widened: of the first numbers, and of the second.
 pub(super) const WIDE_LINES: usize = 2;
+/// Tiles that read a right side from which on it is widened for them: they also have all that comes next to fetch, a line each for each step.
+const WIDE_TILES_MIN: usize = 6;
 
 /// Computes a tile of whole panels whose right side lies in parts, of `tile.steps` steps each: one reduction through all of them.
 type PartsFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &Tile);
@@ -130,14 +129,6 @@ pub(crate) struct Chains {
     pub of_int4: Option<BytesKernel>,
 }
 
-/// What of [`Chains`] kernels of AVX-512 alone have.
-struct OfAvx512 {
-    many_panels: ManyPanels,
-    parts: Option<PartsFn>,
-    column: ColumnFn,
-    wide: Option<WideFn>,
-}
-
 /// The kernel of an instruction set, numerics and dtype.
 #[derive(Clone, Copy)]
 pub(crate) enum TileKernel {
@@ -150,50 +141,48 @@ pub(crate) enum TileKernel {
 impl TileKernel {
     /// f32 always adds in chains. bf16 adds in granules if that was asked for, or if a matrix unit does; else in the chains that are fastest.
     pub(crate) fn new(arithmetic: Arithmetic, dtype: DType) -> Self {
-        const SMALL: [usize; VECTORS_MAX] = [4; VECTORS_MAX];
         let Arithmetic { isa, numerics } = arithmetic;
         if dtype == DType::BF16 && (numerics == Numerics::Portable || isa == Isa::Amx) {
             return TileKernel::Granules(granules::kernel(isa));
         }
-        let (run, rows_max, of_avx512): (ChainFn, _, Option<OfAvx512>) = match (isa, dtype) {
+        TileKernel::Chains(match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => {
-                let (many_panels, parts, column) =
-                    (avx512::native::MANY_PANELS, Some(avx512::native::run_parts as PartsFn), avx512::native::run_column);
-                (avx512::native::run, avx512::ROWS_MAX, Some(OfAvx512 { many_panels, parts, column, wide: None }))
-            }
+            (Isa::Avx512Bf16, DType::BF16) => Chains {
+                rows_max: avx512::ROWS_MAX,
+                column: Some(avx512::native::run_column),
+                parts: Some(avx512::native::run_parts),
+                many_panels: Some(avx512::native::MANY_PANELS),
+                of_bytes: Some(super::int8_avx512::KERNEL),
+                of_int4: Some(super::int4_avx512::KERNEL),
+                ..Chains::plain(avx512::native::run)
+            },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => {
-                let (many_panels, parts, column) =
-                    (avx512::single::MANY_PANELS, Some(avx512::single::run_parts as PartsFn), avx512::single::run_column);
-                (avx512::single::run, avx512::ROWS_MAX, Some(OfAvx512 { many_panels, parts, column, wide: None }))
-            }
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, DType::F32) => Chains {
+                rows_max: avx512::ROWS_MAX,
+                column: Some(avx512::single::run_column),
+                parts: Some(avx512::single::run_parts),
+                many_panels: Some(avx512::single::MANY_PANELS),
+                ..Chains::plain(avx512::single::run)
+            },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512, DType::BF16) => {
-                let (many_panels, column) = (widened::pairs::MANY_PANELS, widened::pairs::run_column);
-                let wide = Some(widened::wide::run as WideFn);
-                (widened::pairs::run, avx512::ROWS_MAX, Some(OfAvx512 { many_panels, parts: None, column, wide }))
-            }
+            (Isa::Avx512, DType::BF16) => Chains {
+                rows_max: avx512::ROWS_MAX,
+                column: Some(widened::pairs::run_column),
+                wide: Some(widened::wide::run),
+                many_panels: Some(widened::pairs::MANY_PANELS),
+                ..Chains::plain(widened::pairs::run)
+            },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, DType::F32) => (chains::avx2_f32, SMALL, None),
+            (Isa::Avx2, DType::F32) => Chains::plain(chains::avx2_f32),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, DType::BF16) => (chains::avx2_bf16, SMALL, None),
+            (Isa::Avx2, DType::BF16) => Chains::plain(chains::avx2_bf16),
             #[cfg(target_arch = "aarch64")]
-            (Isa::Neon, DType::F32) => (chains::neon_f32, SMALL, None),
+            (Isa::Neon, DType::F32) => Chains::plain(chains::neon_f32),
             #[cfg(target_arch = "aarch64")]
-            (Isa::Neon, DType::BF16) => (chains::neon_bf16, SMALL, None),
-            (_, DType::F32) => (chains::portable_f32, SMALL, None),
-            (_, DType::BF16) => (chains::portable_bf16, SMALL, None),
-        };
-        let (of_bytes, of_int4) = match (isa, dtype) {
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, DType::BF16) => (Some(super::int8_avx512::KERNEL), Some(super::int4_avx512::KERNEL)),
-            _ => (None, None),
-        };
-        let many_panels = of_avx512.as_ref().map(|of| of.many_panels);
-        let column = of_avx512.as_ref().map(|of| of.column);
-        let (parts, wide) = of_avx512.map_or((None, None), |of| (of.parts, of.wide));
-        TileKernel::Chains(Chains { run, rows_max, column, parts, wide, many_panels, of_bytes, of_int4 })
+            (Isa::Neon, DType::BF16) => Chains::plain(chains::neon_bf16),
+            (_, DType::F32) => Chains::plain(chains::portable_f32),
+            (_, DType::BF16) => Chains::plain(chains::portable_bf16),
+        })
     }
 
     /// As [`TileKernel::block`], with a right side that lies in `parts` of `tile.steps` steps each, one after another: the left side goes through all of them. The bits are those of a product with
@@ -272,6 +261,12 @@ impl TileKernel {
 }
 
 impl Chains {
+    /// Small tiles, and nothing beyond them.
+    fn plain(run: ChainFn) -> Self {
+        let rows_max = [4; VECTORS_MAX];
+        Chains { run, rows_max, column: None, parts: None, wide: None, many_panels: None, of_bytes: None, of_int4: None }
+    }
+
     /// What computes whole panels of so many rows with a right side that is widened once for all of them, if several tiles read it.
     pub(super) fn widening(&self, rows: usize) -> Option<WideFn> {
         self.wide.filter(|_| self.tiles(rows) >= WIDE_TILES_MIN)

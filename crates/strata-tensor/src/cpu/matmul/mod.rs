@@ -244,11 +244,11 @@ impl<'a> Matmul<'a> {
             let columns = panel_columns(panel, out.columns);
             let widening = chains.widening(rows.len()).filter(|_| columns == PANEL);
             let words = block_steps * columns.next_multiple_of(LANES);
-            let (wide_words, fetched_lines) = if widening.is_some() { (WIDE_LINES * words, WIDE_LINES) } else { (0, 1) };
+            let wide_words = if widening.is_some() { WIDE_LINES * words } else { 0 };
             // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next. Few rows have a block of that
             // fetched by other means, and what is added to them while all blocks are computed.
             let are_few = widening.is_none() && matches!(chains.fetch(rows.len(), std::ptr::null()), Fetch::Next(..));
-            let chunk_steps = if are_few { num_steps } else { fetched_lines * block_steps.min(num_steps) };
+            let chunk_steps = if are_few { num_steps } else { block_steps.min(num_steps) };
             let chunks_max = chains.chunks(rows.len(), chunk_steps).min(CHUNKS_MAX);
             // In the result a few rows lie so far apart that they push each other out of the first-level cache.
             let parts = || all.parts(rows.clone());
@@ -257,11 +257,11 @@ impl<'a> Matmul<'a> {
             let is_one = parts().eq([whole.clone()]);
             let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate && is_one;
             let sums_len = if apart { rows.len() * PANEL } else { 0 };
-            let scratch_bytes = taken_bytes::<u32>(words) + taken_bytes::<u32>(wide_words) + taken_bytes::<usize>(chunks_max);
-            let scratch_bytes = scratch_bytes + taken_bytes::<f32>(sums_len);
+            let scratch_bytes =
+                taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + taken_bytes::<f32>(wide_words + sums_len);
             with_scratch(scratch_bytes + addends.scratch_bytes(), |mut arena| {
-                let (scratch, wide) = (arena.take(words), arena.take::<f32>(wide_words));
-                let (chunks, sums) = (arena.take(chunks_max), arena.take::<f32>(sums_len));
+                let (scratch, chunks) = (arena.take(words), arena.take(chunks_max));
+                let (wide, sums) = arena.take::<f32>(wide_words + sums_len).split_at_mut(wide_words);
                 let sums = SharedMut::new(sums);
                 let sums_of = |row: usize| match apart {
                     true => (sums.as_ptr().wrapping_add((row - first_row) * PANEL), PANEL),
@@ -297,7 +297,7 @@ impl<'a> Matmul<'a> {
                     let mut product = |rows: Range<usize>| {
                         let mut fetch = near;
                         if near == Fetch::Nothing && chunks_max > 0 {
-                            coming.clear(chains.chunks(rows.len(), fetched_lines * steps.len()));
+                            coming.clear(chains.chunks(rows.len(), steps.len()));
                             if is_last {
                                 coming.add_all(addends.read_for(&rows, panel));
                             }

@@ -88,6 +88,26 @@ fn bf16_products_match_plain_sums() {
     all_products_match_plain_sums::<bf16>();
 }
 
+/// What threads keep for products is what [`scratch_bytes`] says beforehand, or less: few rows and many, with one block of the reduction and with several.
+#[test]
+fn products_keep_no_more_scratch_than_they_say() {
+    let kept_for = |arithmetic: Arithmetic, (m, k, n): (usize, usize, usize)| {
+        let (x, w, dy) = (values::<bf16>(1, m * k), values::<bf16>(2, n * k), values::<bf16>(3, m * n));
+        // This thread alone, which has kept nothing yet.
+        let pool = Pool::new(1);
+        let (matmul, stack) = (Matmul::new(&pool, arithmetic, DType::BF16), packed(&pool, &w, k, n));
+        let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
+        matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false), &Addends::default()).unwrap();
+        backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
+        (crate::cpu::scratch::held_bytes(), scratch_bytes(&matmul.kernel, m, k.max(n), DType::BF16, 1))
+    };
+    let shapes = [1, 7, 200].into_iter().flat_map(|m| [(m, 64, 64), (m, 600, 64), (m, 2100, 130)]);
+    for (arithmetic, shape) in shapes.flat_map(|shape| Arithmetic::available().into_iter().map(move |a| (a, shape))) {
+        let (kept, said) = std::thread::scope(|s| s.spawn(|| kept_for(arithmetic, shape)).join().unwrap());
+        assert!(kept <= said, "{arithmetic}, {shape:?}: {kept} bytes are kept, {said} were said");
+    }
+}
+
 /// The three products against chains of [`f32::mul_add`], on every instruction set with fused multiply-add whose products of this dtype are chains of numbers
 /// as f32: so all of these have the same bits.
 fn products_are_plain_chains<T: Element>(isas: &[Isa]) {

@@ -2,15 +2,18 @@
 //!
 //! Roofline (Intel's processors without matrix units): the two multiply-adds of a cycle go through the two ports that shifts and masks also take, so what is widened is paid for in products. A
 //! line of each row of the left side is widened beside the tile, while the line before it is computed with: 2% of the operations. The right side is widened in registers, once for a tile: 8
-//! operations beside 48 multiply-adds of six rows. Where several tiles read it, the first of them writes what it widened, which costs nothing, and the others compute with that (`wide`).
+//! operations beside 48 multiply-adds of six rows. Where many tiles read it, the first of them writes what it widened, and the others compute with that (`wide`); where few do,
+//! the writing takes longer than the operations that it saves (16 rows: 240 GFLOP/s, and 275 in pairs; 48 rows: 330 and 295).
 //!
 //! A chain adds the first number of a pair and then the second, whichever way: the bits are the same.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use super::chains_avx512::{CHUNKS, NEXT_ONE, NEXT_TWO, NOTHING, OWN, OWN_AHEAD_BYTES, ROWS_MAX, few_rows, tile_shapes};
-use super::fetch::{CHUNK_STEPS, Fetch, Lines};
+use super::chains_avx512::{
+    CHUNKS, Coming, NEXT_ONE, NEXT_TWO, NOTHING, OWN, OWN_AHEAD_BYTES, few_rows, last_mask, tile_shapes, tiles_of_column,
+};
+use super::fetch::{Fetch, Lines};
 use super::kernel::{ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX, WIDE_LINES};
 use crate::cpu::packed::{LANES, PANEL};
 
@@ -41,20 +44,26 @@ fn high_halves() -> __m512i {
     _mm512_set1_epi32(0xffff_0000_u32 as i32)
 }
 
-/// What a tile reads as its right side: pairs of bf16, the same and writes them widened, or what was widened: two lines for a step, of the first numbers of the pairs and of the second.
+/// Right sides of a tile. Pairs of bf16.
 const PAIRS: u8 = 0;
+/// Pairs, which the tile writes widened for others.
 const WIDENING: u8 = 1;
+/// What was widened: [`WIDE_LINES`] lines for a step, of the first numbers of the pairs and of the second.
 const WIDE: u8 = 2;
 
-/// A tile of a right side in this form; what is widened is written to `to`.
+/// How far ahead a few rows fetch each of several panels (one row reads 91% of what memory gives so, 80% without).
+const PANELS_AHEAD_BYTES: usize = 1024;
+
+/// A tile with such a right side. It is fetched ahead into the second-level cache: the first has room for too few lines on their way (four rows read 8% more so).
+/// `WIDENING` writes the lines of all steps to `to`.
+///
+/// # Safety
+/// As [`ChainFn`](super::kernel); `to` has room for the lines, if they are written.
 #[allow(clippy::needless_range_loop)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
 unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, const RIGHT: u8>(t: &Tile, to: *mut f32) {
-    let last_mask: __mmask16 = match t.columns - (VECTORS - 1) * LANES {
-        LANES => !0,
-        columns => (1 << columns) - 1,
-    };
+    let last_mask = last_mask(t.columns, VECTORS);
     let mask = |v: usize| if v == VECTORS - 1 { last_mask } else { !0 };
     let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];
     let mut left = MaybeUninit::<[[LeftSteps; ROWS]; 2]>::uninit();
@@ -70,15 +79,7 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
             }
         }
         let (mut b_ptr, mut to) = (t.b, to);
-        let mut next = match t.fetch {
-            Fetch::Next(next, ..) => next,
-            _ => t.b,
-        };
-        let mut chunk = t.b;
-        let mut chunks = match t.fetch {
-            Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => (*chunks).iter(),
-            _ => [].iter(),
-        };
+        let mut coming = Coming::of(t);
         let widen_from = |first: usize| {
             let to = left.add(first / LEFT_STEPS % 2 * ROWS);
             let steps = t.steps.saturating_sub(first).min(LEFT_STEPS);
@@ -96,21 +97,8 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
                         _mm_prefetch::<_MM_HINT_T1>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
                     }
                 }
-                for _ in 0..FETCH & (NEXT_ONE | NEXT_TWO) {
-                    _mm_prefetch::<_MM_HINT_T1>(next.cast());
-                    next = next.wrapping_add(64);
-                }
-                for number in 0..2 {
-                    // Of a wide right side a line of the chunks for each number: few tiles have all of it to fetch.
-                    if FETCH & CHUNKS != 0 && (RIGHT != PAIRS || number == 0) {
-                        let line = if RIGHT == PAIRS { first + step } else { (first + step) * 2 + number };
-                        if line % CHUNK_STEPS == 0
-                            && let Some(&at) = chunks.next()
-                        {
-                            chunk = std::ptr::without_provenance(at);
-                        }
-                        _mm_prefetch::<_MM_HINT_T1>(chunk.wrapping_add(line % CHUNK_STEPS * 64).cast());
-                    }
+                coming.fetch::<FETCH>(first + step);
+                for number in 0..WIDE_LINES {
                     let mut b = [_mm512_setzero_ps(); VECTORS];
                     for v in 0..VECTORS {
                         b[v] = _mm512_castsi512_ps(if RIGHT == WIDE {
@@ -133,7 +121,7 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
                     }
                 }
                 b_ptr = b_ptr.wrapping_add(t.b_stride);
-                to = to.wrapping_add(2 * VECTORS * LANES);
+                to = to.wrapping_add(WIDE_LINES * VECTORS * LANES);
             }
             now = after;
         }
@@ -157,7 +145,7 @@ pub(super) mod pairs {
     }
 
     tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq");
-    few_rows!("avx512f,avx512bw,avx512vl,avx512dq", &[4, 2], 1024, |acc, a, b| {
+    few_rows!("avx512f,avx512bw,avx512vl,avx512dq", &[4, 2], PANELS_AHEAD_BYTES, |acc, a, b| {
         let high = high_halves();
         let (a0, b0) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
         let (a1, b1) = (_mm512_and_si512(a, high), _mm512_and_si512(b, high));
@@ -189,30 +177,20 @@ pub(super) mod wide {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     pub(in crate::cpu::matmul) unsafe fn run(rows: usize, narrow: Option<*const u8>, t: &Tile) {
         debug_assert!(t.columns == PANEL);
-        let tiles = rows.div_ceil(ROWS_MAX[VECTORS_MAX - 1]);
-        let (least, larger) = (rows / tiles, rows % tiles);
-        let chunks_max = (WIDE_LINES * t.steps / CHUNK_STEPS).max(1);
+        let wide = t.b.cast_mut().cast();
         // SAFETY: the caller of `WideFn` vouches for all operands, and for the list.
         unsafe {
-            let mut chunks: &[usize] = match t.fetch {
-                Fetch::Chunks(chunks) => &*chunks,
-                _ => &[],
-            };
-            let wide = t.b.cast_mut().cast::<f32>();
-            let (mut a, mut c) = (t.a, t.c);
-            for i in 0..tiles {
-                let count = least + usize::from(i < larger);
-                let (own, others) = chunks.split_at(chunks_max.min(chunks.len()));
-                let fetch = if own.is_empty() { Fetch::Nothing } else { Fetch::Chunks(own) };
-                let tile = Tile { a, c, fetch, b_stride: WIDE_LINES * PANEL * 4, ..*t };
-                match (narrow.filter(|_| i == 0), own.is_empty()) {
-                    (None, true) => whole_panel::<NOTHING, WIDE>(count, &tile, wide),
-                    (None, false) => whole_panel::<CHUNKS, WIDE>(count, &tile, wide),
-                    (Some(b), true) => whole_panel::<NOTHING, WIDENING>(count, &Tile { b, b_stride: PANEL * 4, ..tile }, wide),
-                    (Some(b), false) => whole_panel::<CHUNKS, WIDENING>(count, &Tile { b, b_stride: PANEL * 4, ..tile }, wide),
+            for (i, (count, tile)) in tiles_of_column(rows, t).enumerate() {
+                let tile = match narrow.filter(|_| i == 0) {
+                    Some(b) => Tile { b, b_stride: PANEL * 4, ..tile },
+                    None => Tile { b_stride: WIDE_LINES * PANEL * 4, ..tile },
+                };
+                match (narrow.is_some() && i == 0, tile.fetch) {
+                    (true, Fetch::Nothing) => whole_panel::<NOTHING, WIDENING>(count, &tile, wide),
+                    (true, _) => whole_panel::<CHUNKS, WIDENING>(count, &tile, wide),
+                    (false, Fetch::Nothing) => whole_panel::<NOTHING, WIDE>(count, &tile, wide),
+                    (false, _) => whole_panel::<CHUNKS, WIDE>(count, &tile, wide),
                 }
-                chunks = others;
-                (a, c) = (a.wrapping_add(count * t.a_stride), c.wrapping_add(count * t.c_stride));
             }
         }
     }
