@@ -8,6 +8,7 @@
 //! - `compute`: what all of this asks of a model on a device; `device`, `learner`, `losses`, `datum`, `optimizer`: the real one.
 //! - `pictures`: pictures among the tokens of inputs; `gallery`: what was seen of them.
 //! - [`adapters`]: adapters as files in the forms of other tools.
+//! - `fingerprint`: what tells a request that is sent again from another of the same number.
 //! - [`age`]: files that are encrypted to whoever asked for them.
 //! - `files`: checkpoints that wait to be written or read; `disk`, `checkpoint`: doing it beside the engine thread; `unfinished`: saves that are owed.
 //! - `budget`: memory, divided once; `machine`: what engines of several base models share.
@@ -35,6 +36,7 @@ mod disk;
 mod engine;
 mod fair;
 mod files;
+mod fingerprint;
 mod gallery;
 mod intake;
 mod learner;

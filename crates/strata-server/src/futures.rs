@@ -23,8 +23,10 @@ use strata_engine::ledger::Charge;
 use tokio::sync::Notify;
 
 use crate::clock;
+use crate::error::ApiError;
 use crate::gone::Gone;
 use crate::limits;
+use crate::names::shown;
 
 /// How a request ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,12 +63,17 @@ pub enum Waited {
     Unknown,
 }
 
-/// What became of an id that asks to be accepted.
-pub enum Begun {
-    /// It is new; its outcome is to be given to this.
-    New(Completer),
-    /// A request of this id was accepted before.
-    Known,
+/// Another request of this id was accepted before: its outcome must not be taken for this one's.
+#[derive(Debug, PartialEq)]
+pub struct Taken(String);
+
+impl From<Taken> for ApiError {
+    fn from(Taken(id): Taken) -> Self {
+        let id = shown(&id);
+        ApiError::bad(format!(
+            "request {id} was sent before and asked for something else: each request needs a seq_id of its own"
+        ))
+    }
 }
 
 /// How long things are kept; the defaults are those of [`limits`].
@@ -140,6 +147,8 @@ struct Table {
 struct Entry {
     slot: Arc<Slot>,
     client: Client,
+    /// What tells the request from another of this id; `None` if nothing does.
+    fingerprint: Option<u64>,
     was_read: bool,
     charge: Option<Charge>,
     target: Option<Target>,
@@ -168,28 +177,47 @@ impl Futures {
         Futures { shared: Arc::new(Shared { retention, table: Mutex::default() }) }
     }
 
-    /// Opens the future of a client's request.
-    pub fn begin(&self, id: &str, client: &Client) -> Begun {
-        self.begin_for(id, client, None)
+    /// Opens the future of a client's request, which is known by its id alone. `None` if it was accepted before.
+    pub fn begin(&self, id: &str, client: &Client) -> Option<Completer> {
+        // Nothing is another one without a fingerprint.
+        self.begin_for(id, client, None, None).ok().flatten()
     }
 
-    /// As [`Futures::begin`], of a request whose completion `target` is to be told.
-    pub fn begin_for(&self, id: &str, client: &Client, target: Option<Target>) -> Begun {
+    /// As [`Futures::begin`], of a request that its fingerprint tells from another of its id, and whose completion `target` is to be told.
+    ///
+    /// # Errors
+    /// If another was accepted before.
+    pub fn begin_for(
+        &self,
+        id: &str,
+        client: &Client,
+        fingerprint: Option<u64>,
+        target: Option<Target>,
+    ) -> Result<Option<Completer>, Taken> {
         let mut table = self.shared.lock();
-        if table.entries.contains_key(id) || table.gone.contains(id) {
-            return Begun::Known;
+        if table.is_known(id, fingerprint)? {
+            return Ok(None);
         }
         let (id, slot): (Arc<str>, Arc<Slot>) = (id.into(), Arc::default());
-        let entry =
-            Entry { slot: slot.clone(), client: client.clone(), was_read: false, charge: None, target, completion: None };
+        let entry = Entry {
+            slot: slot.clone(),
+            client: client.clone(),
+            fingerprint,
+            was_read: false,
+            charge: None,
+            target,
+            completion: None,
+        };
         table.entries.insert(id.clone(), entry);
-        Begun::New(Completer { shared: self.shared.clone(), id, slot, charge: None })
+        Ok(Some(Completer { shared: self.shared.clone(), id, slot, charge: None }))
     }
 
-    /// Whether a request of this id was accepted.
-    pub fn is_known(&self, id: &str) -> bool {
-        let table = self.shared.lock();
-        table.entries.contains_key(id) || table.gone.contains(id)
+    /// Whether this request was accepted before.
+    ///
+    /// # Errors
+    /// If another of its id was.
+    pub fn is_known(&self, id: &str, fingerprint: Option<u64>) -> Result<bool, Taken> {
+        self.shared.lock().is_known(id, fingerprint)
     }
 
     /// Waits for an outcome, no longer than `hold`.
@@ -335,6 +363,15 @@ impl Shared {
 }
 
 impl Table {
+    /// Of a result that is gone, no more is known than that it was there.
+    fn is_known(&self, id: &str, fingerprint: Option<u64>) -> Result<bool, Taken> {
+        let Some(entry) = self.entries.get(id) else { return Ok(self.gone.contains(id)) };
+        match (entry.fingerprint, fingerprint) {
+            (Some(first), Some(now)) if first != now => Err(Taken(id.to_owned())),
+            _ => Ok(true),
+        }
+    }
+
     // Entries are handed out to be dropped without the lock: what they hold goes back to the ledger.
 
     fn evict_read(&mut self, retention: &Retention) -> Option<Entry> {
@@ -456,10 +493,7 @@ mod tests {
     }
 
     fn begin(futures: &Futures, id: &str) -> Completer {
-        match futures.begin(id, &client("s")) {
-            Begun::New(completer) => completer,
-            Begun::Known => panic!("{id} is new"),
-        }
+        futures.begin(id, &client("s")).expect("it is new")
     }
 
     #[tokio::test]
@@ -474,7 +508,23 @@ mod tests {
         completer.complete(json("{}"), None);
         assert_eq!(reader.await.unwrap(), Waited::Ready(Arc::new(json("{}"))));
         assert_eq!(futures.wait("a", SHORT).await, Waited::Ready(Arc::new(json("{}"))));
-        assert!(matches!(futures.begin("a", &client("s")), Begun::Known));
+        assert!(futures.begin("a", &client("s")).is_none());
+    }
+
+    #[test]
+    fn a_request_that_is_sent_again_is_told_from_another_of_its_id() {
+        let futures = Futures::new(Retention::default());
+        let completer = futures.begin_for("a", &client("s"), Some(1), None).unwrap().expect("it is new");
+        let find = |fingerprint| {
+            let begun = futures.begin_for("a", &client("s"), fingerprint, None).map(|completer| completer.is_none());
+            assert_eq!(begun, futures.is_known("a", fingerprint));
+            begun
+        };
+        let outcomes = || [find(Some(1)), find(Some(2)), find(None)];
+        assert_eq!(outcomes(), [Ok(true), Err(Taken("a".into())), Ok(true)]);
+        completer.complete(json("{}"), None);
+        assert_eq!(outcomes(), [Ok(true), Err(Taken("a".into())), Ok(true)]);
+        assert_eq!(futures.is_known("b", Some(1)), Ok(false));
     }
 
     #[tokio::test]
@@ -494,7 +544,7 @@ mod tests {
         futures.sweep(Instant::now() + SHORT);
         assert_eq!(futures.wait("unread", SHORT).await, Waited::Gone);
         assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
-        assert!(matches!(futures.begin("read", &client("s")), Begun::Known));
+        assert!(futures.begin("read", &client("s")).is_none());
     }
 
     #[tokio::test]
@@ -502,7 +552,7 @@ mod tests {
         let futures = Futures::new(Retention::default());
         let ledger = Ledger::new(1 << 20);
         let complete = |id: &str, session: &str| {
-            let Begun::New(completer) = futures.begin(id, &client(session)) else { panic!("{id} is new") };
+            let Some(completer) = futures.begin(id, &client(session)) else { panic!("{id} is new") };
             completer.complete(json("1234"), Some(ledger.charge(&client(session), 1000).unwrap()));
         };
         complete("unread", "s");
@@ -539,10 +589,7 @@ mod tests {
     }
 
     fn begin_for(futures: &Futures, id: &str, clone: u64) -> Completer {
-        match futures.begin_for(id, &client("s"), Some(target(clone))) {
-            Begun::New(completer) => completer,
-            Begun::Known => panic!("{id} is new"),
-        }
+        futures.begin_for(id, &client("s"), None, Some(target(clone))).unwrap().expect("it is new")
     }
 
     async fn told(futures: &Futures, clone: u64, seen: u64, hold: Duration) -> (Vec<String>, u64) {
@@ -606,7 +653,7 @@ mod tests {
         begin(&futures, "a").complete(json("{}"), None);
         begin(&futures, "b").complete(json("{}"), None);
         futures.sweep(Instant::now() + SHORT);
-        assert!(matches!(futures.begin("b", &client("s")), Begun::Known));
-        assert!(matches!(futures.begin("a", &client("s")), Begun::New(_)));
+        assert!(futures.begin("b", &client("s")).is_none());
+        assert!(futures.begin("a", &client("s")).is_some());
     }
 }

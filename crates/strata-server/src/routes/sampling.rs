@@ -13,7 +13,7 @@ use crate::app::{App, refused, unexpected};
 use crate::auth::Owner;
 use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
-use crate::futures::{Answer, Begun, Target};
+use crate::futures::{Answer, Target};
 use crate::ids;
 use crate::image_stores::Unfetched;
 use crate::limits;
@@ -155,15 +155,17 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     let request_id = format!("{sampler_id}:{seq_id}");
     let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| records::sequence_id(&request_id, i)).collect();
     let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
-    if app.futures.is_known(&request_id) {
+    let fingerprint = Some(sample.fingerprint());
+    if app.futures.is_known(&request_id, fingerprint)? {
         return Ok(acknowledgement);
     }
     let (sample, _held) = if assets.is_empty() { (sample, held) } else { with_assets(&app, sample, assets, held).await? };
     let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
     let target = Target { sampler_id: sampler_id.as_str().into(), clone: seq_id / limits::REQUESTS_PER_CLONE };
-    let Begun::New(completer) = app.futures.begin_for(&request_id, &client, Some(target)) else {
+    let begun = app.futures.begin_for(&request_id, &client, fingerprint, Some(target));
+    let Ok(Some(completer)) = begun else {
         app.registry.end_sample(&sampler_id);
-        return Ok(acknowledgement);
+        return Ok(begun.map(|_| acknowledgement)?);
     };
     let (topk_prompt, topk_sample) = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs);
     let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());

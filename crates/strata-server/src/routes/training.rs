@@ -15,7 +15,7 @@ use crate::app::{App, acknowledged, json_answer, refused, unexpected};
 use crate::auth::Owner;
 use crate::bases::BaseId;
 use crate::error::{ApiError, ApiResult};
-use crate::futures::{Answer, Begun};
+use crate::futures::Answer;
 use crate::limits;
 use crate::names::shown;
 use crate::payload::{Operation, Payload, op_head};
@@ -65,7 +65,7 @@ pub fn create(
     let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
     let request_id = format!("{model_id}:0");
     let completer = match app.futures.begin(&request_id, &client) {
-        Begun::New(completer) if is_new => completer,
+        Some(completer) if is_new => completer,
         _ => return Ok(acknowledged(&request_id)),
     };
     answer["model_id"] = json!(model_id);
@@ -102,7 +102,7 @@ pub async fn unload_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let client = app.registry.client(&app.registry.session_of_model(&asked.model_id)?)?;
     let request_id = format!("{}:unload", asked.model_id);
     let future = app.charge(&client, limits::FUTURE_BYTES)?;
-    if let Begun::New(completer) = app.futures.begin(&request_id, &client) {
+    if let Some(completer) = app.futures.begin(&request_id, &client) {
         app.notify_engine(&client, app.registry.end_model(&asked.model_id, "its client unloaded it"));
         completer.complete(json_answer(&json!({ "type": "unload_model", "model_id": *asked.model_id })), Some(future));
     }
@@ -199,7 +199,7 @@ pub async fn optim_step(State(app): State<Arc<App>>, body: Payload) -> ApiResult
 /// Accepts an operation once, and has it fail in its place if it is refused.
 ///
 /// # Errors
-/// If there is no such model, its place is impossible, or too much is queued.
+/// If there is no such model, its place is impossible or was taken by another operation, or too much is queued.
 pub fn accept(
     app: &Arc<App>,
     head: OpHead,
@@ -227,8 +227,9 @@ pub fn accept_or_else(
     }
     let (base, client) = app.registry.use_model(&model_id)?;
     let request_id = format!("{model_id}:{seq_id}");
-    let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
     let op = op.unwrap_or_else(TrainOp::Refused);
+    let begun = app.futures.begin_for(&request_id, &client, op.fingerprint(), None)?;
+    let Some(completer) = begun else { return Ok(acknowledged(&request_id)) };
     let request = Request::Train { model_id: model_id.clone(), seq_id, op };
     let reason = match app.dispatch(&request_id, (base, client.clone()), completer, request, finish, on_failure) {
         Ok(()) | Err(Refusal::Seen) => return Ok(acknowledged(&request_id)),
@@ -236,7 +237,7 @@ pub fn accept_or_else(
         Err(refusal) => return Err(refused(refusal)),
     };
     // It will never be accepted as it is: what it asks for is let go, and it fails in its place.
-    let Begun::New(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
+    let Some(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
     let request = Request::Train { model_id, seq_id, op: TrainOp::Refused(reason) };
     let nothing = |_: &App, response| Err(unexpected(&response));
     match app.dispatch(&request_id, (base, client), completer, request, nothing, |_, _| {}) {

@@ -98,6 +98,48 @@ async fn operations_are_acknowledged_as_they_arrive_and_each_reaches_the_engine_
 }
 
 #[tokio::test]
+async fn a_number_that_another_request_took_is_refused_and_one_sent_again_is_not() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    assert_eq!(server.pass(pass_body(&model_id, 1, tokens(3)), None).await.status, StatusCode::OK);
+    assert_eq!(server.pass(pass_body(&model_id, 1, tokens(3)), None).await.status, StatusCode::OK);
+    let save = json!({ "model_id": model_id, "path": "a", "seq_id": 2, "type": "save_weights" });
+    server.ok("save_weights", save.clone()).await;
+    // Its record says when it was asked for, which is no part of what is asked.
+    server.ok("save_weights", save).await;
+    let others = [
+        server.pass(pass_body(&model_id, 1, tokens(4)), None).await,
+        server.post("optim_step", optim_step(&model_id, 1)).await,
+        server.post("save_weights", json!({ "model_id": model_id, "path": "b", "seq_id": 2, "type": "save_weights" })).await,
+        server
+            .post(
+                "save_weights_for_sampler",
+                json!({ "model_id": model_id, "sampling_session_seq_id": 7, "kind": "snapshot", "seq_id": 2 }),
+            )
+            .await,
+    ];
+    for (other, seq_id) in others.into_iter().zip([1, 1, 2, 2]) {
+        assert_eq!(other.status, StatusCode::BAD_REQUEST);
+        let detail = other.json()["detail"].to_string();
+        assert!(detail.contains(&format!("{model_id}:{seq_id} was sent before and asked for something else")), "{detail}");
+    }
+    // The name that the last would have made is free.
+    let body = json!({ "model_id": model_id, "sampling_session_seq_id": 7, "kind": "snapshot", "seq_id": 3 });
+    server.ok("save_weights_for_sampler", body).await;
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Train { .. })), 3);
+
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 8, "base_model": "org/base" });
+    let sampler_id = server.ok("create_sampling_session", body).await["sampling_session_id"].clone();
+    let sample = sample_body(sampler_id.as_str().unwrap(), 5);
+    server.ok("asample", sample.clone()).await;
+    server.ok("asample", sample.clone()).await;
+    let mut other = sample;
+    other["prompt"]["chunks"][0]["tokens"] = json!([1, 2, 4]);
+    assert_eq!(server.post("asample", other).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Sample { .. })), 1);
+}
+
+#[tokio::test]
 async fn a_poll_is_held_and_then_answered_408() {
     let server = TestServer::new();
     let (_, model_id) = server.new_model().await;

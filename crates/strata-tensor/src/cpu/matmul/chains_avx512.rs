@@ -67,7 +67,7 @@ impl Coming<'_> {
             self.next = self.next.wrapping_add(64);
         }
         if FETCH & CHUNKS != 0 {
-            if step % CHUNK_STEPS == 0
+            if step.is_multiple_of(CHUNK_STEPS)
                 && let Some(&at) = self.chunks.next()
             {
                 self.chunk = std::ptr::without_provenance(at);

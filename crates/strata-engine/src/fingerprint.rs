@@ -1,0 +1,110 @@
+//! What tells a request that is sent again from another that took its number.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use crate::api::{AdamParams, Datum, LossValues, SampleRequest, TrainOp};
+
+impl TrainOp {
+    /// A number by which operations differ that ask for different things, as long as the process runs. What differs each time that one is sent, such as the metadata of a save, is no part of it.
+    /// `None` if it was refused: then it may be the same as any other.
+    pub fn fingerprint(&self) -> Option<u64> {
+        let mut hasher = DefaultHasher::new();
+        std::mem::discriminant(self).hash(&mut hasher);
+        match self {
+            TrainOp::ForwardBackward { data, loss, forward_only } => {
+                (forward_only, &loss.name, data.len()).hash(&mut hasher);
+                for (name, setting) in &loss.config {
+                    (name, setting.to_bits()).hash(&mut hasher);
+                }
+                data.iter().for_each(|datum| hash_datum(datum, &mut hasher));
+            }
+            TrainOp::OptimStep(AdamParams { learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm }) => {
+                [learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm].map(|x| x.to_bits()).hash(&mut hasher);
+            }
+            TrainOp::SaveState(target) | TrainOp::SaveSampler(target) => target.name.hash(&mut hasher),
+            TrainOp::Snapshot { sampler_id, replace } => (sampler_id, replace).hash(&mut hasher),
+            TrainOp::LoadState { source, with_optimizer } => (&source.name, with_optimizer).hash(&mut hasher),
+            TrainOp::Refused(_) => return None,
+        }
+        Some(hasher.finish())
+    }
+}
+
+impl SampleRequest {
+    /// As [`TrainOp::fingerprint`], of the text of its prompt and how many sequences are wanted: pictures may not be there yet, and a seed may be drawn each time.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (&self.prompt, self.num_samples).hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+fn hash_datum(datum: &Datum, hasher: &mut impl Hasher) {
+    datum.tokens.hash(hasher);
+    datum.images.len().hash(hasher);
+    for image in &datum.images {
+        (image.at, &image.file).hash(hasher);
+    }
+    datum.loss_inputs.len().hash(hasher);
+    for (name, input) in &datum.loss_inputs {
+        (name, &input.shape).hash(hasher);
+        match &input.values {
+            LossValues::F32(values) => values.iter().for_each(|value| hasher.write_u32(value.to_bits())),
+            LossValues::I64(values) => values.hash(hasher),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::{CheckpointSource, LossInput, LossSpec, SaveTarget};
+
+    fn pass(tokens: &[i64], weights: &[f32]) -> TrainOp {
+        let input = LossInput { shape: vec![weights.len()], values: LossValues::F32(weights.to_vec()) };
+        let datum = Datum { tokens: tokens.to_vec(), loss_inputs: [("weights".into(), input)].into(), ..Default::default() };
+        let loss = LossSpec { name: "cross_entropy".into(), config: Default::default() };
+        TrainOp::ForwardBackward { data: vec![datum], loss, forward_only: false }
+    }
+
+    fn save(name: &str, save_id: u64) -> SaveTarget {
+        let metadata = serde_json::json!({ "save_id": save_id });
+        SaveTarget { dir: name.into(), name: name.into(), overwrite: false, metadata, recipients: vec![] }
+    }
+
+    #[test]
+    fn operations_that_ask_for_different_things_differ_and_one_sent_again_does_not() {
+        let load = |name: &str| {
+            let source = CheckpointSource { dir: name.into(), name: name.into(), save_id: None };
+            TrainOp::LoadState { source, with_optimizer: true }
+        };
+        let forward = |op| match op {
+            TrainOp::ForwardBackward { data, loss, .. } => TrainOp::ForwardBackward { data, loss, forward_only: true },
+            other => other,
+        };
+        let all = || {
+            [
+                pass(&[1, 2], &[1.0, 1.0]),
+                pass(&[1, 3], &[1.0, 1.0]),
+                pass(&[1, 2], &[1.0, 0.5]),
+                forward(pass(&[1, 2], &[1.0, 1.0])),
+                TrainOp::OptimStep(AdamParams::default()),
+                TrainOp::OptimStep(AdamParams { learning_rate: 0.5, ..Default::default() }),
+                TrainOp::SaveState(save("a", 1)),
+                TrainOp::SaveState(save("b", 1)),
+                TrainOp::SaveSampler(save("a", 1)),
+                TrainOp::Snapshot { sampler_id: "a".into(), replace: false },
+                TrainOp::Snapshot { sampler_id: "a".into(), replace: true },
+                load("a"),
+                load("b"),
+            ]
+        };
+        for (i, a) in all().iter().enumerate() {
+            for (j, b) in all().iter().enumerate() {
+                assert_eq!(a.fingerprint() == b.fingerprint(), i == j, "{a:?} and {b:?}");
+            }
+        }
+        assert_eq!(TrainOp::SaveState(save("a", 1)).fingerprint(), TrainOp::SaveState(save("a", 2)).fingerprint());
+        assert_eq!(TrainOp::Refused("no".into()).fingerprint(), None);
+    }
+}
