@@ -14,12 +14,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::ahead::Ahead;
-use super::products::{Left, product};
+use super::products::{Left, Products};
 use super::{PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, row_len, visible_slots, write_key};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::kv::key_len;
-use crate::cpu::matmul::TileKernel;
+use crate::cpu::matmul::{TileKernel, wide_len_max};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::LANES;
 use crate::cpu::rows::convert::is_zero;
@@ -190,7 +190,10 @@ pub(crate) fn gradient_bytes_per_token<T: Element + Plain>(g: &AttentionGeometry
 
 /// Bytes that the backward pass takes at once whatever its tokens: a round, and what the threads work in.
 pub(crate) fn round_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
-    num_threads * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g) + block_scratch_bytes::<T>() + pack_scratch_bytes::<T>(g))
+    num_threads
+        * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g)
+            + block_scratch_bytes::<T>(wide_len_max(steps_max::<T>(g)))
+            + pack_scratch_bytes::<T>(g))
 }
 
 /// Gradients of whole sequences (no cached past) by their queries, keys and values.
@@ -395,10 +398,14 @@ impl<T: Element + Plain> Pass<'_, T> {
         let pages_of = |block: usize| block * BLOCK_PAGES..((block + 1) * BLOCK_PAGES).min(unit.num_pages());
         let zero = T::from_f32(0.0);
         let first_page = |query_page: usize| g.first_visible(query_page * PAGE) / PAGE;
-        with_scratch(block_scratch_bytes::<T>(), |mut arena| {
+        let wide_len = self.kernel.wide_len(PAGE, steps_max::<T>(g));
+        with_scratch(block_scratch_bytes::<T>(wide_len), |mut arena| {
             let (scores, dprobabilities) = (arena.take::<f32>(PAGE * PAGE), arena.take::<f32>(PAGE * PAGE));
             let (p, ds) = (arena.take::<T>(PAGE * PAGE), arena.take::<T>(PAGE * PAGE));
             let (p_words, ds_words) = (arena.take::<u32>(steps_words::<T>(PAGE)), arena.take::<u32>(steps_words::<T>(PAGE)));
+            // These products wait for their arithmetic.
+            let (kernel, wide, ahead) = (&self.kernel, arena.take(wide_len), &mut Ahead::nothing());
+            let mut products = Products { kernel, wide, ahead };
             for key_page in pages_of(key_block) {
                 // SAFETY: passed on from the caller.
                 let keys = unsafe { pages.keys(unit, key_page) };
@@ -430,24 +437,12 @@ impl<T: Element + Plain> Pass<'_, T> {
                             first: first.as_ptr().cast(),
                             stride: page_bytes,
                         };
-                        // These products wait for their arithmetic.
-                        let nothing = &mut Ahead::nothing();
                         // SAFETY: all blocks are whole: 64 rows or columns, padded with zeros.
                         unsafe {
                             let (q, dout) = (from_rows(tile.q, steps), from_rows(tile.dout, value_steps));
                             let (k, v) = (keys.keys_as_columns.as_ptr(), keys.values_as_columns.as_ptr());
-                            product(&self.kernel, q, k, steps, PAGE, scores.as_mut_ptr(), PAGE, false, nothing);
-                            product(
-                                &self.kernel,
-                                dout,
-                                v,
-                                value_steps,
-                                PAGE,
-                                dprobabilities.as_mut_ptr(),
-                                PAGE,
-                                false,
-                                nothing,
-                            );
+                            products.product(q, (k, steps), PAGE, (scores.as_mut_ptr(), PAGE), false);
+                            products.product(dout, (v, value_steps), PAGE, (dprobabilities.as_mut_ptr(), PAGE), false);
                         }
                         for r in 0..rows {
                             let position = query_page * PAGE + r;
@@ -473,30 +468,10 @@ impl<T: Element + Plain> Pass<'_, T> {
                         // SAFETY: as above.
                         unsafe {
                             let (dout, q) = (from_columns(tile.dout_transposed, value_dim), from_columns(tile.q_transposed, d));
-                            product(
-                                &self.kernel,
-                                dout,
-                                p_words.as_ptr(),
-                                page_steps,
-                                PAGE,
-                                keys.dv.as_mut_ptr(),
-                                PAGE,
-                                key_has,
-                                nothing,
-                            );
-                            product(
-                                &self.kernel,
-                                q,
-                                ds_words.as_ptr(),
-                                page_steps,
-                                PAGE,
-                                keys.dk.as_mut_ptr(),
-                                PAGE,
-                                key_has,
-                                nothing,
-                            );
+                            products.product(dout, (p_words.as_ptr(), page_steps), PAGE, (keys.dv.as_mut_ptr(), PAGE), key_has);
+                            products.product(q, (ds_words.as_ptr(), page_steps), PAGE, (keys.dk.as_mut_ptr(), PAGE), key_has);
                             let (ds, k) = (from_columns(ds, rows), keys.keys_as_rows.as_ptr());
-                            product(&self.kernel, ds, k, page_steps, d, tile.dq.as_mut_ptr(), d, query_has, nothing);
+                            products.product(ds, (k, page_steps), d, (tile.dq.as_mut_ptr(), d), query_has);
                         }
                     }
                 }
@@ -541,9 +516,17 @@ impl<T: Element + Plain> Pass<'_, T> {
     }
 }
 
-/// Bytes of scratch that a block works in.
-fn block_scratch_bytes<T: Element + Plain>() -> usize {
-    2 * taken_bytes::<f32>(PAGE * PAGE) + 2 * taken_bytes::<T>(PAGE * PAGE) + 2 * taken_bytes::<u32>(steps_words::<T>(PAGE))
+/// Steps of the right sides of a block's products, at most.
+fn steps_max<T: Element>(g: &AttentionGeometry) -> usize {
+    row_len::<T>(g.head_dim.max(g.values.width()).max(PAGE)) / per_step::<T>()
+}
+
+/// Bytes of scratch that a block works in, with so much room for a right side that is widened.
+fn block_scratch_bytes<T: Element + Plain>(wide_len: usize) -> usize {
+    2 * taken_bytes::<f32>(PAGE * PAGE)
+        + 2 * taken_bytes::<T>(PAGE * PAGE)
+        + 2 * taken_bytes::<u32>(steps_words::<T>(PAGE))
+        + taken_bytes::<f32>(wide_len)
 }
 
 /// Bytes of scratch that laying out a page takes.

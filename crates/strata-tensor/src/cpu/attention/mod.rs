@@ -16,13 +16,13 @@ mod tests;
 
 use ahead::Ahead;
 pub(crate) use backward::{AttentionGradient, backward, gradient_bytes_per_token};
-use products::{Left, block_in_cuts, product, product_in_parts};
+use products::{Left, Products};
 
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
 use super::kv::{KvPages, key_len, own_value_len, value_len};
-use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, transpose_block};
+use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, transpose_block, wide_len_max};
 use super::memory::Buffer;
 use super::packed::{LANES, PANEL, PackedRef};
 use super::rows::softmax;
@@ -54,11 +54,18 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
 /// what the backward pass takes at a time.
 pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
     let (d, rows) = (g.values.width(), (g.heads / g.kv_heads).max(TILE_ROWS));
-    let split =
-        2 * taken_bytes::<f32>(rows * SPLIT_KEYS) + taken_bytes::<f32>(rows * g.head_dim) + taken_bytes::<T>(value_len(d));
+    let split = 2 * taken_bytes::<f32>(rows * SPLIT_KEYS)
+        + taken_bytes::<f32>(rows * g.head_dim)
+        + taken_bytes::<T>(value_len(d))
+        + taken_bytes::<f32>(wide_len_max(split_steps::<T>(g)));
     // Of fewer tiles than tasks, each has what it has found so far and what it finds in the splits of a round, of which there are no more than tasks and tiles.
     let found = 3 * TASKS_PER_THREAD * Found::bytes(rows, d);
     num_threads * (split + found) + backward::round_bytes::<T>(g, num_threads)
+}
+
+/// Steps of a right side of a product of a split, at most.
+fn split_steps<T: Element>(g: &AttentionGeometry) -> usize {
+    row_len::<T>(g.head_dim).max(SPLIT_KEYS) / per_step::<T>()
 }
 
 /// Writes the new keys, `[tokens, kv_heads, head_dim]`, and values, unless they are a part of them, to the pages of their sequences. What lies in the rest of a page stays.
@@ -384,6 +391,12 @@ impl<T: Element + Plain> Forward<'_, T> {
             + taken_bytes::<T>(rows * SPLIT_KEYS)
             + taken_bytes::<u32>(self.transposed_words())
             + taken_bytes::<[u32; 2]>(rows)
+            + taken_bytes::<f32>(self.wide_len(rows))
+    }
+
+    /// Room for a right side that is widened.
+    fn wide_len(&self, rows: usize) -> usize {
+        self.kernel.wide_len(rows, split_steps::<T>(self.g))
     }
 
     /// Words of a page of values that are to be laid out.
@@ -403,6 +416,8 @@ impl<T: Element + Plain> Forward<'_, T> {
         let mut arena = arena.reborrow();
         let (queries, scores) = (arena.take::<T>(rows * row_len), arena.take::<f32>(rows * blocks.len() * PAGE));
         let (probabilities, seen) = (arena.take::<T>(rows * blocks.len() * PAGE), arena.take::<[u32; 2]>(rows));
+        let wide = arena.take(self.wide_len(rows));
+        let mut products = Products { kernel: &self.kernel, wide, ahead };
         for (r, query) in queries.chunks_exact_mut(row_len).enumerate() {
             query[..key_dim].copy_from_slice(&self.q[tile.place(g, r) * key_dim..][..key_dim]);
             query[key_dim..].fill(T::from_f32(0.0));
@@ -428,7 +443,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                 fetch: Fetch::Nothing,
             };
             // SAFETY: the buffers hold `rows` rows, and the keys are a packed matrix.
-            unsafe { block_in_cuts(&self.kernel, rows, &tile, ahead) };
+            unsafe { products.block(rows, &tile) };
         }
         let in_blocks = |position: usize| position.clamp(blocks.start * PAGE, blocks.end * PAGE) - blocks.start * PAGE;
         let (of_first_head, of_others) = seen.split_at_mut(positions);
@@ -438,7 +453,7 @@ impl<T: Element + Plain> Forward<'_, T> {
         }
         of_others.chunks_exact_mut(positions).for_each(|of_head| of_head.copy_from_slice(of_first_head));
         softmax::attention_blocks(self.isa, scores, seen, g.scale, found.maxima, found.sums, probabilities);
-        self.add_values(tile, blocks, probabilities, found, &mut arena, ahead);
+        self.add_values(tile, blocks, probabilities, found, &mut arena, &mut products);
     }
 
     /// The pages of a split that a tile sees something of.
@@ -523,7 +538,7 @@ impl<T: Element + Plain> Forward<'_, T> {
         probabilities: &[T],
         found: &mut Found<'_>,
         arena: &mut Arena<'_>,
-        ahead: &mut Ahead<'_>,
+        products: &mut Products<'_, '_>,
     ) {
         let (g, d, page_steps) = (self.g, self.g.values.width(), PAGE / per_step::<T>());
         let (rows, positions) = (tile.rows(g.heads / g.kv_heads), tile.positions.len());
@@ -541,9 +556,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                 let values = |part: usize| self.values(tile, block + part).as_ptr();
                 let left = left_of(0, rows, block, page_steps);
                 // SAFETY: the buffers hold `rows` rows, and the values are packed matrices.
-                unsafe {
-                    product_in_parts(&self.kernel, left, parts, &values, d, found.values.as_mut_ptr(), accumulate, ahead)
-                };
+                unsafe { products.product_in_parts(left, parts, &values, d, found.values.as_mut_ptr(), accumulate) };
                 block += parts;
                 continue;
             }
@@ -565,9 +578,7 @@ impl<T: Element + Plain> Forward<'_, T> {
             if !not_before && (end_is_one || finite()) {
                 let left = left_of(0, rows, block, self.value_steps(tile, block));
                 // SAFETY: as above.
-                unsafe {
-                    product(&self.kernel, left, values.as_ptr(), page_steps, d, found.values.as_mut_ptr(), d, accumulate, ahead)
-                };
+                unsafe { products.product(left, (values.as_ptr(), page_steps), d, (found.values.as_mut_ptr(), d), accumulate) };
                 block += 1;
                 continue;
             }
@@ -584,7 +595,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                     let left = left_of(row, 1, block, visible.end.div_ceil(per_step::<T>()));
                     let out = found.values[row * d..].as_mut_ptr();
                     // SAFETY: as above, one row at a time.
-                    unsafe { product(&self.kernel, left, values.as_ptr(), page_steps, d, out, d, accumulate, ahead) };
+                    unsafe { products.product(left, (values.as_ptr(), page_steps), d, (out, d), accumulate) };
                 }
             }
             block += 1;

@@ -46,7 +46,7 @@ use fetch::ChunkList;
 pub(crate) use fetch::{Fetch, Pieces};
 use int8::{BytesKernel, BytesTile};
 use kernel::{Chains, ManyPanels, WIDE_LINES};
-pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel};
+pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, wide_len_max};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};

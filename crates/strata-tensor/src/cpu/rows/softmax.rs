@@ -42,11 +42,16 @@ pub(crate) fn attention_blocks<T: Element>(
     probabilities: &mut [T],
 ) {
     #[cfg(target_arch = "x86_64")]
-    if isa.has_avx512_bf16() && T::DTYPE == crate::DType::BF16 {
+    if isa.has_avx512() && T::DTYPE == crate::DType::BF16 {
+        use super::softmax_avx512::{native, rounding};
         // SAFETY: that is the dtype of `bf16` alone, and the machine has the instructions.
         unsafe {
             let probabilities = std::slice::from_raw_parts_mut(probabilities.as_mut_ptr().cast(), probabilities.len());
-            super::softmax_avx512::attention_blocks(scores, seen, scale, maxima, sums, probabilities);
+            if isa.has_avx512_bf16() {
+                native::attention_blocks(scores, seen, scale, maxima, sums, probabilities);
+            } else {
+                rounding::attention_blocks(scores, seen, scale, maxima, sums, probabilities);
+            }
         }
         return;
     }

@@ -1,4 +1,4 @@
-//! Blocks of attention, see [`attention_blocks`](super::softmax::attention_blocks), with AVX-512 and its conversion to bf16: the bits of the portable code, operation by operation.
+//! Blocks of attention, see [`attention_blocks`](super::softmax::attention_blocks), with AVX-512, and its conversion to bf16 where there is one: the bits of the portable code, operation by operation.
 //!
 //! Roofline (Zen 5): the exponentials of a row of 64 keys are 52 multiplications and multiply-adds, two a cycle, beside as many other operations on other pipes: 30 to 40 cycles, where
 //! the products of the row take 256 at a head width of 128.
@@ -15,109 +15,145 @@ const QUERIES: usize = 16;
 /// Vectors of a block.
 const VECTORS: usize = BLOCK_KEYS / 16;
 
-/// As [`attention_blocks`](super::softmax::attention_blocks).
-///
-/// # Safety
-/// The machine must have AVX-512 with BF16.
-///
-/// # Panics
-/// If the slices are not of as many queries each.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
-pub(super) unsafe fn attention_blocks(
-    scores: &[f32],
-    seen: &[[u32; 2]],
-    scale: f32,
-    maxima: &mut [f32],
-    sums: &mut [f32],
-    probabilities: &mut [bf16],
-) {
-    let (scores, probabilities) = (scores.as_chunks::<BLOCK_KEYS>().0, probabilities.as_chunks_mut::<BLOCK_KEYS>().0);
-    let queries = seen.len();
-    assert!(maxima.len() == queries && sums.len() == queries && probabilities.len() == scores.len());
-    let blocks = scores.len() / queries.max(1);
-    for first in (0..queries).step_by(QUERIES) {
-        let range = first..queries.min(first + QUERIES);
-        let seen = &seen[range.clone()];
-        let out = &mut probabilities[range.start * blocks..range.end * blocks];
-        let (maxima, sums) = (&mut maxima[range.clone()], &mut sums[range]);
-        some_queries(&scores[first..], queries, seen, scale, maxima, sums, out);
-    }
+/// The blocks, with these instructions and what they have to round two vectors to bf16.
+macro_rules! blocks_of {
+    ($name:ident, $features:literal, $to_bf16:path) => {
+        pub(super) mod $name {
+            use super::*;
+
+            /// As [`attention_blocks`](super::softmax::attention_blocks).
+            ///
+            /// # Safety
+            /// The machine must have these instructions.
+            ///
+            /// # Panics
+            /// If the slices are not of as many queries each.
+            #[target_feature(enable = $features)]
+            pub(in crate::cpu::rows) unsafe fn attention_blocks(
+                scores: &[f32],
+                seen: &[[u32; 2]],
+                scale: f32,
+                maxima: &mut [f32],
+                sums: &mut [f32],
+                probabilities: &mut [bf16],
+            ) {
+                let (scores, probabilities) =
+                    (scores.as_chunks::<BLOCK_KEYS>().0, probabilities.as_chunks_mut::<BLOCK_KEYS>().0);
+                let queries = seen.len();
+                assert!(maxima.len() == queries && sums.len() == queries && probabilities.len() == scores.len());
+                let blocks = scores.len() / queries.max(1);
+                for first in (0..queries).step_by(QUERIES) {
+                    let range = first..queries.min(first + QUERIES);
+                    let seen = &seen[range.clone()];
+                    let out = &mut probabilities[range.start * blocks..range.end * blocks];
+                    let (maxima, sums) = (&mut maxima[range.clone()], &mut sums[range]);
+                    some_queries(&scores[first..], queries, seen, scale, maxima, sums, out);
+                }
+            }
+
+            /// Up to [`QUERIES`], the blocks of whose scores are `stride` apart. What one query waits for, another fills, and lanes are joined for all of them at once.
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn some_queries(
+                scores: &[[f32; BLOCK_KEYS]],
+                stride: usize,
+                seen: &[[u32; 2]],
+                scale: f32,
+                maxima: &mut [f32],
+                sums: &mut [f32],
+                probabilities: &mut [[bf16; BLOCK_KEYS]],
+            ) {
+                let (queries, scale) = (seen.len(), _mm512_set1_ps(scale));
+                let blocks = probabilities.len() / queries;
+                // Of most blocks all of them see all.
+                let from = seen.iter().map(|seen| seen[0]).max().unwrap_or(0) as usize;
+                let to = seen.iter().map(|seen| seen[1]).min().unwrap_or(0) as usize;
+                let counted = |query: usize, block: usize| {
+                    let (row, keys) = (&scores[block * stride + query], block * BLOCK_KEYS..(block + 1) * BLOCK_KEYS);
+                    let mut vectors = [_mm512_setzero_ps(); VECTORS];
+                    for (v, vector) in vectors.iter_mut().enumerate() {
+                        // SAFETY: a row has as many vectors.
+                        *vector = _mm512_mul_ps(unsafe { _mm512_loadu_ps(row.as_ptr().add(16 * v)) }, scale);
+                    }
+                    if keys.start < from || keys.end > to {
+                        for (v, vector) in vectors.iter_mut().enumerate() {
+                            *vector = masked(*vector, (keys.start + 16 * v) as u32, seen[query]);
+                        }
+                    }
+                    vectors
+                };
+                let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
+                for block in 0..blocks {
+                    for (query, largest) in largest.iter_mut().enumerate().take(queries) {
+                        let [a, b, c, d] = counted(query, block);
+                        *largest = larger(*largest, larger(larger(a, b), larger(c, d)));
+                    }
+                }
+                let largest = across::<false>(largest);
+                let is_finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(largest), _mm512_set1_ps(f32::INFINITY));
+                let mut centers = [0.0; QUERIES];
+                // SAFETY: as many as lanes.
+                unsafe { _mm512_storeu_ps(centers.as_mut_ptr(), _mm512_maskz_mov_ps(is_finite, largest)) };
+                let mut found = [_mm512_setzero_ps(); QUERIES];
+                for (query, found) in found.iter_mut().enumerate().take(queries) {
+                    let center = _mm512_set1_ps(centers[query]);
+                    for block in 0..blocks {
+                        let mut weights = counted(query, block);
+                        for weight in &mut weights {
+                            *weight = exp(_mm512_sub_ps(*weight, center));
+                        }
+                        let [a, b, c, d] = weights;
+                        let sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(a, b), c), d);
+                        *found = _mm512_add_ps(*found, sum);
+                        let out = probabilities[query * blocks + block].as_mut_ptr().cast();
+                        // SAFETY: a row is two vectors of bf16.
+                        unsafe {
+                            _mm512_storeu_si512(out, $to_bf16(a, b));
+                            _mm512_storeu_si512(out.add(1), $to_bf16(c, d));
+                        }
+                    }
+                }
+                let found = across::<true>(found);
+                let lanes: __mmask16 = ((1u32 << queries) - 1) as __mmask16;
+                // SAFETY: lanes beyond the queries are not touched.
+                unsafe {
+                    _mm512_mask_storeu_ps(maxima.as_mut_ptr(), lanes, largest);
+                    _mm512_mask_storeu_ps(sums.as_mut_ptr(), lanes, found);
+                }
+            }
+        }
+    };
 }
 
-/// Up to [`QUERIES`], the blocks of whose scores are `stride` apart. What one query waits for, another fills, and lanes are joined for all of them at once.
+blocks_of!(native, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma", rounded_natively);
+blocks_of!(rounding, "avx512f,avx512bw,avx512vl,avx512dq,fma", rounded);
+
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
-fn some_queries(
-    scores: &[[f32; BLOCK_KEYS]],
-    stride: usize,
-    seen: &[[u32; 2]],
-    scale: f32,
-    maxima: &mut [f32],
-    sums: &mut [f32],
-    probabilities: &mut [[bf16; BLOCK_KEYS]],
-) {
-    let (queries, scale) = (seen.len(), _mm512_set1_ps(scale));
-    let blocks = probabilities.len() / queries;
-    // Of most blocks all of them see all.
-    let from = seen.iter().map(|seen| seen[0]).max().unwrap_or(0) as usize;
-    let to = seen.iter().map(|seen| seen[1]).min().unwrap_or(0) as usize;
-    let counted = |query: usize, block: usize| {
-        let (row, keys) = (&scores[block * stride + query], block * BLOCK_KEYS..(block + 1) * BLOCK_KEYS);
-        let mut vectors = [_mm512_setzero_ps(); VECTORS];
-        for (v, vector) in vectors.iter_mut().enumerate() {
-            // SAFETY: a row has as many vectors.
-            *vector = _mm512_mul_ps(unsafe { _mm512_loadu_ps(row.as_ptr().add(16 * v)) }, scale);
-        }
-        if keys.start < from || keys.end > to {
-            for (v, vector) in vectors.iter_mut().enumerate() {
-                *vector = masked(*vector, (keys.start + 16 * v) as u32, seen[query]);
-            }
-        }
-        vectors
-    };
-    let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
-    for block in 0..blocks {
-        for (query, largest) in largest.iter_mut().enumerate().take(queries) {
-            let [a, b, c, d] = counted(query, block);
-            *largest = larger(*largest, larger(larger(a, b), larger(c, d)));
-        }
-    }
-    let largest = across::<false>(largest);
-    let is_finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(largest), _mm512_set1_ps(f32::INFINITY));
-    let mut centers = [0.0; QUERIES];
-    // SAFETY: as many as lanes.
-    unsafe { _mm512_storeu_ps(centers.as_mut_ptr(), _mm512_maskz_mov_ps(is_finite, largest)) };
-    let mut found = [_mm512_setzero_ps(); QUERIES];
-    for (query, found) in found.iter_mut().enumerate().take(queries) {
-        let center = _mm512_set1_ps(centers[query]);
-        for block in 0..blocks {
-            let mut weights = counted(query, block);
-            for weight in &mut weights {
-                *weight = exp(_mm512_sub_ps(*weight, center));
-            }
-            let [a, b, c, d] = weights;
-            let sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(a, b), c), d);
-            *found = _mm512_add_ps(*found, sum);
-            let out = probabilities[query * blocks + block].as_mut_ptr().cast::<__m512bh>();
-            // SAFETY: a row is two vectors of bf16.
-            unsafe {
-                out.write_unaligned(_mm512_cvtne2ps_pbh(b, a));
-                out.add(1).write_unaligned(_mm512_cvtne2ps_pbh(d, c));
-            }
-        }
-    }
-    let found = across::<true>(found);
-    let lanes: __mmask16 = ((1u32 << queries) - 1) as __mmask16;
-    // SAFETY: lanes beyond the queries are not touched.
-    unsafe {
-        _mm512_mask_storeu_ps(maxima.as_mut_ptr(), lanes, largest);
-        _mm512_mask_storeu_ps(sums.as_mut_ptr(), lanes, found);
-    }
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn rounded_natively(a: __m512, b: __m512) -> __m512i {
+    // SAFETY: both types are 512 bits of bf16.
+    unsafe { std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(b, a)) }
+}
+
+/// As `bf16::from_f32`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+fn rounded(a: __m512, b: __m512) -> __m512i {
+    let [a, b] = [a, b].map(|numbers| {
+        let bits = _mm512_castps_si512(numbers);
+        let is_even = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(is_even, _mm512_set1_epi32(0x7fff)));
+        // What is no number stays none.
+        let is_none = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(numbers, numbers);
+        let rounded = _mm512_mask_or_epi32(rounded, is_none, bits, _mm512_set1_epi32(1 << 22));
+        _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+    });
+    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
 }
 
 /// The scores of sixteen keys from `first` on, with negative infinity for those that are not seen.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
 fn masked(scores: __m512, first: u32, [from, to]: [u32; 2]) -> __m512 {
     let lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     let keys = _mm512_add_epi32(lanes, _mm512_set1_epi32(first.wrapping_sub(from) as i32));
@@ -127,7 +163,7 @@ fn masked(scores: __m512, first: u32, [from, to]: [u32; 2]) -> __m512 {
 
 /// The larger of two, or `a` if `b` is NaN.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
 fn larger(a: __m512, b: __m512) -> __m512 {
     // The second operand, where one is no number.
     _mm512_max_ps(b, a)
@@ -135,7 +171,7 @@ fn larger(a: __m512, b: __m512) -> __m512 {
 
 /// Joins the lanes of each query, by sums or by the larger: those of its second half to those of the first, and so on. Query `r` goes to lane `r`.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
 fn across<const SUMS: bool>(queries: [__m512; QUERIES]) -> __m512 {
     let join = |a, b| if SUMS { _mm512_add_ps(a, b) } else { larger(a, b) };
     let mut halves = [_mm512_setzero_ps(); 8];
@@ -162,7 +198,7 @@ fn across<const SUMS: bool>(queries: [__m512; QUERIES]) -> __m512 {
 
 /// [`exp_f32`](super::exp::exp_f32) of each lane.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
 fn exp(x: __m512) -> __m512 {
     let all = |value: f32| _mm512_set1_ps(value);
     // The second operand, where `x` is no number.
