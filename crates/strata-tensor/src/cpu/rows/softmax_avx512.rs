@@ -217,3 +217,32 @@ fn exp(x: __m512) -> __m512 {
     let is_something = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, all(SMALLEST));
     _mm512_maskz_mov_ps(is_something, scaled)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::isa::Isa;
+
+    #[test]
+    fn numbers_are_rounded_as_one_by_one() {
+        if !Isa::available().contains(&Isa::Avx512) {
+            return;
+        }
+        // Halves of the last place below and above an even and an odd number, what is just off them, infinities, and what is no number.
+        let upper = [0u32, 1, 0x0080, 0x3f80, 0x3f81, 0x7f7f, 0x7f80, 0x7fc0, 0x7fff, 0x8000, 0xbf81, 0xff80, 0xffff];
+        let lower = [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+        let mut numbers: Vec<f32> =
+            upper.iter().flat_map(|upper| lower.map(|lower| f32::from_bits(upper << 16 | lower))).collect();
+        numbers.resize(numbers.len().next_multiple_of(32), 0.0);
+        for numbers in numbers.as_chunks::<32>().0 {
+            let mut found = [bf16::ZERO; 32];
+            // SAFETY: the machine has the instructions, and both are of 32 numbers.
+            unsafe {
+                let (a, b) = (_mm512_loadu_ps(numbers.as_ptr()), _mm512_loadu_ps(numbers[16..].as_ptr()));
+                _mm512_storeu_si512(found.as_mut_ptr().cast(), rounded(a, b));
+            }
+            let expected = numbers.map(bf16::from_f32);
+            assert_eq!(found.map(bf16::to_bits), expected.map(bf16::to_bits), "{numbers:?}");
+        }
+    }
+}
