@@ -22,7 +22,8 @@ impl TrainOp {
                 [learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm].map(|x| x.to_bits()).hash(&mut hasher);
             }
             TrainOp::SaveState(target) | TrainOp::SaveSampler(target) => target.name.hash(&mut hasher),
-            TrainOp::Snapshot { sampler_id, replace } => (sampler_id, replace).hash(&mut hasher),
+            // Clients take another name each time that they send it.
+            TrainOp::Snapshot { sampler_id: _, replace } => replace.hash(&mut hasher),
             TrainOp::LoadState { source, with_optimizer } => (&source.name, with_optimizer).hash(&mut hasher),
             TrainOp::Refused(_) => return None,
         }
@@ -105,6 +106,8 @@ mod tests {
             }
         }
         assert_eq!(TrainOp::SaveState(save("a", 1)).fingerprint(), TrainOp::SaveState(save("a", 2)).fingerprint());
+        let snapshot = |name: &str| TrainOp::Snapshot { sampler_id: name.into(), replace: false };
+        assert_eq!(snapshot("a").fingerprint(), snapshot("b").fingerprint());
         assert_eq!(TrainOp::Refused("no".into()).fingerprint(), None);
     }
 }

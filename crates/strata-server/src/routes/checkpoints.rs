@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use strata_engine::api::{Request, Response, SaveTarget, TrainOp};
 use time::OffsetDateTime;
 
-use crate::app::{App, json_answer, unexpected};
+use crate::app::{App, acknowledged, json_answer, unexpected};
 use crate::bases::BaseId;
 use crate::blocking::off_thread;
 use crate::error::{ApiError, ApiResult};
@@ -114,13 +114,17 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
         }
         other => Err(format!("kind {:?} is neither snapshot nor inflight", shown(other))),
     };
+    // Sent again, it comes under its seq_id with a sampling_session_seq_id of its own, for which nothing is made.
+    let request_id = format!("{}:{}", &*head.model_id, head.seq_id);
+    if app.futures.is_known(&request_id, op.as_ref().ok().and_then(|(_, op)| op.fingerprint()))? {
+        return Ok(acknowledged(&request_id));
+    }
     let mut is_new = false;
     let op = op.and_then(|(weights, op)| {
         let added = app.registry.add_sampler(&session_id, &sampler_id, (base, weights), charge);
         let (added, freed) = added.map_err(|error| error.to_string())?;
         app.notify_engine(&client, freed);
         is_new = added;
-        // A retried request comes here too, and is then recognised by its place; what it finds wrong does not count.
         if is_new {
             Ok(op)
         } else {

@@ -125,8 +125,17 @@ async fn a_number_that_another_request_took_is_refused_and_one_sent_again_is_not
     }
     // The name that the last would have made is free.
     let body = json!({ "model_id": model_id, "sampling_session_seq_id": 7, "kind": "snapshot", "seq_id": 3 });
-    server.ok("save_weights_for_sampler", body).await;
+    let saved = server.outcome("save_weights_for_sampler", body.clone()).await;
     assert_eq!(server.engine.count(|r| matches!(r, Request::Train { .. })), 3);
+    // The SDK sends such a save again under the next number of a sampling session, which stays free.
+    for sampling_session_seq_id in [7, 9] {
+        let mut again = body.clone();
+        again["sampling_session_seq_id"] = json!(sampling_session_seq_id);
+        assert_eq!(server.outcome("save_weights_for_sampler", again).await, saved);
+    }
+    assert_eq!(server.engine.count(|r| matches!(r, Request::Train { .. })), 3);
+    let body = json!({ "session_id": session_id, "sampling_session_seq_id": 9, "base_model": "org/base" });
+    server.ok("create_sampling_session", body).await;
 
     let body = json!({ "session_id": session_id, "sampling_session_seq_id": 8, "base_model": "org/base" });
     let sampler_id = server.ok("create_sampling_session", body).await["sampling_session_id"].clone();
