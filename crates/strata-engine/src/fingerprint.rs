@@ -12,7 +12,7 @@ impl TrainOp {
         std::mem::discriminant(self).hash(&mut hasher);
         match self {
             TrainOp::ForwardBackward { data, loss, forward_only } => {
-                (forward_only, &loss.name, data.len()).hash(&mut hasher);
+                (forward_only, &loss.name, loss.config.len(), data.len()).hash(&mut hasher);
                 for (name, setting) in &loss.config {
                     (name, setting.to_bits()).hash(&mut hasher);
                 }

@@ -228,8 +228,9 @@ pub fn accept_or_else(
     let (base, client) = app.registry.use_model(&model_id)?;
     let request_id = format!("{model_id}:{seq_id}");
     let op = op.unwrap_or_else(TrainOp::Refused);
-    let begun = app.futures.begin_for(&request_id, &client, op.fingerprint(), None)?;
-    let Some(completer) = begun else { return Ok(acknowledged(&request_id)) };
+    let fingerprint = op.fingerprint();
+    let begin = || app.futures.begin_for(&request_id, &client, fingerprint, None);
+    let Some(completer) = begin()? else { return Ok(acknowledged(&request_id)) };
     let request = Request::Train { model_id: model_id.clone(), seq_id, op };
     let reason = match app.dispatch(&request_id, (base, client.clone()), completer, request, finish, on_failure) {
         Ok(()) | Err(Refusal::Seen) => return Ok(acknowledged(&request_id)),
@@ -237,7 +238,7 @@ pub fn accept_or_else(
         Err(refusal) => return Err(refused(refusal)),
     };
     // It will never be accepted as it is: what it asks for is let go, and it fails in its place.
-    let Some(completer) = app.futures.begin(&request_id, &client) else { return Ok(acknowledged(&request_id)) };
+    let Some(completer) = begin()? else { return Ok(acknowledged(&request_id)) };
     let request = Request::Train { model_id, seq_id, op: TrainOp::Refused(reason) };
     let nothing = |_: &App, response| Err(unexpected(&response));
     match app.dispatch(&request_id, (base, client), completer, request, nothing, |_, _| {}) {

@@ -19,7 +19,7 @@ use super::{PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, row_len,
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::kv::key_len;
-use crate::cpu::matmul::{TileKernel, wide_len_max};
+use crate::cpu::matmul::{TileKernel, widened_len};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::LANES;
 use crate::cpu::rows::convert::is_zero;
@@ -192,7 +192,7 @@ pub(crate) fn gradient_bytes_per_token<T: Element + Plain>(g: &AttentionGeometry
 pub(crate) fn round_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
     num_threads
         * (ROUND_PAGES_PER_THREAD * page_bytes::<T>(g)
-            + block_scratch_bytes::<T>(wide_len_max(steps_max::<T>(g)))
+            + block_scratch_bytes::<T>(widened_len(steps_max::<T>(g)))
             + pack_scratch_bytes::<T>(g))
 }
 

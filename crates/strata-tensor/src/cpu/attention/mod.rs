@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
 use super::kv::{KvPages, key_len, own_value_len, value_len};
-use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, transpose_block, wide_len_max};
+use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, transpose_block, widened_len};
 use super::memory::Buffer;
 use super::packed::{LANES, PANEL, PackedRef};
 use super::rows::softmax;
@@ -57,7 +57,7 @@ pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threa
     let split = 2 * taken_bytes::<f32>(rows * SPLIT_KEYS)
         + taken_bytes::<f32>(rows * g.head_dim)
         + taken_bytes::<T>(value_len(d))
-        + taken_bytes::<f32>(wide_len_max(split_steps::<T>(g)));
+        + taken_bytes::<f32>(widened_len(split_steps::<T>(g)));
     // Of fewer tiles than tasks, each has what it has found so far and what it finds in the splits of a round, of which there are no more than tasks and tiles.
     let found = 3 * TASKS_PER_THREAD * Found::bytes(rows, d);
     num_threads * (split + found) + backward::round_bytes::<T>(g, num_threads)

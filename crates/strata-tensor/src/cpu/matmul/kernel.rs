@@ -57,8 +57,9 @@ pub(super) type WideFn = unsafe fn(rows: usize, narrow: Option<*const u8>, tile:
 
 /// Lines of a step whose pairs were widened: of the first numbers, and of the second.
 pub(super) const WIDE_LINES: usize = 2;
-/// Numbers of a panel of so many steps that was widened.
-pub(crate) const fn wide_len_max(steps: usize) -> usize {
+
+/// Numbers of a whole panel of so many steps that is widened.
+pub(crate) const fn widened_len(steps: usize) -> usize {
     WIDE_LINES * PANEL * steps
 }
 
@@ -193,7 +194,7 @@ impl TileKernel {
     /// Numbers that [`TileKernel::block_in_parts`] has room for if it is to widen a right side of so many steps for so many rows; 0 if it never does.
     pub(crate) fn wide_len(&self, rows: usize, steps: usize) -> usize {
         match self {
-            TileKernel::Chains(chains) if chains.widening(rows).is_some() => wide_len_max(steps),
+            TileKernel::Chains(chains) if chains.widening(rows).is_some() => widened_len(steps),
             _ => 0,
         }
     }
@@ -205,23 +206,24 @@ impl TileKernel {
     /// As there, for each part; `tile.b` is not read.
     pub(crate) unsafe fn block_in_parts(&self, rows: usize, parts: &[*const u8], tile: &Tile, wide: &mut [f32]) {
         let steps = parts.len() * tile.steps;
-        match self {
-            TileKernel::Chains(chains)
-                if tile.columns == PANEL && steps > 0 && (1..=wide.len()).contains(&self.wide_len(rows, steps)) =>
-            {
-                let run = chains.wide.expect("it widens");
-                // The first tile widens part after part, the others go through all at once.
-                let first_rows = chains.rows_max[VECTORS_MAX - 1];
-                for (i, part) in parts.iter().enumerate() {
-                    let (a, b) = (tile.a.wrapping_add(4 * i * tile.steps), wide[wide_len_max(i * tile.steps)..].as_mut_ptr());
-                    let accumulate = tile.accumulate || i > 0;
-                    // SAFETY: the caller vouches for the operands, and there is room for what is widened.
-                    unsafe { run(first_rows, Some(*part), &Tile { a, b: b.cast(), accumulate, ..*tile }) };
-                }
-                let (a, c) = (tile.a.wrapping_add(first_rows * tile.a_stride), tile.c.wrapping_add(first_rows * tile.c_stride));
-                // SAFETY: as above; the first rows have been widened for.
-                unsafe { run(rows - first_rows, None, &Tile { steps, a, b: wide.as_ptr().cast(), c, ..*tile }) };
+        if let TileKernel::Chains(chains) = self
+            && let Some(run) = chains.widening(rows)
+            && tile.columns == PANEL
+            && widened_len(steps) <= wide.len()
+        {
+            // The first tile widens part after part, the others go through all at once.
+            let first_rows = chains.rows_max[VECTORS_MAX - 1];
+            for (i, part) in parts.iter().enumerate() {
+                let (a, b) = (tile.a.wrapping_add(4 * i * tile.steps), wide[widened_len(i * tile.steps)..].as_mut_ptr());
+                let accumulate = tile.accumulate || i > 0;
+                // SAFETY: the caller vouches for the operands, and there is room for what is widened.
+                unsafe { run(first_rows, Some(*part), &Tile { a, b: b.cast(), accumulate, ..*tile }) };
             }
+            let (a, c) = (tile.a.wrapping_add(first_rows * tile.a_stride), tile.c.wrapping_add(first_rows * tile.c_stride));
+            // SAFETY: as above; what they read has been written.
+            return unsafe { run(rows - first_rows, None, &Tile { steps, a, b: wide.as_ptr().cast(), c, ..*tile }) };
+        }
+        match self {
             TileKernel::Chains(Chains { rows_max, parts: Some(run), .. }) if tile.columns == PANEL && parts.len() > 1 => {
                 let rows_max = rows_max[VECTORS_MAX - 1];
                 // As in `Chains::block`.

@@ -45,8 +45,8 @@ pub(crate) use addends::{Addend, Addends};
 use fetch::ChunkList;
 pub(crate) use fetch::{Fetch, Pieces};
 use int8::{BytesKernel, BytesTile};
-use kernel::{Chains, ManyPanels, WIDE_LINES};
-pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, wide_len_max};
+use kernel::{Chains, ManyPanels};
+pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, widened_len};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{pack_columns, pack_int4, pack_rows, pack_step, unpack_row};
@@ -244,7 +244,7 @@ impl<'a> Matmul<'a> {
             let columns = panel_columns(panel, out.columns);
             let widening = chains.widening(rows.len()).filter(|_| columns == PANEL);
             let words = block_steps * columns.next_multiple_of(LANES);
-            let wide_words = if widening.is_some() { WIDE_LINES * words } else { 0 };
+            let wide_len = if widening.is_some() { widened_len(block_steps) } else { 0 };
             // What is fetched while a run of rows is computed: first what is added to it, then the right side that comes next. Few rows have a block of that
             // fetched by other means, and what is added to them while all blocks are computed.
             let are_few = widening.is_none() && matches!(chains.fetch(rows.len(), std::ptr::null()), Fetch::Next(..));
@@ -258,10 +258,10 @@ impl<'a> Matmul<'a> {
             let apart = rows.len() <= SUMS_ROWS_MAX && num_steps > block_steps && !out.accumulate && is_one;
             let sums_len = if apart { rows.len() * PANEL } else { 0 };
             let scratch_bytes =
-                taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + taken_bytes::<f32>(wide_words + sums_len);
+                taken_bytes::<u32>(words) + taken_bytes::<usize>(chunks_max) + taken_bytes::<f32>(wide_len + sums_len);
             with_scratch(scratch_bytes + addends.scratch_bytes(), |mut arena| {
                 let (scratch, chunks) = (arena.take(words), arena.take(chunks_max));
-                let (wide, sums) = arena.take::<f32>(wide_words + sums_len).split_at_mut(wide_words);
+                let (wide, sums) = arena.take::<f32>(wide_len + sums_len).split_at_mut(wide_len);
                 let sums = SharedMut::new(sums);
                 let sums_of = |row: usize| match apart {
                     true => (sums.as_ptr().wrapping_add((row - first_row) * PANEL), PANEL),
@@ -452,8 +452,8 @@ impl<'a> Matmul<'a> {
 pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtype: DType, threads: usize) -> usize {
     let (left, of_a_thread) = match kernel {
         TileKernel::Chains(chains) => {
-            let lines = if chains.widening(rows).is_some() { 1 + WIDE_LINES } else { 1 };
-            (0, lines * CHAIN_BLOCK_STEPS * PANEL * 4)
+            let wide_len = if chains.widening(rows).is_some() { widened_len(CHAIN_BLOCK_STEPS) } else { 0 };
+            (0, (CHAIN_BLOCK_STEPS * PANEL + wide_len) * 4)
         }
         TileKernel::Granules(_) => (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows)),
     };
