@@ -225,6 +225,11 @@ impl<T> SharedMut<T> {
         unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
     }
 
+    /// The same, numbered as if so many elements were before it, which nobody may touch.
+    pub(crate) fn begun_before(self, elements: usize) -> Self {
+        SharedMut(self.0.wrapping_sub(elements), 0)
+    }
+
     /// The start of the output.
     pub(crate) fn as_ptr(&self) -> *mut T {
         self.0

@@ -6,7 +6,6 @@
 use std::ops::Range;
 
 use super::kernel::VECTORS_MAX;
-use crate::cpu::packed::LANES;
 
 /// Tiles that share what the first of them fetch, at most.
 pub(super) const FETCHING_TILES_MAX: usize = 8;
@@ -126,20 +125,6 @@ impl Pieces {
     fn behind_next(self) -> Self {
         let first = self.first + self.apart;
         Pieces { next: first..first + self.bytes, first, count: self.count - 1, ..self }
-    }
-}
-
-/// Fetches the lines of `vectors` vectors of a row, which are about to be written.
-pub(super) fn fetch_row(row: *const f32, vectors: usize) {
-    for at in (0..vectors).map(|vector| row.wrapping_add(vector * LANES)) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-            // SAFETY: every such processor has the instruction, or takes it for none, and any address will do.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) };
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = at;
     }
 }
 

@@ -57,8 +57,6 @@ pub(crate) struct GranuleTile {
     pub c_row: usize,
     /// Vectors of columns, 1 to 4, all whole.
     pub vectors: usize,
-    /// Whether the right side is near: many rows read it, one tile after another, and it stays in the first-level cache meanwhile.
-    pub is_near: bool,
 }
 
 impl GranuleTile {
@@ -264,12 +262,7 @@ mod tests {
     }
 
     /// The product of a tile in plain rows, by the kernel of `isa` and by the reference.
-    fn both(
-        isa: Isa,
-        [rows, granules, vectors]: [usize; 3],
-        (from, is_near): (From, bool),
-        number: fn(u64, usize) -> u16,
-    ) -> [Vec<f32>; 2] {
+    fn both(isa: Isa, [rows, granules, vectors]: [usize; 3], from: From, number: fn(u64, usize) -> u16) -> [Vec<f32>; 2] {
         let (steps, columns) = (granules * STEPS, vectors * LANES);
         let key = (rows * 1000 + granules * 10 + vectors) as u64;
         let (a, b) = (words(2 * key, rows * steps, number), words(2 * key + 1, steps * columns, number));
@@ -304,7 +297,6 @@ mod tests {
             c: actual.as_mut_ptr(),
             c_row: columns,
             vectors,
-            is_near,
         };
         // SAFETY: the operands are as large as the tile says, and the machine has the instructions.
         unsafe { kernel(isa)(rows, &tile) };
@@ -316,9 +308,7 @@ mod tests {
         for (rows, granules, vectors) in
             (1..=ROWS_MAX).map(|rows| (rows, 1 + rows % 3, 1 + rows % 4)).chain([(32, 5, 4), (16, 3, 4), (17, 2, 3), (1, 7, 4)])
         {
-            for begins in
-                [From::Result, From::Zeros, From::Elsewhere].into_iter().flat_map(|from| [(from, false), (from, true)])
-            {
+            for begins in [From::Result, From::Zeros, From::Elsewhere] {
                 let [actual, expected] = both(isa, [rows, granules, vectors], begins, number);
                 for (i, (a, e)) in actual.iter().zip(&expected).enumerate() {
                     let same = a.to_bits() == e.to_bits() || a.is_nan() && e.is_nan();
@@ -369,7 +359,6 @@ mod tests {
                     c: c.as_mut_ptr(),
                     c_row: LANES,
                     vectors: 1,
-                    is_near: false,
                 };
                 // SAFETY: one row, one granule and one vector, and the machine has the instructions.
                 unsafe { kernel(isa)(1, &tile) };

@@ -393,7 +393,6 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
         c: t.c,
         c_row: t.c_stride,
         vectors: t.columns / LANES,
-        is_near: false,
     };
     let last = t.steps % granules::STEPS;
     // SAFETY: the caller vouches for all operands.

@@ -153,6 +153,11 @@ impl Out {
         Out { start: self.start + columns.start, columns: columns.len(), ..*self }
     }
 
+    /// The same, if what begins at row and column `(row, column)` lay in `side`, `stride` elements from one row to the next. For what `side` has room for.
+    pub(super) fn on_the_side(&self, side: &mut [f32], stride: usize, (row, column): (usize, usize)) -> Out {
+        Out { values: SharedMut::new(side).begun_before(row * stride + column), start: 0, stride, ..*self }
+    }
+
     /// Element `(row, column)`.
     pub(super) fn at(&self, row: usize, column: usize) -> *mut f32 {
         debug_assert!(row < self.rows && column < self.columns);

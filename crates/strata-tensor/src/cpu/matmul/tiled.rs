@@ -1,13 +1,18 @@
 //! Products in granules: left sides in tiles, a part of the rows and of the reduction at a time.
 
-use std::ops::Range;
+pub(super) mod near;
 
-use super::Matmul;
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use self::near::NearFn;
 use super::addends::{Addends, PanelAddends};
-use super::fetch::{Pieces, fetch_row};
+use super::fetch::Pieces;
 use super::granules::{self, GranuleFn, GranuleTile};
 use super::kernel;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, steps};
+use super::{Matmul, TASKS_PER_THREAD};
 use crate::Result;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{LANES, PANEL};
@@ -20,9 +25,12 @@ pub(super) const GRANULE_BLOCK_STEPS: usize = 256;
 const NEAR_GRANULE_BLOCK_STEPS: usize = 128;
 /// Rows of a left side in tiles at a time, at most.
 const TILED_ROWS_MAX: usize = 512;
-/// Bytes of a left side in tiles at a time, at most: half of a second-level cache, where they stay for all panels of the right side. (From the third a core of a large server reads some ten bytes a cycle, and a matrix unit
-/// eats sixteen.)
-const TILED_BYTES_MAX: usize = 1 << 20;
+/// Bytes of a left side in tiles at a time, at most. From beyond the second-level cache they come as fast, one behind the other; sums of a part of the reduction would come and go through the result.
+const TILED_BYTES_MAX: usize = 4 << 20;
+/// Rows of its own that a thread copies, at least: each thread reads the whole right side then.
+const OWN_ROWS_MIN: usize = 320;
+/// Panels that are left of other rows, at least, for which they are copied once more.
+const OTHERS_PANELS_MIN: usize = 4;
 /// From so many rows on a block of the right side is read often enough to be kept near.
 pub(super) const NEAR_ROWS_MIN: usize = 64;
 
@@ -37,39 +45,145 @@ impl Matmul<'_> {
         right: &impl Right,
         addends: &Addends<'_>,
     ) -> Result<()> {
+        let block_steps = if all.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_GRANULE_BLOCK_STEPS) };
         let num_steps = steps(left.width, left.dtype);
         let num_rows = all.len();
+        let near = near::kernel(self.isa);
+        let panels = out.columns.div_ceil(PANEL);
+        if near.is_some()
+            && let Some(chunk_rows) = self.own_rows(num_rows, panels)
+        {
+            let of_chunk = |first| RowChunk::new(all.parts(first..(first + chunk_rows).min(num_rows)).collect());
+            let chunks: Vec<RowChunk> = (0..num_rows).step_by(chunk_rows).map(of_chunk).collect();
+            return step_ranges(chunk_rows, num_steps).try_for_each(|steps| {
+                let accumulate = out.accumulate || steps.start > 0;
+                let addends = (steps.end == num_steps).then_some(addends);
+                self.over_chunks(&chunks, panels, |rows, next_panel| {
+                    let tiles = TiledLeft::of(self.pool, &left, rows, steps.clone())?;
+                    let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
+                    while let Some(panel) = next_panel() {
+                        // SAFETY: disjoint parts of the result, in bounds by the assertions of the callers.
+                        unsafe { self.panel_of_granules(&product, near, (panel, panel + 1), 0..rows.len(), addends) };
+                    }
+                    Ok(())
+                })
+            });
+        }
         for first in (0..num_rows).step_by(TILED_ROWS_MAX) {
             let rows: Vec<Range<usize>> = all.parts(first..(first + TILED_ROWS_MAX).min(num_rows)).collect();
             let rows = RowRuns::new(&rows);
-            let step_bytes = rows.len().next_multiple_of(granules::TILE_ROWS) * 4;
-            let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
-            let block_steps = if rows.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_GRANULE_BLOCK_STEPS) };
-            for first_step in (0..num_steps).step_by(steps_max) {
-                let steps = first_step..(first_step + steps_max).min(num_steps);
+            for steps in step_ranges(rows.len(), num_steps) {
                 // What one panel alone reads is not worth a copy.
-                let in_place = if out.columns <= PANEL { TiledLeft::in_place(&left, rows, steps.clone()) } else { None };
+                let in_place = if panels == 1 { TiledLeft::in_place(&left, rows, steps.clone()) } else { None };
                 let tiles = in_place.map_or_else(|| TiledLeft::of(self.pool, &left, rows, steps.clone()), Ok)?;
-                let accumulate = out.accumulate || first_step > 0;
+                let accumulate = out.accumulate || steps.start > 0;
+                let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
+                let addends = (steps.end == num_steps).then_some(addends);
                 self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
-                    let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
                     // Threads take panels in turns.
                     let next_panel = panel + self.pool.num_threads();
-                    // SAFETY: tasks own disjoint parts of the result, in bounds by the assertions of the callers.
-                    unsafe { product.panel(panel, part.clone(), next_panel) };
-                    if steps.end == num_steps {
-                        with_scratch(addends.scratch_bytes(), |mut arena| {
-                            let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
-                            // SAFETY: as above.
-                            let mut add = |rows| unsafe { added.add(out, rows) };
-                            rows.parts(part).for_each(|part| addends.runs(part, &mut add));
-                        });
-                    }
+                    // SAFETY: disjoint parts of the result, in bounds by the assertions of the callers.
+                    unsafe { self.panel_of_granules(&product, near, (panel, next_panel), part, addends) };
                 });
             }
         }
         Ok(())
     }
+
+    /// How many rows a thread copies at a time for itself alone, if there are enough for all threads: it would have to ask the others for what they have written. Of one panel, many rows are copied too; as
+    /// they lie, they are read more slowly than that.
+    fn own_rows(&self, rows: usize, panels: usize) -> Option<usize> {
+        let threads = self.pool.num_threads();
+        let (chunks, rows_min) = match panels {
+            1 if rows < NEAR_ROWS_MIN => return None,
+            1 => ((TASKS_PER_THREAD * threads).min(rows / granules::ROWS_MAX), granules::ROWS_MAX),
+            _ => (rows.div_ceil(TILED_ROWS_MAX).next_multiple_of(threads), OWN_ROWS_MIN),
+        };
+        let are_enough = rows / chunks.max(1) >= rows_min;
+        are_enough.then(|| rows.div_ceil(chunks).next_multiple_of(granules::ROWS_MAX).min(TILED_ROWS_MAX))
+    }
+
+    /// Runs `body` with rows of each chunk on some thread, and with what answers the next of their panels that nobody has. A thread whose own chunks are done helps with others.
+    fn over_chunks(
+        &self,
+        chunks: &[RowChunk],
+        panels: usize,
+        body: impl Fn(RowRuns<'_>, &mut dyn FnMut() -> Option<usize>) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let threads = self.pool.num_threads();
+        let failed = Mutex::new(Ok(()));
+        chunks.iter().for_each(|chunk| chunk.next_panel.store(0, Ordering::Relaxed));
+        self.pool.run(threads, &|thread| {
+            let is_own = |chunk: &usize| chunk % threads == thread;
+            let own = (0..chunks.len()).filter(is_own).map(|chunk| (chunk, 1));
+            let others = (0..chunks.len()).filter(|chunk| !is_own(chunk)).map(|chunk| (chunk, OTHERS_PANELS_MIN.min(panels)));
+            for (chunk, panels_min) in own.chain(others) {
+                let RowChunk { rows, next_panel } = &chunks[chunk];
+                if next_panel.load(Ordering::Relaxed) + panels_min > panels {
+                    continue;
+                }
+                let mut next = || Some(next_panel.fetch_add(1, Ordering::Relaxed)).filter(|panel| *panel < panels);
+                if let Err(error) = body(RowRuns::new(rows), &mut next) {
+                    *failed.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Err(error);
+                    return;
+                }
+            }
+        });
+        failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// A panel for rows `part` of the tiles, and what is added to it.
+    ///
+    /// # Safety
+    /// As [`PanelProduct::panel`].
+    unsafe fn panel_of_granules(
+        &self,
+        product: &PanelProduct<'_, impl Right>,
+        near: Option<NearFn>,
+        (panel, next_panel): (usize, usize),
+        part: Range<usize>,
+        addends: Option<&Addends<'_>>,
+    ) {
+        let (left, out) = (product.left, product.out);
+        let is_whole = panel_columns(panel, out.columns).next_multiple_of(LANES) == PANEL;
+        let added_bytes = addends.map_or(0, Addends::scratch_bytes);
+        if let Some(near) = near.filter(|_| is_whole && part.len() >= NEAR_ROWS_MIN && left.is_copied()) {
+            let bytes = near::scratch_bytes(part.len()) + 2 * taken_bytes::<u32>(product.block_steps * PANEL);
+            return with_scratch(bytes + added_bytes, |arena| {
+                // SAFETY: the caller's promise.
+                unsafe { product.near_panel((self, near), (panel, next_panel), part, addends, arena) };
+            });
+        }
+        // SAFETY: the caller's promise.
+        unsafe { product.panel(panel, part.clone(), next_panel) };
+        let Some(addends) = addends else { return };
+        with_scratch(added_bytes, |mut arena| {
+            let mut added = PanelAddends::new(addends, &self.kernel, self.isa, panel, &mut arena);
+            // SAFETY: the caller's promise.
+            let mut add = |rows| unsafe { added.add(out, rows) };
+            left.rows.parts(part).for_each(|part| addends.runs(part, &mut add));
+        });
+    }
+}
+
+/// Some rows of a left side, which one thread copies and multiplies, and others that have nothing else to do.
+struct RowChunk {
+    rows: Vec<Range<usize>>,
+    /// The first panel that nobody has taken.
+    next_panel: AtomicUsize,
+}
+
+impl RowChunk {
+    fn new(rows: Vec<Range<usize>>) -> Self {
+        RowChunk { rows, next_panel: AtomicUsize::new(0) }
+    }
+}
+
+/// The steps of a reduction, as many at a time as there is room for of so many rows.
+fn step_ranges(rows: usize, num_steps: usize) -> impl Iterator<Item = Range<usize>> {
+    let step_bytes = rows.next_multiple_of(granules::TILE_ROWS) * 4;
+    let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
+    (0..num_steps).step_by(steps_max).map(move |first| first..(first + steps_max).min(num_steps))
 }
 
 /// Rows of a left side as kernels of granules read them.
@@ -84,7 +198,7 @@ struct TiledLeft<'r> {
     rows: RowRuns<'r>,
     steps: Range<usize>,
     /// Where they lie, if they were copied.
-    _buffer: Option<Buffer>,
+    buffer: Option<Buffer>,
 }
 
 // SAFETY: the numbers are read alone.
@@ -133,7 +247,12 @@ impl<'r> TiledLeft<'r> {
             pool.run(num_tiles, &tile)
         }
         let (row, granule) = (granules::ROW_BYTES, Self::TILE_BYTES);
-        Ok(TiledLeft { first: buffer.as_ptr(), row, granule, tile: stride, rows, steps, _buffer: Some(buffer) })
+        Ok(TiledLeft { first: buffer.as_ptr(), row, granule, tile: stride, rows, steps, buffer: Some(buffer) })
+    }
+
+    /// Whether there is room for whole tiles.
+    fn is_copied(&self) -> bool {
+        self.buffer.is_some()
     }
 
     /// The rows as they lie, if a kernel can read them so: one run, whole granules.
@@ -146,7 +265,7 @@ impl<'r> TiledLeft<'r> {
         }
         let bytes = &left.bytes[run.start * left.stride + steps.start * 4..(run.end - 1) * left.stride + steps.end * 4];
         let (first, row, granule) = (bytes.as_ptr(), left.stride, granules::ROW_BYTES);
-        Some(TiledLeft { first, row, granule, tile: granules::TILE_ROWS * row, rows, steps, _buffer: None })
+        Some(TiledLeft { first, row, granule, tile: granules::TILE_ROWS * row, rows, steps, buffer: None })
     }
 }
 
@@ -217,25 +336,12 @@ impl<R: Right> PanelProduct<'_, R> {
                     };
                     let (c, c_row) = if is_last && is_regular { in_result } else { aside };
                     let block = right.block(panel, steps.clone(), written);
-                    // What comes next is fetched a few lines at a time, as often as the kernel is called. It fetches itself what it streams.
-                    let mut ahead = if !is_near && block.is_streamed {
-                        Pieces::default()
-                    } else if !is_last {
-                        right.pieces(panel, steps.end..(steps.end + block_steps).min(left.steps.end))
-                    } else if (next_panel + 1) * PANEL <= out.columns {
-                        right.pieces(next_panel, left.steps.start..(left.steps.start + block_steps).min(left.steps.end))
-                    } else {
-                        Pieces::default()
-                    };
+                    // It fetches itself what it streams.
+                    let streams = !is_near && block.is_streamed;
+                    let mut ahead = if streams { Pieces::default() } else { self.coming(panel, next_panel, &steps) };
                     let lines = ahead.lines().div_ceil(rows.div_ceil(granules::ROWS_MAX));
-                    let meets_result = is_near && on_the_side && is_regular && (is_last || is_first && accumulate);
-                    let before = |now: Range<usize>| {
-                        ahead = std::mem::take(&mut ahead).fetch(lines);
-                        if meets_result {
-                            let next = now.end..(now.end + granules::ROWS_MAX).min(rows);
-                            next.for_each(|place| fetch_row(result(first_row + place), vectors));
-                        }
-                    };
+                    // A few lines at a time, as often as the kernel is called.
+                    let before = |_| ahead = std::mem::take(&mut ahead).fetch(lines);
                     let granules_before = (first - left.steps.start) / granules::STEPS;
                     let at = part.start / granules::TILE_ROWS * left.tile + granules_before * left.granule;
                     let mut tile = GranuleTile {
@@ -251,7 +357,6 @@ impl<R: Right> PanelProduct<'_, R> {
                         c,
                         c_row,
                         vectors,
-                        is_near,
                     };
                     if !steps.len().is_multiple_of(granules::STEPS) {
                         fill_up(&block, steps.len(), width, filled_up);
@@ -266,6 +371,20 @@ impl<R: Right> PanelProduct<'_, R> {
                 }
             }
         });
+    }
+}
+
+impl<R: Right> PanelProduct<'_, R> {
+    /// What is read of the right side behind these steps.
+    fn coming(&self, panel: usize, next_panel: usize, steps: &Range<usize>) -> Pieces {
+        let Range { start, end } = self.left.steps;
+        if steps.end < end {
+            self.right.pieces(panel, steps.end..(steps.end + self.block_steps).min(end))
+        } else if (next_panel + 1) * PANEL <= self.out.columns {
+            self.right.pieces(next_panel, start..(start + self.block_steps).min(end))
+        } else {
+            Pieces::default()
+        }
     }
 }
 

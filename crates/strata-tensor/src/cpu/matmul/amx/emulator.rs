@@ -209,7 +209,6 @@ impl Instruction {
                     c,
                     c_row: LANES,
                     vectors: 1,
-                    is_near: false,
                 };
                 // SAFETY: whole tiles of sixteen steps and columns; who asks for tiles has AVX-512.
                 unsafe { granules::kernel(Isa::Avx512)(sum.rows, &tile) };
