@@ -123,7 +123,7 @@ macro_rules! one_by_four_products {
     };
 }
 
-/// See [`NearFn`](super::near::NearFn): of four products one load comes from the second-level cache, where two tiles of rows by two of columns would be two of four.
+/// See [`NearFn`](super::tiled::near::NearFn): of four products one load comes from the second-level cache, where two tiles of rows by two of columns would be two of four.
 ///
 /// # Safety
 /// As there, with AMX-BF16 and the system's permission.
