@@ -121,8 +121,13 @@ pub(crate) struct Addends<'a> {
 impl<'a> Addends<'a> {
     /// A bias, and then products.
     pub(crate) fn new(bias: Option<&'a [f32]>, mut products: Vec<Addend<'a>>) -> Self {
-        // Behind a row that ends within a step is what lies there.
-        assert!(products.iter().all(|p| (p.left.width * p.left.dtype.size_bytes()).is_multiple_of(4)));
+        for Addend { left, .. } in &products {
+            let row_bytes = left.width * left.dtype.size_bytes();
+            assert!(
+                row_bytes.is_multiple_of(4),
+                "a row of {row_bytes} bytes ends within a step, and behind it is what lies there"
+            );
+        }
         let in_order = products.windows(2).all(|pair| {
             let (before, after) = (pair[0].rows(), pair[1].rows());
             before.start <= after.start && before.end <= after.end

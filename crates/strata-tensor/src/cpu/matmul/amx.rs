@@ -129,6 +129,7 @@ macro_rules! one_by_four_products {
 /// As there, with AMX-BF16 and the system's permission.
 pub(super) unsafe fn near(t: &NearTile) {
     configure(TILE_ROWS, TILE_ROWS);
+    // Sums lie as the left side does, in tiles of sixteen rows of 64 bytes (`a_row`).
     // SAFETY: the caller vouches for the operands; tile registers are used in this block alone.
     unsafe {
         asm!(

@@ -6,21 +6,21 @@ use super::*;
 use crate::cpu::packed::PackedStack;
 use crate::{Element, Int4Group, Int4Rows, Memory, WeightFormat, random};
 
-fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
+pub(super) fn values<T: Element>(seed: u64, n: usize) -> Vec<T> {
     (0..n).map(|i| T::from_f32(random::normal([seed, 0], i as u64))).collect()
 }
 
-fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
+pub(super) fn packed<T: Element>(pool: &Pool, w: &[T], k: usize, n: usize) -> PackedStack {
     let mut stack = PackedStack::zeros(1, k, n, T::DTYPE.into()).unwrap();
     pack_rows(pool, Isa::detect(), w, 0, &mut stack.layer_mut(0).unwrap()).unwrap();
     stack
 }
 
-fn all<T: Element>(matrix: &[T], columns: usize) -> Rows<'_> {
+pub(super) fn all<T: Element>(matrix: &[T], columns: usize) -> Rows<'_> {
     Rows::new(matrix, columns, 0..matrix.len() / columns, 0..columns)
 }
 
-fn into(matrix: &mut [f32], columns: usize, accumulate: bool) -> Out {
+pub(super) fn into(matrix: &mut [f32], columns: usize, accumulate: bool) -> Out {
     let rows = matrix.len() / columns;
     Out::new(matrix, columns, &Target { accumulate, ..Target::overwrite() }, rows, columns)
 }

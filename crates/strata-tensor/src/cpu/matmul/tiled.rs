@@ -398,3 +398,65 @@ unsafe fn fill_up(block: &RightBlock, steps: usize, width: usize, out: &mut [u32
     }
     rest.fill(0);
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::cpu::isa::Isa;
+    use crate::{DType, Error};
+
+    fn chunks(count: usize) -> Vec<RowChunk> {
+        (0..count).map(|i| RowChunk::new(std::iter::once(i..i + 1).collect())).collect()
+    }
+
+    #[test]
+    fn every_panel_of_every_chunk_is_given_out_once_however_often_it_is_asked() {
+        for (threads, count, panels) in [(1, 3, 5), (2, 2, 1), (2, 4, 9), (3, 6, 47), (4, 2, 3)] {
+            let pool = Pool::new(threads);
+            let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
+            let chunks = chunks(count);
+            // As for each range of a reduction.
+            for _ in 0..2 {
+                let given: Vec<AtomicUsize> = (0..count * panels).map(|_| AtomicUsize::new(0)).collect();
+                let take = |rows: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
+                    while let Some(panel) = next_panel() {
+                        given[(rows.end() - 1) * panels + panel].fetch_add(1, Ordering::Relaxed);
+                    }
+                    Ok(())
+                };
+                matmul.over_chunks(&chunks, panels, take).unwrap();
+                let what = format!("{threads} threads, {count} chunks, {panels} panels");
+                assert!(given.iter().all(|given| given.load(Ordering::Relaxed) == 1), "{what}: {given:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn who_is_done_helps_and_a_failure_is_the_answer() {
+        let pool = Pool::new(2);
+        let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
+        let in_first = AtomicUsize::new(0);
+        // Whoever has the first chunk waits there until the other has come too.
+        let meet = |rows: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
+            next_panel();
+            if rows.end() == 1 {
+                in_first.fetch_add(1, Ordering::Relaxed);
+                let end = Instant::now() + Duration::from_secs(20);
+                while in_first.load(Ordering::Relaxed) < 2 && Instant::now() < end {
+                    std::thread::yield_now();
+                }
+            }
+            Ok(())
+        };
+        matmul.over_chunks(&chunks(2), OTHERS_PANELS_MIN + 2, meet).unwrap();
+        assert_eq!(in_first.into_inner(), 2);
+
+        let fail = |rows: RowRuns<'_>, _: &mut dyn FnMut() -> Option<usize>| match rows.end() {
+            2 => Err(Error::OutOfMemory { bytes: 7 }),
+            _ => Ok(()),
+        };
+        assert!(matches!(matmul.over_chunks(&chunks(2), 1, fail), Err(Error::OutOfMemory { bytes: 7 })));
+    }
+}

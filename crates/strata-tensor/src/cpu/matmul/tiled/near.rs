@@ -186,13 +186,12 @@ impl<R: Right> PanelProduct<'_, R> {
 /// # Safety
 /// There is room for them, which is nobody else's.
 unsafe fn write(from: &[f32], to: *mut f32, is_streamed: bool) {
-    #[cfg(target_arch = "x86_64")]
-    if is_streamed && from.len() == PANEL && to.addr().is_multiple_of(LINE_BYTES) {
-        // SAFETY: the caller's promise; who has tiles has AVX-512.
-        return unsafe { stream(from, to) };
+    // SAFETY: the caller's promise; who has tiles has AVX-512.
+    match is_streamed && from.len() == PANEL && to.addr().is_multiple_of(LINE_BYTES) {
+        #[cfg(target_arch = "x86_64")]
+        true => unsafe { stream(from, to) },
+        _ => unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) },
     }
-    // SAFETY: the caller's promise.
-    unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) }
 }
 
 /// # Safety
@@ -222,20 +221,10 @@ mod tests {
 
     use crate::cpu::isa::Arithmetic;
     use crate::cpu::matmul::operands::RightOn;
-    use crate::cpu::matmul::{Addend, Addends, Matmul, Out, RightSide, RowRuns, Rows, Target, pack_rows};
-    use crate::cpu::packed::PackedStack;
+    use crate::cpu::matmul::tests::{all, into, packed, values};
+    use crate::cpu::matmul::{Addend, Addends, Matmul, RightSide, RowRuns};
     use crate::cpu::threads::Pool;
-    use crate::{DType, Isa, Numerics, random};
-
-    fn values(seed: u64, n: usize) -> Vec<bf16> {
-        (0..n).map(|i| bf16::from_f32(random::normal([seed, 0], i as u64))).collect()
-    }
-
-    fn packed(pool: &Pool, seed: u64, k: usize, n: usize) -> PackedStack {
-        let mut stack = PackedStack::zeros(1, k, n, DType::BF16.into()).unwrap();
-        pack_rows(pool, Isa::detect(), &values(seed, n * k), 0, &mut stack.layer_mut(0).unwrap()).unwrap();
-        stack
-    }
+    use crate::{DType, Isa, Numerics};
 
     /// Products of many rows with a bias and a low-rank product, on a matrix unit and with vectors: each of one block and of several, of steps that are copied at once and of more, of rows that
     /// one thread has and that all share, and of a result that goes past the caches.
@@ -256,7 +245,8 @@ mod tests {
         ];
         for (m, k, n) in shapes {
             let one = Pool::new(1);
-            let (w, b, x, low) = (packed(&one, 1, k, n), packed(&one, 2, rank, n), values(3, m * k), values(4, 40 * rank));
+            let (w, b) = (packed::<bf16>(&one, &values(1, n * k), k, n), packed::<bf16>(&one, &values(2, n * rank), rank, n));
+            let (x, low) = (values::<bf16>(3, m * k), values::<bf16>(4, 40 * rank));
             let bias: Vec<f32> = (0..n).map(|i| i as f32 * 0.1).collect();
             // Every row, and some: a run of few, one from within a tile to within another, and the last.
             let (every, some) = (0..m, [0..3, 20..m - 5, m - 1..m]);
@@ -266,14 +256,13 @@ mod tests {
                         let pool = Pool::new(threads);
                         let matmul = Matmul::new(&pool, Arithmetic { isa, numerics: Numerics::Portable }, DType::BF16);
                         let mut padded = None;
-                        let left = Rows::new(&low, rank, 0..40, 0..rank).whole_steps(&mut padded).unwrap();
+                        let left = all(&low, rank).whole_steps(&mut padded).unwrap();
                         let addend = Addend { first_row: 10, first_column: 0, left, right: RightSide::Weights(b.layer(0)) };
                         let addends = Addends::new(Some(&bias), vec![addend]);
                         let mut y = vec![0.5; m * n];
-                        let out = Out::new(&mut y, n, &Target { accumulate, ..Target::overwrite() }, m, n);
                         let right = RightOn(isa, RightSide::Weights(w.layer(0)));
-                        let rows = (Rows::new(&x, k, 0..m, 0..k), RowRuns::new(runs));
-                        matmul.product(rows, out, matmul.block_steps(), right, &addends).unwrap();
+                        let rows = (all(&x, k), RowRuns::new(runs));
+                        matmul.product(rows, into(&mut y, n, accumulate), matmul.block_steps(), right, &addends).unwrap();
                         y.into_iter().map(f32::to_bits).collect::<Vec<_>>()
                     };
                     let expected = product(Isa::Avx512, 1);
