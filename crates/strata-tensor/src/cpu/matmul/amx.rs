@@ -15,6 +15,7 @@ pub(crate) mod emulator;
 
 use std::arch::asm;
 use std::cell::Cell;
+use std::mem::offset_of;
 
 use super::granules::{GranuleTile, ROW_BYTES, TILE_ROWS};
 use super::tiled::near::NearTile;
@@ -75,33 +76,54 @@ pub(crate) fn release() {
 ///
 /// # Safety
 /// As there, with AMX-BF16 and the system's permission.
-pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
-    // SAFETY: the caller's promise.
-    let t = unsafe { &t.begun(rows) };
+pub(super) unsafe fn run(rows: usize, parts: &[*const u8], t: &GranuleTile) {
     let second = rows.saturating_sub(TILE_ROWS);
-    let at = |v: usize| GranuleTile { b: t.b.wrapping_add(v * LANES * 4), c: t.c.wrapping_add(v * LANES), ..*t };
-    // SAFETY: rows and vectors that the caller vouches for, with tiles of as many rows.
-    unsafe {
-        if second > 0 {
-            configure(TILE_ROWS, second);
-            for v in (0..t.vectors).step_by(2) {
-                if t.vectors - v == 1 { two_by_one(&at(v)) } else { two_by_two(&at(v)) }
-            }
-            return;
-        }
-        configure(rows, rows);
-        let mut v = 0;
-        while v < t.vectors {
-            match t.vectors - v {
-                WIDE.. => one_by_four(&at(v)),
-                2 | 3 => one_by_two(&at(v)),
-                _ => one_by_one(&at(v)),
-            }
-            v += match t.vectors - v {
-                WIDE.. => WIDE,
-                2 | 3 => 2,
-                _ => 1,
-            };
+    configure(rows.min(TILE_ROWS), if second > 0 { second } else { rows });
+    let mut v = 0;
+    while v < t.vectors {
+        let (count, product): (usize, unsafe fn(&Product<'_>)) = match (second > 0, t.vectors - v) {
+            (true, 1) => (1, two_by_one),
+            (true, _) => (2, two_by_two),
+            (false, WIDE..) if t.b_streams => (WIDE, one_by_four_streamed),
+            (false, WIDE..) => (WIDE, one_by_four),
+            (false, 2 | 3) => (2, one_by_two),
+            (false, _) => (1, one_by_one),
+        };
+        // SAFETY: rows and vectors that the caller vouches for, with tiles of as many rows.
+        unsafe { product(&Product::new(t, parts, v)) };
+        v += count;
+    }
+}
+
+/// What a loop reads of memory where it begins and ends: registers are few.
+struct Product<'t> {
+    t: &'t GranuleTile,
+    parts: std::ops::Range<*const *const u8>,
+    /// Of each part, from its beginning.
+    b_offset: usize,
+    /// Of the first rows and the second; bytes from one row to the next.
+    from: [*const f32; 2],
+    from_row: usize,
+    to: [*mut f32; 2],
+    to_row: usize,
+}
+
+impl<'t> Product<'t> {
+    /// From the `v`-th vector on.
+    fn new(t: &'t GranuleTile, parts: &[*const u8], v: usize) -> Self {
+        let from = |row: usize| match t.from.is_null() {
+            true => t.from,
+            false => t.from.wrapping_add(row * t.from_row + v * LANES),
+        };
+        let to = |row: usize| t.c.wrapping_add(row * t.c_row + v * LANES);
+        Product {
+            t,
+            parts: parts.as_ptr_range(),
+            b_offset: v * LANES * 4,
+            from: [from(0), from(TILE_ROWS)],
+            from_row: t.from_row * 4,
+            to: [to(0), to(TILE_ROWS)],
+            to_row: t.c_row * 4,
         }
     }
 }
@@ -147,8 +169,19 @@ pub(super) unsafe fn near(t: &NearTile) {
             "tilezero tmm3",
             "2:",
             one_by_four_products!(),
+            "mov {left}, {lines_each}",
+            "test {left}, {left}",
+            "jz 5f",
+            "4:",
+            "mov {from}, [{lines}]",
+            "prefetcht1 [{from}]",
+            "add {lines}, 8",
+            "dec {left}",
+            "jnz 4b",
+            "5:",
             "add {a}, 1024",
-            "add {b}, {b_granule}",
+            "lea {b}, [{b} + 8*{b_step}]",
+            "lea {b}, [{b} + 8*{b_step}]",
             "dec {granules}",
             "jnz 2b",
             "tilestored [{to} + {to_row}*1], tmm0",
@@ -158,12 +191,14 @@ pub(super) unsafe fn near(t: &NearTile) {
             "tilestored [{to} + {to_row}*1], tmm2",
             "add {to}, {to_vector}",
             "tilestored [{to} + {to_row}*1], tmm3",
-            from = in(reg) t.from,
+            from = inout(reg) t.from => _,
             a = inout(reg) t.a => _,
             a_row = in(reg) ROW_BYTES,
             b = inout(reg) t.b => _,
             b_step = in(reg) t.b_step,
-            b_granule = in(reg) TILE_ROWS * t.b_step,
+            lines = inout(reg) t.lines => _,
+            lines_each = in(reg) t.lines_each,
+            left = out(reg) _,
             to = inout(reg) t.to => _,
             to_row = in(reg) t.to_row * 4,
             to_vector = in(reg) t.to_vector * 4,
@@ -174,38 +209,64 @@ pub(super) unsafe fn near(t: &NearTile) {
     }
 }
 
-/// Wraps the body of a loop over granules in loads and stores of result tiles, `(tile, place)`.
+/// Wraps the body of a loop over parts and their granules in loads, or zeros, and stores of result tiles: of each sixteen rows their number, and `(tile, place in the row)`.
 macro_rules! tiles {
-    ($(#[$attribute:meta])* $name:ident, results: [$(($tile:literal, $place:literal)),+], [$($body:expr),+ $(,)?]) => {
+    ($(#[$attribute:meta])* $name:ident, results: [$([$half:literal, $(($tile:literal, $place:literal)),+]),+], [$($body:expr),+ $(,)?]) => {
         $(#[$attribute])*
         ///
         /// # Safety
         /// As [`run`], with tiles configured.
-        unsafe fn $name(t: &GranuleTile) {
+        unsafe fn $name(p: &Product<'_>) {
             // SAFETY: the caller vouches for the operands; tile registers are used in this block alone.
             unsafe {
                 asm!(
-                    $(concat!("tileloadd ", $tile, ", [", $place, " + {c_row}*1]"),)+
+                    "mov {b}, [{p} + {from}]",
+                    "test {b}, {b}",
+                    "jz 3f",
+                    "mov {granules}, [{p} + {from_row}]",
+                    $(
+                        concat!("mov {b}, [{p} + {from} + 8*", $half, "]"),
+                        $(concat!("tileloadd ", $tile, ", [{b} + {granules}*1 + ", $place, "]"),)+
+                    )+
+                    "jmp 4f",
+                    "3:",
+                    $($(concat!("tilezero ", $tile),)+)+
+                    "4:",
+                    "mov {b}, [{part}]",
+                    "add {b}, [{p} + {b_offset}]",
+                    "mov {granules}, {granules_each}",
                     "2:",
                     $($body,)+
                     "add {a}, {a_granule}",
                     "add {a2}, {a_granule}",
-                    "add {b}, {b_granule}",
+                    "lea {b}, [{b} + 8*{b_step}]",
+                    "lea {b}, [{b} + 8*{b_step}]",
                     "dec {granules}",
                     "jnz 2b",
-                    $(concat!("tilestored [", $place, " + {c_row}*1], ", $tile),)+
-                    "# {c2}",
-                    a = inout(reg) t.a => _,
-                    a2 = inout(reg) t.a.wrapping_add(t.a_tile) => _,
-                    a_row = in(reg) t.a_row,
-                    a_granule = in(reg) t.a_granule,
-                    b = inout(reg) t.b => _,
-                    b_step = in(reg) t.b_step,
-                    b_granule = in(reg) TILE_ROWS * t.b_step,
-                    c = in(reg) t.c,
-                    c2 = in(reg) t.c.wrapping_add(TILE_ROWS * t.c_row),
-                    c_row = in(reg) t.c_row * 4,
-                    granules = inout(reg) t.granules => _,
+                    "add {part}, 8",
+                    "cmp {part}, [{p} + {parts_end}]",
+                    "jb 4b",
+                    "mov {granules}, [{p} + {to_row}]",
+                    $(
+                        concat!("mov {b}, [{p} + {to} + 8*", $half, "]"),
+                        $(concat!("tilestored [{b} + {granules}*1 + ", $place, "], ", $tile),)+
+                    )+
+                    p = in(reg) p,
+                    from = const offset_of!(Product<'_>, from),
+                    from_row = const offset_of!(Product<'_>, from_row),
+                    b_offset = const offset_of!(Product<'_>, b_offset),
+                    parts_end = const offset_of!(Product<'_>, parts) + offset_of!(std::ops::Range<*const *const u8>, end),
+                    to = const offset_of!(Product<'_>, to),
+                    to_row = const offset_of!(Product<'_>, to_row),
+                    a = inout(reg) p.t.a => _,
+                    a2 = inout(reg) p.t.a.wrapping_add(p.t.a_tile) => _,
+                    a_row = in(reg) p.t.a_row,
+                    a_granule = in(reg) p.t.a_granule,
+                    part = inout(reg) p.parts.start => _,
+                    b = out(reg) _,
+                    b_step = in(reg) p.t.b_step,
+                    granules_each = in(reg) p.t.granules,
+                    granules = out(reg) _,
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                     options(nostack),
                 );
@@ -216,7 +277,7 @@ macro_rules! tiles {
 
 tiles! {
     /// Up to 32 rows by 32 columns.
-    two_by_two, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64"), ("tmm2", "{c2}"), ("tmm3", "{c2} + 64")], [
+    two_by_two, results: [[0, ("tmm0", 0), ("tmm1", 64)], [1, ("tmm2", 0), ("tmm3", 64)]], [
         "tileloadd tmm6, [{b} + {b_step}*1]",
         "tileloadd tmm4, [{a} + {a_row}*1]",
         "tdpbf16ps tmm0, tmm4, tmm6",
@@ -230,7 +291,7 @@ tiles! {
 
 tiles! {
     /// Up to 32 rows by 16 columns.
-    two_by_one, results: [("tmm0", "{c}"), ("tmm2", "{c2}")], [
+    two_by_one, results: [[0, ("tmm0", 0)], [1, ("tmm2", 0)]], [
         "tileloadd tmm6, [{b} + {b_step}*1]",
         "tileloadd tmm4, [{a} + {a_row}*1]",
         "tdpbf16ps tmm0, tmm4, tmm6",
@@ -240,8 +301,13 @@ tiles! {
 }
 
 tiles! {
-    /// Up to 16 rows by 64 columns. It waits for the right side, which is fetched two granules ahead.
-    one_by_four, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64"), ("tmm2", "{c} + 128"), ("tmm3", "{c} + 192")], [
+    /// Up to 16 rows by 64 columns.
+    one_by_four, results: [[0, ("tmm0", 0), ("tmm1", 64), ("tmm2", 128), ("tmm3", 192)]], [one_by_four_products!()]
+}
+
+tiles! {
+    /// The same with a right side that it waits for, which is fetched two granules ahead.
+    one_by_four_streamed, results: [[0, ("tmm0", 0), ("tmm1", 64), ("tmm2", 128), ("tmm3", 192)]], [
         one_by_four_products!(),
         ".irp at,0,64,128,192,256,320,384,448,512,576,640,704,768,832,896,960,1024,1088,1152,1216,1280,1344,1408,1472,1536,1600,1664,1728,1792,1856,1920,1984,2048,2112,2176,2240,2304,2368,2432,2496,2560,2624,2688,2752,2816,2880,2944,3008,3072,3136,3200,3264,3328,3392,3456,3520,3584,3648,3712,3776,3840,3904,3968,4032",
         "prefetcht0 [{b} + 8192 + \\at]",
@@ -251,7 +317,7 @@ tiles! {
 
 tiles! {
     /// Up to 16 rows by 32 columns.
-    one_by_two, results: [("tmm0", "{c}"), ("tmm1", "{c} + 64")], [
+    one_by_two, results: [[0, ("tmm0", 0), ("tmm1", 64)]], [
         "tileloadd tmm4, [{a} + {a_row}*1]",
         "tileloadd tmm6, [{b} + {b_step}*1]",
         "tdpbf16ps tmm0, tmm4, tmm6",
@@ -262,7 +328,7 @@ tiles! {
 
 tiles! {
     /// Up to 16 rows by 16 columns.
-    one_by_one, results: [("tmm0", "{c}")], [
+    one_by_one, results: [[0, ("tmm0", 0)]], [
         "tileloadd tmm4, [{a} + {a_row}*1]",
         "tileloadd tmm6, [{b} + {b_step}*1]",
         "tdpbf16ps tmm0, tmm4, tmm6",

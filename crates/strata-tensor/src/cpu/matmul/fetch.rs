@@ -58,6 +58,19 @@ pub(super) fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usiz
     chunks.chunks((steps / CHUNK_STEPS).max(1)).nth(i).unwrap_or(&[])
 }
 
+/// Fetches a line into the second-level cache.
+#[inline]
+fn fetch_line(address: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: every such processor has the instruction, and any address will do.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(std::ptr::without_provenance(address)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// Memory in pieces that are equally far apart, some of it gone through.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Pieces {
@@ -93,22 +106,29 @@ impl Pieces {
     /// Fetches so many lines into the second-level cache; answers what is left.
     pub(crate) fn fetch(mut self, lines: usize) -> Self {
         for _ in 0..lines {
-            if self.count == 0 {
-                break;
-            }
-            let at = self.next.start;
-            #[cfg(target_arch = "x86_64")]
-            {
-                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                // SAFETY: every such processor has the instruction, and any address will do.
-                unsafe { _mm_prefetch::<_MM_HINT_T1>(std::ptr::without_provenance(at)) };
-            }
-            self.next.start = at + LINE_BYTES;
-            if self.next.start >= self.next.end {
-                self = self.behind_next();
-            }
+            let Some(line) = self.next_line() else { break };
+            fetch_line(line);
         }
         self
+    }
+
+    /// Goes past as many lines as there is room for, and writes where they are; what there are none for has `otherwise`.
+    pub(super) fn list(&mut self, lines: &mut [usize], otherwise: usize) {
+        lines.iter_mut().for_each(|line| *line = self.next_line().unwrap_or(otherwise));
+    }
+
+    /// Goes past a line.
+    #[inline]
+    fn next_line(&mut self) -> Option<usize> {
+        if self.count == 0 {
+            return None;
+        }
+        let line = self.next.start;
+        self.next.start += LINE_BYTES;
+        if self.next.start >= self.next.end {
+            *self = std::mem::take(self).behind_next();
+        }
+        Some(line)
     }
 
     /// Each of them.

@@ -29,13 +29,13 @@ pub(crate) const TILE_ROWS: usize = 16;
 /// Rows that a kernel takes at a time, at most: two tiles.
 pub(crate) const ROWS_MAX: usize = 2 * TILE_ROWS;
 
-/// Operands of a product over whole granules. All strides are bytes, but for that of the result.
+/// Operands of a product over whole granules, beside its right side, which lies in parts: each step has [`LANES`] words for each vector of columns. All strides are bytes, but for that of the result.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Some of it is for matrix units.
 pub(crate) struct GranuleTile {
-    /// Granules of the reduction, at least one.
+    /// Granules of each part of the reduction, at least one.
     pub granules: usize,
-    /// First row of the left side.
+    /// First row of the left side, which goes through all parts.
     pub a: *const u8,
     /// From one row to the next within a tile of [`TILE_ROWS`].
     pub a_row: usize,
@@ -43,10 +43,10 @@ pub(crate) struct GranuleTile {
     pub a_granule: usize,
     /// From one tile of rows to the next.
     pub a_tile: usize,
-    /// Right side: each step has [`LANES`] words for each vector of columns.
-    pub b: *const u8,
-    /// From one step to the next.
+    /// From one step of the right side to the next.
     pub b_step: usize,
+    /// Whether the right side comes from memory as it is read, and what lies behind it will be read too.
+    pub b_streams: bool,
     /// What the product is added to: a null pointer for zeros.
     pub from: *const f32,
     /// Elements from one row of it to the next.
@@ -94,11 +94,11 @@ impl GranuleTile {
     }
 }
 
-/// Adds the product of up to [`ROWS_MAX`] rows to what there is, in the result.
+/// Adds the product of up to [`ROWS_MAX`] rows and a right side in `parts`, at least one, to what there is, in the result.
 ///
 /// # Safety
 /// All operands must be readable, and the result writable, for that many rows and for whole vectors; what it is added to is the result or apart from it. The machine must have the instructions.
-pub(crate) type GranuleFn = unsafe fn(rows: usize, tile: &GranuleTile);
+pub(crate) type GranuleFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &GranuleTile);
 
 /// The kernel of this order for an instruction set.
 pub(crate) fn kernel(isa: Isa) -> GranuleFn {
@@ -108,10 +108,10 @@ pub(crate) fn kernel(isa: Isa) -> GranuleFn {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Bf16 => super::granules_avx512::run,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => |rows, tile| unsafe { body(Isa::Avx2, rows, tile) },
+        Isa::Avx2 => |rows, parts, tile| unsafe { body(Isa::Avx2, rows, parts, tile) },
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => |rows, tile| unsafe { body(Isa::Neon, rows, tile) },
-        _ => |rows, tile| unsafe { body(Isa::Portable, rows, tile) },
+        Isa::Neon => |rows, parts, tile| unsafe { body(Isa::Neon, rows, parts, tile) },
+        _ => |rows, parts, tile| unsafe { body(Isa::Portable, rows, parts, tile) },
     }
 }
 
@@ -166,17 +166,17 @@ multiversion! {
     ///
     /// # Safety
     /// As [`GranuleFn`].
-    fn vectors(rows: usize, tile: &GranuleTile) = vectors_body;
+    fn vectors(rows: usize, parts: &[*const u8], tile: &GranuleTile) = vectors_body;
 }
 
 /// # Safety
 /// As [`GranuleFn`].
-unsafe fn body(isa: Isa, rows: usize, tile: &GranuleTile) {
-    vectors(isa, rows, tile);
+unsafe fn body(isa: Isa, rows: usize, parts: &[*const u8], tile: &GranuleTile) {
+    vectors(isa, rows, parts, tile);
 }
 
 #[inline(always)]
-fn vectors_body(_fma: impl Fma, rows: usize, t: &GranuleTile) {
+fn vectors_body(_fma: impl Fma, rows: usize, parts: &[*const u8], t: &GranuleTile) {
     // SAFETY: the caller's promise.
     let t = unsafe { &t.begun(rows) };
     for row in 0..rows {
@@ -185,9 +185,10 @@ fn vectors_body(_fma: impl Fma, rows: usize, t: &GranuleTile) {
             let a_row = t.a.add(row / TILE_ROWS * t.a_tile + row % TILE_ROWS * t.a_row);
             for v in 0..t.vectors {
                 let c = &mut *t.c.add(row * t.c_row + v * LANES).cast::<[f32; LANES]>();
-                for g in 0..t.granules {
+                for g in 0..parts.len() * t.granules {
                     let a = a_row.add(g * t.a_granule).cast::<[u32; STEPS]>().read_unaligned();
-                    granule(&a, t.b.add(g * STEPS * t.b_step + v * LANES * 4), t.b_step, c);
+                    let b = parts[g / t.granules].add(g % t.granules * STEPS * t.b_step + v * LANES * 4);
+                    granule(&a, b, t.b_step, c);
                 }
             }
         }
@@ -261,8 +262,9 @@ mod tests {
         Elsewhere,
     }
 
-    /// The product of a tile in plain rows, by the kernel of `isa` and by the reference.
+    /// The product of a tile in plain rows, by the kernel of `isa` and by the reference. Of several granules, two or three are parts, and lie the other way round.
     fn both(isa: Isa, [rows, granules, vectors]: [usize; 3], from: From, number: fn(u64, usize) -> u16) -> [Vec<f32>; 2] {
+        let num_parts = [3, 2].into_iter().find(|parts| granules.is_multiple_of(*parts)).unwrap_or(1);
         let (steps, columns) = (granules * STEPS, vectors * LANES);
         let key = (rows * 1000 + granules * 10 + vectors) as u64;
         let (a, b) = (words(2 * key, rows * steps, number), words(2 * key + 1, steps * columns, number));
@@ -276,22 +278,25 @@ mod tests {
             }
         }
         // Elsewhere rows lie further apart.
-        let apart = columns + 3;
+        let row_words = columns + 3;
         let elsewhere: Vec<f32> = c.chunks(columns).flat_map(|row| [row, &[f32::NAN; 3]].concat()).collect();
         let mut actual = if from == From::Elsewhere { vec![f32::NAN; c.len()] } else { c };
         let (from, from_row) = match from {
             From::Result => (actual.as_ptr(), columns),
             From::Zeros => (std::ptr::null(), 0),
-            From::Elsewhere => (elsewhere.as_ptr(), apart),
+            From::Elsewhere => (elsewhere.as_ptr(), row_words),
         };
+        let part_words = b.len() / num_parts;
+        let apart: Vec<u32> = b.chunks(part_words).rev().flatten().copied().collect();
+        let parts: Vec<*const u8> = apart.chunks(part_words).rev().map(|part| part.as_ptr().cast()).collect();
         let tile = GranuleTile {
-            granules,
+            granules: granules / num_parts,
             a: a.as_ptr().cast(),
             a_row: steps * 4,
             a_granule: ROW_BYTES,
             a_tile: TILE_ROWS * steps * 4,
-            b: b.as_ptr().cast(),
             b_step: columns * 4,
+            b_streams: rows.is_multiple_of(2),
             from,
             from_row,
             c: actual.as_mut_ptr(),
@@ -299,7 +304,7 @@ mod tests {
             vectors,
         };
         // SAFETY: the operands are as large as the tile says, and the machine has the instructions.
-        unsafe { kernel(isa)(rows, &tile) };
+        unsafe { kernel(isa)(rows, &parts, &tile) };
         crate::cpu::matmul::release_thread();
         [actual, expected]
     }
@@ -345,15 +350,15 @@ mod tests {
                 let a = a.map(|word| word & mask);
                 let mut c = [0.0f32; LANES];
                 let (a_row, a_granule, b_step) = (ROW_BYTES, ROW_BYTES, LANES * 4);
-                let (a, b_first) = (a.as_ptr().cast(), b.as_ptr().cast());
+                let (a, b) = (a.as_ptr().cast(), b.as_ptr().cast());
                 let tile = GranuleTile {
                     granules: 1,
                     a,
                     a_row,
                     a_granule,
                     a_tile: 0,
-                    b: b_first,
                     b_step,
+                    b_streams: false,
                     from: c.as_ptr(),
                     from_row: LANES,
                     c: c.as_mut_ptr(),
@@ -361,7 +366,7 @@ mod tests {
                     vectors: 1,
                 };
                 // SAFETY: one row, one granule and one vector, and the machine has the instructions.
-                unsafe { kernel(isa)(1, &tile) };
+                unsafe { kernel(isa)(1, &[b], &tile) };
                 assert_eq!(c[0], expected, "{isa}");
             }
         }

@@ -15,26 +15,28 @@ const FLUSH: u32 = 0x1f80 | 1 << 15 | 1 << 6;
 ///
 /// # Safety
 /// As there, with AVX-512 F, BW, VL and DQ.
-pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
+pub(super) unsafe fn run(rows: usize, parts: &[*const u8], t: &GranuleTile) {
     // SAFETY: the caller's promise.
     let t = unsafe { &t.begun(rows) };
     for first in (0..rows).step_by(TILE_ROWS) {
         let in_tile = TILE_ROWS.min(rows - first);
-        let parts = in_tile.div_ceil(ONE_VECTOR.len());
+        let num_kernels = in_tile.div_ceil(ONE_VECTOR.len());
         let mut row = 0;
-        for part in 0..parts {
-            let count = (in_tile - row).div_ceil(parts - part);
+        for i in 0..num_kernels {
+            let count = (in_tile - row).div_ceil(num_kernels - i);
             for v in (0..t.vectors).step_by(2) {
                 let kernels = if t.vectors - v == 1 { &ONE_VECTOR } else { &TWO_VECTORS };
-                // SAFETY: rows and vectors that the caller vouches for.
-                unsafe {
-                    let part = GranuleTile {
-                        a: t.a.add(first / TILE_ROWS * t.a_tile + row * t.a_row),
-                        b: t.b.add(v * LANES * 4),
-                        c: t.c.add((first + row) * t.c_row + v * LANES),
-                        ..*t
-                    };
-                    kernels[count - 1](&part);
+                for (part, b) in parts.iter().enumerate() {
+                    // SAFETY: rows, vectors and parts that the caller vouches for.
+                    unsafe {
+                        let granules_before = part * t.granules * t.a_granule;
+                        let tile = GranuleTile {
+                            a: t.a.add(first / TILE_ROWS * t.a_tile + row * t.a_row + granules_before),
+                            c: t.c.add((first + row) * t.c_row + v * LANES),
+                            ..*t
+                        };
+                        kernels[count - 1](&tile, b.add(v * LANES * 4));
+                    }
                 }
             }
             row += count;
@@ -42,9 +44,12 @@ pub(super) unsafe fn run(rows: usize, t: &GranuleTile) {
     }
 }
 
+/// Of so many rows and vectors, with one part of the right side.
+type GranulesFn = unsafe fn(&GranuleTile, b: *const u8);
+
 /// Kernels of 1 to 6 rows.
-const ONE_VECTOR: [unsafe fn(&GranuleTile); 6] = [rows_1x1, rows_2x1, rows_3x1, rows_4x1, rows_5x1, rows_6x1];
-const TWO_VECTORS: [unsafe fn(&GranuleTile); 6] = [rows_1x2, rows_2x2, rows_3x2, rows_4x2, rows_5x2, rows_6x2];
+const ONE_VECTOR: [GranulesFn; 6] = [rows_1x1, rows_2x1, rows_3x1, rows_4x1, rows_5x1, rows_6x1];
+const TWO_VECTORS: [GranulesFn; 6] = [rows_1x2, rows_2x2, rows_3x2, rows_4x2, rows_5x2, rows_6x2];
 
 /// A tile in registers. Each row has an address of its left side, one of its result, and for each vector of columns the numbers of the
 /// registers of its even and odd chain, and a place within the row of the result. Each vector has the registers of the right side's even and odd
@@ -54,7 +59,7 @@ macro_rules! tile {
         /// # Safety
         /// As [`GranuleFn`](super::granules::GranuleFn), for as many rows and vectors as the name says.
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-        unsafe fn $name(t: &GranuleTile) {
+        unsafe fn $name(t: &GranuleTile, b: *const u8) {
             let mut mxcsr = [0u32, FLUSH];
             // SAFETY: the caller vouches for the operands; MXCSR is what it was when the block ends.
             unsafe {
@@ -105,7 +110,7 @@ macro_rules! tile {
                     a_row = in(reg) t.a_row,
                     a3 = inout(reg) t.a.wrapping_add(3 * t.a_row) => _,
                     a_skip = in(reg) t.a_granule.wrapping_sub(64),
-                    b = inout(reg) t.b => _,
+                    b = inout(reg) b => _,
                     b_step = in(reg) t.b_step,
                     c = in(reg) t.c,
                     c_row = in(reg) t.c_row * 4,

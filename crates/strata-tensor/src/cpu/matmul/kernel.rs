@@ -239,6 +239,12 @@ impl TileKernel {
                     row += count;
                 }
             }
+            TileKernel::Granules(run)
+                if tile.steps > 0 && tile.steps.is_multiple_of(granules::STEPS) && tile.columns.is_multiple_of(LANES) =>
+            {
+                // SAFETY: passed on from the caller.
+                unsafe { run_all(*run, rows, parts, &granule_tile(tile), |_| ()) }
+            }
             _ => {
                 for (i, &b) in parts.iter().enumerate() {
                     let (a, accumulate) = (tile.a.wrapping_add(4 * i * tile.steps), tile.accumulate || i > 0);
@@ -380,33 +386,38 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
         // SAFETY: passed on from the caller.
         return unsafe { block_of_cut_vectors(run, rows, t) };
     }
-    let tile = GranuleTile {
+    let tile = granule_tile(t);
+    let last = t.steps % granules::STEPS;
+    // SAFETY: the caller vouches for all operands.
+    unsafe {
+        if tile.granules > 0 {
+            run_all(run, rows, &[t.b], &tile, |_| ());
+            if last > 0 {
+                last_granule(run, rows, (t.b, last), &GranuleTile { from: t.c, ..tile });
+            }
+        } else if last > 0 {
+            last_granule(run, rows, (t.b, last), &tile);
+        } else {
+            tile.begun(rows);
+        }
+    }
+}
+
+/// What of a tile whole granules of are multiplied.
+fn granule_tile(t: &Tile) -> GranuleTile {
+    GranuleTile {
         granules: t.steps / granules::STEPS,
         a: t.a,
         a_row: t.a_stride,
         a_granule: ROW_BYTES,
         a_tile: granules::TILE_ROWS * t.a_stride,
-        b: t.b,
         b_step: t.b_stride,
+        b_streams: false,
         from: if t.accumulate { t.c } else { std::ptr::null() },
         from_row: t.c_stride,
         c: t.c,
         c_row: t.c_stride,
         vectors: t.columns / LANES,
-    };
-    let last = t.steps % granules::STEPS;
-    // SAFETY: the caller vouches for all operands.
-    unsafe {
-        if tile.granules > 0 {
-            run_all(run, rows, &tile, |_| ());
-            if last > 0 {
-                last_granule(run, rows, last, &GranuleTile { from: t.c, ..tile });
-            }
-        } else if last > 0 {
-            last_granule(run, rows, last, &tile);
-        } else {
-            tile.begun(rows);
-        }
     }
 }
 
@@ -414,29 +425,35 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
 ///
 /// # Safety
 /// As [`GranuleFn`], for all of them.
-pub(super) unsafe fn run_all(run: GranuleFn, rows: usize, t: &GranuleTile, mut before: impl FnMut(Range<usize>)) {
+pub(super) unsafe fn run_all(
+    run: GranuleFn,
+    rows: usize,
+    parts: &[*const u8],
+    t: &GranuleTile,
+    mut before: impl FnMut(Range<usize>),
+) {
     debug_assert!(t.granules > 0 && (1..=VECTORS_MAX).contains(&t.vectors), "kernels count granules down to zero");
     for first in (0..rows).step_by(granules::ROWS_MAX) {
         let count = (rows - first).min(granules::ROWS_MAX);
         before(first..first + count);
         // SAFETY: passed on from the caller; whole tiles of rows come before each part.
-        unsafe { run(count, &t.below(first)) };
+        unsafe { run(count, parts, &t.below(first)) };
     }
 }
 
-/// The granule after those of `t`, of which there are only `steps` steps: it is filled up with zeros on the side.
+/// The granule after those of `t` of a right side in one part, of which there are only `steps` steps: it is filled up with zeros on the side.
 ///
 /// # Safety
 /// As [`GranuleFn`], for one more granule as far as it goes.
 #[inline(never)]
-unsafe fn last_granule(run: GranuleFn, rows: usize, steps: usize, t: &GranuleTile) {
+unsafe fn last_granule(run: GranuleFn, rows: usize, (right, steps): (*const u8, usize), t: &GranuleTile) {
     let step_bytes = t.vectors * LANES * 4;
     let mut b = [0u8; granules::STEPS * PANEL * 4];
     let mut a = [0u8; granules::ROWS_MAX * ROW_BYTES];
     // SAFETY: the caller vouches for all operands; what is written on the side has room.
     unsafe {
         for step in 0..steps {
-            let from = t.b.add((t.granules * granules::STEPS + step) * t.b_step);
+            let from = right.add((t.granules * granules::STEPS + step) * t.b_step);
             std::ptr::copy_nonoverlapping(from, b[step * step_bytes..].as_mut_ptr(), step_bytes);
         }
         for first in (0..rows).step_by(granules::ROWS_MAX) {
@@ -448,8 +465,7 @@ unsafe fn last_granule(run: GranuleFn, rows: usize, steps: usize, t: &GranuleTil
             }
             let a = a.as_ptr();
             let (a_row, a_tile) = (ROW_BYTES, granules::TILE_ROWS * ROW_BYTES);
-            let b = b.as_ptr();
-            run(rows, &GranuleTile { granules: 1, a, a_row, a_tile, b, b_step: step_bytes, ..t.below(first) });
+            run(rows, &[b.as_ptr()], &GranuleTile { granules: 1, a, a_row, a_tile, b_step: step_bytes, ..t.below(first) });
         }
     }
 }

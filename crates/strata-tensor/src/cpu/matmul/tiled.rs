@@ -362,19 +362,20 @@ impl<R: Right> PanelProduct<'_, R> {
                         a_row: left.row,
                         a_granule: left.granule,
                         a_tile: left.tile,
-                        b: block.first,
                         b_step: block.stride,
+                        b_streams: streams,
                         from,
                         from_row,
                         c,
                         c_row,
                         vectors,
                     };
+                    let mut b = block.first;
                     if !steps.len().is_multiple_of(granules::STEPS) {
                         fill_up(&block, steps.len(), width, filled_up);
-                        (tile.b, tile.b_step) = (filled_up.as_ptr().cast(), width * 4);
+                        (b, tile.b_step) = (filled_up.as_ptr().cast(), width * 4);
                     }
-                    kernel::run_all(run, rows, &tile, before);
+                    kernel::run_all(run, rows, &[b], &tile, before);
                 }
                 if !is_regular {
                     for (place, row) in rows_of_result().enumerate() {

@@ -202,8 +202,8 @@ impl Instruction {
                     a_row: ROW_BYTES,
                     a_granule: ROW_BYTES,
                     a_tile: 0,
-                    b: right.words.as_ptr().cast(),
                     b_step: ROW_BYTES,
+                    b_streams: false,
                     from: c,
                     from_row: LANES,
                     c,
@@ -211,7 +211,7 @@ impl Instruction {
                     vectors: 1,
                 };
                 // SAFETY: whole tiles of sixteen steps and columns; who asks for tiles has AVX-512.
-                unsafe { granules::kernel(Isa::Avx512)(sum.rows, &tile) };
+                unsafe { granules::kernel(Isa::Avx512)(sum.rows, &[right.words.as_ptr().cast()], &tile) };
             }
         }
     }

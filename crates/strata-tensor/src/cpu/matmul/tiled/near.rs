@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::{PanelProduct, fill_up};
+use super::{NEAR_GRANULE_BLOCK_STEPS, PanelProduct, fill_up};
 use crate::cpu::isa::Isa;
 use crate::cpu::matmul::Matmul;
 use crate::cpu::matmul::addends::{Addends, PanelAddends};
@@ -19,6 +19,8 @@ use crate::cpu::scratch::{Arena, taken_bytes};
 /// Numbers of a tile of sums: `[4 vectors][16 rows][16]`.
 const SUMS: usize = TILE_ROWS * PANEL;
 const LINE_BYTES: usize = 64;
+/// Lines that are fetched during a granule, at most.
+const LINES_EACH_MAX: usize = 16;
 /// Bytes of a result that would not stay in a second-level cache.
 const STREAMED_BYTES_MIN: usize = 8 << 20;
 
@@ -42,6 +44,9 @@ pub(in crate::cpu::matmul) struct NearTile {
     pub to_row: usize,
     /// Elements from one of its vectors to the next.
     pub to_vector: usize,
+    /// Addresses of lines to fetch into the second-level cache, so many during each granule.
+    pub lines: *const usize,
+    pub lines_each: usize,
 }
 
 /// Adds the product to what there is.
@@ -83,6 +88,7 @@ impl<R: Right> PanelProduct<'_, R> {
         let sums = arena.take::<f32>(part.len().div_ceil(TILE_ROWS) * SUMS);
         let side = arena.take::<f32>(ROWS_MAX * PANEL);
         let mut added = addends.map(|addends| PanelAddends::new(addends, &matmul.kernel, matmul.isa, panel, &mut arena));
+        let mut lines = [0; LINES_EACH_MAX * NEAR_GRANULE_BLOCK_STEPS / STEPS];
         let is_streamed = addends.is_some() && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
         for first in left.steps.clone().step_by(block_steps) {
             let steps = first..(first + block_steps).min(left.steps.end);
@@ -95,10 +101,11 @@ impl<R: Right> PanelProduct<'_, R> {
                 (b, b_step) = (filled_up.as_ptr().cast(), PANEL * 4);
             }
             let mut ahead = self.coming(panel, next_panel, &steps);
-            let lines = ahead.lines().div_ceil(part.len().div_ceil(ROWS_MAX));
+            let granules = steps.len().div_ceil(STEPS);
+            let lines_each = ahead.lines().div_ceil(part.len().div_ceil(TILE_ROWS) * granules);
+            let lines = &mut lines[..lines_each.min(LINES_EACH_MAX) * granules];
             let granules_before = (first - left.steps.start) / STEPS;
             for places in part.clone().step_by(ROWS_MAX).map(|first| first..(first + ROWS_MAX).min(part.end)) {
-                ahead = std::mem::take(&mut ahead).fetch(lines);
                 let sums = &mut sums[(places.start - part.start) / TILE_ROWS * SUMS..];
                 if is_first && accumulate {
                     // SAFETY: rows of the result, which are this task's.
@@ -106,6 +113,7 @@ impl<R: Right> PanelProduct<'_, R> {
                 }
                 for (i, sums) in sums.chunks_exact_mut(SUMS).take(places.len().div_ceil(TILE_ROWS)).enumerate() {
                     let sums = sums.as_mut_ptr();
+                    ahead.list(lines, b.addr());
                     // SAFETY: the tiles have these rows and granules, the block its steps, the side its rows.
                     unsafe {
                         let to = match is_last {
@@ -113,7 +121,7 @@ impl<R: Right> PanelProduct<'_, R> {
                             false => (sums, LANES, TILE_ROWS * LANES),
                         };
                         run(&NearTile {
-                            granules: steps.len().div_ceil(STEPS),
+                            granules,
                             a: left.first.add((places.start / TILE_ROWS + i) * left.tile + granules_before * left.granule),
                             b,
                             b_step,
@@ -121,6 +129,8 @@ impl<R: Right> PanelProduct<'_, R> {
                             to: to.0,
                             to_row: to.1,
                             to_vector: to.2,
+                            lines: lines.as_ptr(),
+                            lines_each: lines.len() / granules,
                         });
                     }
                 }
