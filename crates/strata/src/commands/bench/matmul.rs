@@ -3,7 +3,7 @@
 use anyhow::{Context, ensure};
 use serde_json::json;
 use strata_model::{MatrixShape, ModelConfig, Work};
-use strata_tensor::{Backend, CpuBackend, DType, Linear, Memory, WeightFormat, WeightStorage};
+use strata_tensor::{Backend, CpuBackend, DType, Linear, LowProducts, Memory, WeightFormat, WeightStorage};
 
 use super::limits::Limits;
 use super::peer::{self, Peer};
@@ -27,7 +27,7 @@ pub(super) struct Args {
 /// Matrices of a kind take at least so much together, if the model has so many: no cache holds them from one product to the next, as in a pass.
 const MATRICES_BYTES_MIN: usize = 256 << 20;
 
-/// Products `[tokens, in_features] · [out_features, in_features]ᵀ`.
+/// Products `[tokens, in_features] · [out_features, in_features]ᵀ`, and those of their way back to the input, `[tokens, out_features] · [out_features, in_features]`.
 #[derive(Clone, Copy)]
 struct Product {
     name: &'static str,
@@ -52,14 +52,15 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     for product in products(&config, common.dtype.into(), args.tokens) {
         progress(format_args!("multiplying {}", product.name));
         let mut multiply = operands(&backend, common.dtype.into(), Quantize::storage(common.resources.quantize), product)?;
-        let (mut ours, mut peers) = (Vec::new(), Vec::new());
+        let (mut ours, mut backward, mut peers) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..args.rounds {
-            ours.push(fastest(&mut multiply)?);
+            ours.push(fastest(|| multiply(Way::There))?);
+            backward.push(fastest(|| multiply(Way::Back))?);
             if let Some(peer) = &mut peer {
                 peers.push(peers_fastest(peer, product)?);
             }
         }
-        measured.push((product, least(&ours), peers.into_iter().reduce(f64::min)));
+        measured.push((product, [least(&ours), least(&backward)], peers.into_iter().reduce(f64::min)));
     }
 
     let peak = PeakMemory { of: "strata", bytes: peak_memory_bytes()? };
@@ -78,7 +79,7 @@ fn tokens_max(config: &ModelConfig, dtype: DType, memory_bytes: u64) -> usize {
     let room = |p: Product| {
         // They are packed from the numbers of one.
         let matrices = (p.matrices + 1) * p.in_features * p.out_features * dtype.size_bytes();
-        let of_a_token = p.in_features * dtype.size_bytes() + p.out_features * DType::F32.size_bytes();
+        let of_a_token = (p.in_features + p.out_features) * (dtype.size_bytes() + DType::F32.size_bytes());
         (memory_bytes as usize).saturating_sub(matrices) / of_a_token
     };
     products(config, dtype, 1).into_iter().map(room).min().unwrap_or(0)
@@ -97,13 +98,19 @@ fn products(config: &ModelConfig, dtype: DType, tokens: usize) -> Vec<Product> {
     shapes.into_iter().enumerate().map(product).collect()
 }
 
-/// A closure that multiplies through the backend, as the forward pass does.
+/// From the input, or to its gradient.
+enum Way {
+    There,
+    Back,
+}
+
+/// A closure that multiplies through the backend, as a pass does.
 fn operands(
     backend: &CpuBackend,
     dtype: DType,
     storage: WeightStorage,
     product: Product,
-) -> anyhow::Result<impl FnMut() -> anyhow::Result<()>> {
+) -> anyhow::Result<impl FnMut(Way) -> anyhow::Result<()>> {
     let Product { matrices, tokens, in_features, out_features, .. } = product;
     let x = uniform(backend, 0, &[tokens, in_features], dtype)?;
     let format = WeightFormat { compute: dtype, storage };
@@ -112,12 +119,17 @@ fn operands(
     for layer in 0..matrices {
         backend.pack_rows(&mut w, layer, numbers.as_ref())?;
     }
+    let dy = uniform(backend, 2, &[tokens, out_features], dtype)?;
     let mut y = backend.zeros(&[tokens, out_features], DType::F32)?;
+    let mut dx = backend.zeros(&[tokens, in_features], DType::F32)?;
     let mut layers = (0..matrices).cycle();
-    Ok(move || {
+    Ok(move |way| {
         let weight = w.layer(layers.next().context("there are matrices")?);
         let layer = Linear { weight, bias: None, lora: [].into() };
-        backend.linear(&x, &layer, Some(&mut y))?;
+        match way {
+            Way::There => backend.linear(&x, &layer, Some(&mut y)).map(drop)?,
+            Way::Back => backend.linear_backward(&dy, &x, &LowProducts::default(), &layer, &mut [], Some(&mut dx))?,
+        }
         Ok(())
     })
 }
@@ -128,7 +140,7 @@ fn peers_fastest(peer: &mut Peer, product: Product) -> anyhow::Result<f64> {
     Ok(peer.call::<peer::Multiplied>(&request)?.seconds)
 }
 
-fn case(product: Product, ours: f64, peers: Option<f64>, limit: f64) -> Case {
+fn case(product: Product, [ours, backward]: [f64; 2], peers: Option<f64>, limit: f64) -> Case {
     let Product { name, matrices, tokens, in_features, out_features } = product;
     let gflop = 2.0 * (tokens * in_features) as f64 * out_features as f64 / 1e9;
     let rate = |seconds| gflop / seconds;
@@ -139,6 +151,7 @@ fn case(product: Product, ours: f64, peers: Option<f64>, limit: f64) -> Case {
         figures: vec![
             Figure::new("gflop_per_s", "product", Unit::GflopPerSecond, rate(ours)).beside(peers.map(rate)).in_table(),
             Figure::new("fraction_of_limit", "product", Unit::OfArithmetic, rate(ours) / limit).in_table(),
+            Figure::new("backward_fraction_of_limit", "back", Unit::OfArithmetic, rate(backward) / limit).in_table(),
         ],
     }
 }
