@@ -93,6 +93,11 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
         let mut now = widen_from(0);
         for first in (0..t.steps).step_by(LEFT_STEPS) {
             let after = widen_from(first + LEFT_STEPS);
+            if RIGHT != PAIRS {
+                for row in ROWS..2 * ROWS {
+                    _mm_prefetch::<_MM_HINT_T1>(t.a.wrapping_add(row * t.a_stride + first * 4).cast());
+                }
+            }
             for step in 0..(t.steps - first).min(LEFT_STEPS) {
                 if FETCH == OWN {
                     for v in 0..VECTORS {
