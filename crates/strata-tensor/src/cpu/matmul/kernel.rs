@@ -55,6 +55,18 @@ type ColumnFn = unsafe fn(rows: usize, tile: &Tile);
 /// As [`ColumnFn`], with pairs of bf16 that were widened to f32 and lie at `tile.b`, [`WIDE_LINES`] lines for each step. If they are not there yet, the first tile writes them, which reads pairs at `narrow`.
 pub(super) type WideFn = unsafe fn(rows: usize, narrow: Option<*const u8>, tile: &Tile);
 
+/// As [`WideFn`] of what is widened already, with the panel behind it too, whose right side, widened, is `second`. The numbers of `kept` are for the left side of a tile, once it is widened: see
+/// [`Pairs`].
+pub(super) type WidePairFn = unsafe fn(rows: usize, tile: &Tile, second: *const f32, kept: &mut [f32]);
+
+/// What computes two panels next to each other, with right sides that were widened, by a left side that is widened once for both.
+#[derive(Clone, Copy)]
+pub(super) struct Pairs {
+    pub run: WidePairFn,
+    /// Numbers of the left side of a tile of so many steps.
+    pub kept_len: fn(steps: usize) -> usize,
+}
+
 /// Lines of a step whose pairs were widened: of the first numbers, and of the second.
 pub(super) const WIDE_LINES: usize = 2;
 
@@ -65,6 +77,9 @@ pub(crate) const fn widened_len(steps: usize) -> usize {
 
 /// Tiles that read a right side from which on it is widened for them: they also have all that comes next to fetch, a line each for each step.
 const WIDE_TILES_MIN: usize = 6;
+
+/// Tiles from which on two panels are computed together: they read both right sides, which take twice the room.
+const PAIR_TILES_MIN: usize = 16;
 
 /// Computes a tile of whole panels whose right side lies in parts, of `tile.steps` steps each: one reduction through all of them.
 type PartsFn = unsafe fn(rows: usize, parts: &[*const u8], tile: &Tile);
@@ -127,6 +142,8 @@ pub(crate) struct Chains {
     parts: Option<PartsFn>,
     /// The same chains with a right side that is widened once.
     wide: Option<WideFn>,
+    /// The same for two panels.
+    pairs: Option<Pairs>,
     /// The same chains for a few rows with weights that come from memory.
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
@@ -175,6 +192,7 @@ impl TileKernel {
                 rows_max: avx512::ROWS_MAX,
                 column: Some(widened::pairs::run_column),
                 wide: Some(widened::wide::run),
+                pairs: Some(Pairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
                 many_panels: Some(widened::pairs::MANY_PANELS),
                 ..Chains::plain(widened::pairs::run)
             },
@@ -302,12 +320,32 @@ impl Chains {
     /// Small tiles, and nothing beyond them.
     fn plain(run: ChainFn) -> Self {
         let rows_max = [4; VECTORS_MAX];
-        Chains { run, rows_max, column: None, parts: None, wide: None, many_panels: None, of_bytes: None, of_int4: None }
+        Chains {
+            run,
+            rows_max,
+            column: None,
+            parts: None,
+            wide: None,
+            pairs: None,
+            many_panels: None,
+            of_bytes: None,
+            of_int4: None,
+        }
     }
 
     /// What computes whole panels of so many rows with a right side that is widened once for all of them, if several tiles read it.
     pub(super) fn widening(&self, rows: usize) -> Option<WideFn> {
         self.wide.filter(|_| self.tiles(rows) >= WIDE_TILES_MIN)
+    }
+
+    /// The most rows of a tile of a whole panel.
+    pub(super) fn tile_rows(&self) -> usize {
+        self.rows_max[VECTORS_MAX - 1]
+    }
+
+    /// What computes two panels of so many rows at a time, if that is worth having the left side widened for both.
+    pub(super) fn pairs(&self, rows: usize) -> Option<Pairs> {
+        self.pairs.filter(|_| self.tiles(rows) >= PAIR_TILES_MIN)
     }
 
     /// How `next`, the right side that comes after this one and is as large, is fetched best while `rows` rows are computed. It is worth its time where

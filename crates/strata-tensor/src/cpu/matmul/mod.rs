@@ -29,6 +29,7 @@ mod int8_avx512;
 mod kernel;
 mod operands;
 mod pack;
+mod pairs;
 mod panels;
 #[cfg(test)]
 mod tests;
@@ -45,7 +46,7 @@ pub(crate) use addends::{Addend, Addends};
 use fetch::ChunkList;
 pub(crate) use fetch::{Fetch, Pieces};
 use int8::{BytesKernel, BytesTile};
-use kernel::{Chains, ManyPanels};
+use kernel::{Chains, ManyPanels, Pairs};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, widened_len};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
@@ -239,6 +240,9 @@ impl<'a> Matmul<'a> {
         right: &impl Right,
         addends: &Addends<'_>,
     ) {
+        if let Some(pairs) = self.pairs(chains, all.len(), out.columns) {
+            return self.product_of_pairs(chains, pairs, (left, all), out, block_steps, right, addends);
+        }
         let num_steps = steps(left.width, left.dtype);
         self.over_panels(all.len(), out.columns, 1, |panel, rows| {
             let columns = panel_columns(panel, out.columns);
@@ -453,15 +457,18 @@ pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtyp
     let (left, of_a_thread) = match kernel {
         TileKernel::Chains(chains) => {
             let wide_len = if chains.widening(rows).is_some() { widened_len(CHAIN_BLOCK_STEPS) } else { 0 };
-            (0, (CHAIN_BLOCK_STEPS * PANEL + wide_len) * 4)
+            let of_a_panel = (CHAIN_BLOCK_STEPS * PANEL + wide_len) * size_of::<f32>() + addends::SCRATCH_BYTES_MAX;
+            let of_a_pair = |pairs: Pairs| 2 * of_a_panel + (pairs.kept_len)(CHAIN_BLOCK_STEPS) * size_of::<f32>();
+            (0, chains.pairs(rows).map_or(of_a_panel, of_a_pair))
         }
-        TileKernel::Granules(_) => (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows)),
+        TileKernel::Granules(_) => {
+            (tiled::left_bytes(rows, width), tiled::panel_scratch_bytes(rows) + addends::SCRATCH_BYTES_MAX)
+        }
     };
     // Where many adapters share a batch, each thread multiplies for one of its own.
     threads
         * (left.max(tokens::panels_bytes(width, dtype))
             + of_a_thread
             + CHUNKS_MAX * size_of::<usize>()
-            + SUMS_ROWS_MAX * PANEL * size_of::<f32>()
-            + addends::SCRATCH_BYTES_MAX)
+            + SUMS_ROWS_MAX * PANEL * size_of::<f32>())
 }

@@ -104,7 +104,7 @@ fn products_keep_no_more_scratch_than_they_say() {
         backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
         (crate::cpu::scratch::held_bytes(), scratch_bytes(&matmul.kernel, m, k.max(n), DType::BF16, 1))
     };
-    let shapes = [1, 7, 200].into_iter().flat_map(|m| [(m, 64, 64), (m, 600, 64), (m, 2100, 130)]);
+    let shapes = [1, 7, 200].into_iter().flat_map(|m| [(m, 64, 64), (m, 600, 64), (m, 2100, 130), (m, 600, 1024)]);
     for (arithmetic, shape) in shapes.flat_map(|shape| Arithmetic::available().into_iter().map(move |a| (a, shape))) {
         let (kept, said) = std::thread::scope(|s| s.spawn(|| kept_for(arithmetic, shape)).join().unwrap());
         assert!(kept <= said, "{arithmetic}, {shape:?}: {kept} bytes are kept, {said} were said");

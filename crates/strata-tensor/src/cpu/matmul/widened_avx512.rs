@@ -13,7 +13,8 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::chains_avx512::{
-    CHUNKS, Coming, NEXT_ONE, NEXT_TWO, NOTHING, OWN, OWN_AHEAD_BYTES, few_rows, last_mask, tile_shapes, tiles_of_column,
+    CHUNKS, Coming, NEXT_ONE, NEXT_TWO, NOTHING, OWN, OWN_AHEAD_BYTES, ROWS_MAX, few_rows, last_mask, tile_shapes,
+    tiles_of_column,
 };
 use super::fetch::{Fetch, Lines};
 use super::kernel::{ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX, WIDE_LINES};
@@ -53,23 +54,42 @@ const WIDENING: u8 = 1;
 /// What was widened: [`WIDE_LINES`] lines for a step, of the first numbers of the pairs and of the second.
 const WIDE: u8 = 2;
 
+/// Left sides of a tile. Widened as it goes.
+const OWN_LEFT: u8 = 0;
+/// Widened as it goes, and kept.
+const KEEPING: u8 = 1;
+/// What was kept.
+const KEPT: u8 = 2;
+
+/// Numbers of the left side of a tile of so many steps that is kept.
+pub(super) const fn kept_len(steps: usize) -> usize {
+    steps.div_ceil(LEFT_STEPS) * ROWS_MAX[VECTORS_MAX - 1] * size_of::<LeftSteps>() / size_of::<f32>()
+}
+
 /// How far ahead a few rows fetch each of several panels (one row reads 91% of what memory gives so, 80% without).
 const PANELS_AHEAD_BYTES: usize = 1024;
 
 /// A tile with such a right side. It is fetched ahead into the second-level cache: the first has room for too few lines on their way (four rows read 8% more so).
-/// `WIDENING` writes the lines of all steps to `to`.
+/// `WIDENING` writes the lines of all steps to `to`, `KEEPING` the left side to `kept`, from where `KEPT` reads it.
 ///
 /// # Safety
-/// As [`ChainFn`](super::kernel); `to` has room for the lines, if they are written.
+/// As [`ChainFn`](super::kernel); `to` has room for the lines, if they are written, and `kept` for the left side or has it.
 #[allow(clippy::needless_range_loop)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
-unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, const RIGHT: u8>(t: &Tile, to: *mut f32) {
+unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, const RIGHT: u8, const LEFT: u8>(
+    t: &Tile,
+    to: *mut f32,
+    kept: *mut LeftSteps,
+) {
     let last_mask = last_mask(t.columns, VECTORS);
     let mask = |v: usize| if v == VECTORS - 1 { last_mask } else { !0 };
     let mut acc = [[_mm512_setzero_ps(); VECTORS]; ROWS];
     let mut left = MaybeUninit::<[[LeftSteps; ROWS]; 2]>::uninit();
-    let left: *mut LeftSteps = left.as_mut_ptr().cast();
+    let (left, slots) = match LEFT {
+        OWN_LEFT => (left.as_mut_ptr().cast::<LeftSteps>(), 2),
+        _ => (kept, usize::MAX),
+    };
     // SAFETY: the caller of `TileKernel::block` vouches for all operands; a masked lane is not touched, a prefetch of any address is harmless, and of the left side
     // that is widened is read what was written.
     unsafe {
@@ -83,17 +103,18 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
         let (mut b_ptr, mut to) = (t.b, to);
         let mut coming = Coming::of(t);
         let widen_from = |first: usize| {
-            let to = left.add(first / LEFT_STEPS % 2 * ROWS);
+            let to = left.wrapping_add(first / LEFT_STEPS % slots * ROWS);
             let steps = t.steps.saturating_sub(first).min(LEFT_STEPS);
-            for r in 0..ROWS {
-                widen_left(t.a.wrapping_add(r * t.a_stride + first * 4), steps, to.add(r));
+            for r in 0..if LEFT == KEPT || steps == 0 { 0 } else { ROWS } {
+                widen_left(t.a.wrapping_add(r * t.a_stride + first * 4), steps, to.wrapping_add(r));
             }
             to.cast_const().cast::<f32>()
         };
         let mut now = widen_from(0);
         for first in (0..t.steps).step_by(LEFT_STEPS) {
             let after = widen_from(first + LEFT_STEPS);
-            if RIGHT != PAIRS {
+            if RIGHT != PAIRS && LEFT != KEPT {
+                // The left side of the tile below. Where rows lie far apart, a processor does not see them coming, and waits for each (2 to 3%).
                 for row in ROWS..2 * ROWS {
                     _mm_prefetch::<_MM_HINT_T1>(t.a.wrapping_add(row * t.a_stride + first * 4).cast());
                 }
@@ -148,7 +169,7 @@ pub(super) mod pairs {
     #[inline]
     unsafe fn tile<const ROWS: usize, const VECTORS: usize, const FETCH: u8>(t: &Tile) {
         // SAFETY: passed on from the caller.
-        unsafe { tile_of::<ROWS, VECTORS, FETCH, PAIRS>(t, std::ptr::null_mut()) }
+        unsafe { tile_of::<ROWS, VECTORS, FETCH, PAIRS, OWN_LEFT>(t, std::ptr::null_mut(), std::ptr::null_mut()) }
     }
 
     tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq");
@@ -166,16 +187,21 @@ pub(super) mod wide {
     use super::*;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn whole_panel<const FETCH: u8, const RIGHT: u8>(rows: usize, t: &Tile, to: *mut f32) {
+    unsafe fn whole_panel<const FETCH: u8, const RIGHT: u8, const LEFT: u8>(
+        rows: usize,
+        t: &Tile,
+        to: *mut f32,
+        kept: *mut LeftSteps,
+    ) {
         // SAFETY: passed on from the caller.
         unsafe {
             match rows {
-                1 => tile_of::<1, 4, FETCH, RIGHT>(t, to),
-                2 => tile_of::<2, 4, FETCH, RIGHT>(t, to),
-                3 => tile_of::<3, 4, FETCH, RIGHT>(t, to),
-                4 => tile_of::<4, 4, FETCH, RIGHT>(t, to),
-                5 => tile_of::<5, 4, FETCH, RIGHT>(t, to),
-                6 => tile_of::<6, 4, FETCH, RIGHT>(t, to),
+                1 => tile_of::<1, 4, FETCH, RIGHT, LEFT>(t, to, kept),
+                2 => tile_of::<2, 4, FETCH, RIGHT, LEFT>(t, to, kept),
+                3 => tile_of::<3, 4, FETCH, RIGHT, LEFT>(t, to, kept),
+                4 => tile_of::<4, 4, FETCH, RIGHT, LEFT>(t, to, kept),
+                5 => tile_of::<5, 4, FETCH, RIGHT, LEFT>(t, to, kept),
+                6 => tile_of::<6, 4, FETCH, RIGHT, LEFT>(t, to, kept),
                 _ => unreachable!("no tile of {rows} rows by a panel"),
             }
         }
@@ -184,7 +210,7 @@ pub(super) mod wide {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     pub(in crate::cpu::matmul) unsafe fn run(rows: usize, narrow: Option<*const u8>, t: &Tile) {
         debug_assert!(t.columns == PANEL);
-        let wide = t.b.cast_mut().cast();
+        let (wide, none) = (t.b.cast_mut().cast(), std::ptr::null_mut());
         // SAFETY: the caller of `WideFn` vouches for all operands, and for the list.
         unsafe {
             for (i, (count, tile)) in tiles_of_column(rows, t).enumerate() {
@@ -193,11 +219,30 @@ pub(super) mod wide {
                     None => Tile { b_stride: WIDE_LINES * PANEL * 4, ..tile },
                 };
                 match (narrow.is_some() && i == 0, tile.fetch) {
-                    (true, Fetch::Nothing) => whole_panel::<NOTHING, WIDENING>(count, &tile, wide),
-                    (true, _) => whole_panel::<CHUNKS, WIDENING>(count, &tile, wide),
-                    (false, Fetch::Nothing) => whole_panel::<NOTHING, WIDE>(count, &tile, wide),
-                    (false, _) => whole_panel::<CHUNKS, WIDE>(count, &tile, wide),
+                    (true, Fetch::Nothing) => whole_panel::<NOTHING, WIDENING, OWN_LEFT>(count, &tile, wide, none),
+                    (true, _) => whole_panel::<CHUNKS, WIDENING, OWN_LEFT>(count, &tile, wide, none),
+                    (false, Fetch::Nothing) => whole_panel::<NOTHING, WIDE, OWN_LEFT>(count, &tile, wide, none),
+                    (false, _) => whole_panel::<CHUNKS, WIDE, OWN_LEFT>(count, &tile, wide, none),
                 }
+            }
+        }
+    }
+
+    /// [`WidePairFn`](super::super::kernel): the left side of a tile is widened for the first panel, and kept for the second.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    pub(in crate::cpu::matmul) unsafe fn run_pair(rows: usize, t: &Tile, second: *const f32, kept: &mut [f32]) {
+        debug_assert!(t.columns == PANEL && kept.len() >= kept_len(t.steps));
+        let (none, kept) = (std::ptr::null_mut(), kept.as_mut_ptr().cast());
+        // SAFETY: the caller of `WidePairFn` vouches for all operands, and for the list.
+        unsafe {
+            for (count, tile) in tiles_of_column(rows, t) {
+                let tile = Tile { b_stride: WIDE_LINES * PANEL * 4, ..tile };
+                match tile.fetch {
+                    Fetch::Nothing => whole_panel::<NOTHING, WIDE, KEEPING>(count, &tile, none, kept),
+                    _ => whole_panel::<CHUNKS, WIDE, KEEPING>(count, &tile, none, kept),
+                }
+                let tile = Tile { b: second.cast(), c: tile.c.wrapping_add(PANEL), fetch: Fetch::Nothing, ..tile };
+                whole_panel::<NOTHING, WIDE, KEPT>(count, &tile, none, kept);
             }
         }
     }
