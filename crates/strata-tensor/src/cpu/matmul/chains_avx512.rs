@@ -15,7 +15,7 @@ use crate::cpu::packed::LANES;
 pub(super) const ROWS_MAX: [usize; VECTORS_MAX] = [12, 12, 8, 6];
 
 /// How far ahead a tile fetches its own right side: what a core reads in the time that memory takes to answer.
-pub(super) const OWN_AHEAD_BYTES: usize = 4096;
+const OWN_AHEAD_BYTES: usize = 4096;
 
 /// [`Fetch`], for the compiler: lines of what comes next for each step, and whether there are others.
 pub(super) const NOTHING: u8 = 0;
