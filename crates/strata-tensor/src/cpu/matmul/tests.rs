@@ -102,7 +102,12 @@ fn products_keep_no_more_scratch_than_they_say() {
         let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
         matmul.forward(all(&x, k), stack.layer(0), into(&mut y, n, false), &Addends::default()).unwrap();
         backward_input(&matmul, all(&dy, n), stack.layer(0), into(&mut dx, k, false), &Addends::default()).unwrap();
-        (crate::cpu::scratch::held_bytes(), scratch_bytes(&matmul.kernel, m, k.max(n), DType::BF16, 1))
+        let width = k.max(n);
+        let said = scratch_bytes(&matmul.kernel, m, width, DType::BF16, 1);
+        // What is set aside for reductions over tokens, of which there are none here, would hide what is missing.
+        let of_others =
+            if matches!(matmul.kernel, TileKernel::Chains(_)) { tokens::panels_bytes(width, DType::BF16) } else { 0 };
+        (crate::cpu::scratch::held_bytes(), said - of_others)
     };
     let shapes = [1, 7, 200].into_iter().flat_map(|m| [(m, 64, 64), (m, 600, 64), (m, 2100, 130), (m, 600, 1024)]);
     for (arithmetic, shape) in shapes.flat_map(|shape| Arithmetic::available().into_iter().map(move |a| (a, shape))) {
