@@ -240,8 +240,8 @@ impl<'a> Matmul<'a> {
         right: &impl Right,
         addends: &Addends<'_>,
     ) {
-        if let Some(pairs) = self.pairs(chains, all.len(), out.columns) {
-            return self.product_of_pairs(chains, pairs, (left, all), out, block_steps, right, addends);
+        if let Some((wide, pairs)) = self.pairs(chains, all.len(), out.columns) {
+            return self.product_of_pairs((chains, wide, pairs), (left, all), out, block_steps, right, addends);
         }
         let num_steps = steps(left.width, left.dtype);
         self.over_panels(all.len(), out.columns, 1, |panel, rows| {

@@ -23,8 +23,7 @@ impl Matmul<'_> {
     /// As [`Matmul::product`].
     pub(super) fn product_of_pairs(
         &self,
-        chains: &Chains,
-        (wide, pairs): (WideFn, Pairs),
+        (chains, wide, pairs): (&Chains, WideFn, Pairs),
         (left, all): (Rows<'_>, RowRuns<'_>),
         out: &Out,
         block_steps: usize,
