@@ -4,8 +4,9 @@
 //! four products need one tile from the second ([`near`]); two tiles of rows by two of columns would need two of their four. Few rows take a cycle for each row and wait for memory.
 //!
 //! Measured on Emerald Rapids, one core of 2.3 TFLOP/s, 512 rows by 1,024 inputs and 4,096 outputs: 75% with all operands in the first-level cache, 71% with left sides and sums from the second, 61% if sums
-//! lie there in rows of a panel and not in tiles, 45-55% with the result written to memory. (From the first level, sixteen rows by 64 columns take 78 cycles for each granule where their four products take 64, and a block 74 more to begin and end.) Prefetches of left sides into the first level take 6 to 30%, two by two tiles 8 to 16%, blocks half and twice as long
-//! 13 and 20%; loads and stores of sums between the products of a block's first and last granule neither give nor take.
+//! lie there in rows of a panel and not in tiles, 45-55% with the result written to memory. From the first level sixteen rows by 64 columns take 78 cycles for each granule, where their four products take 64, and
+//! a block 74 more to begin and end. Prefetches of left sides into the first level take 6 to 30%, two by two tiles 8 to 16%, blocks half and twice as long 13 and 20%; loads and stores of sums between the
+//! products of a block's first and last granule neither give nor take. A core has room for 16 lines on their way: prefetches of the right side in runs of 32 waited for an eighth of a prefill.
 //!
 //! What `tdpbf16ps` computes is written down in [`granules`](super::granules). The instructions have no stable intrinsics, so each loop is one block of assembly: nothing the compiler
 //! does can come between a tile's loads and its products.

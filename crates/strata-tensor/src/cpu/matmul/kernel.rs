@@ -441,7 +441,7 @@ unsafe fn block_of_granules(run: GranuleFn, rows: usize, t: &Tile) {
     }
 }
 
-/// What of a tile whole granules of are multiplied.
+/// The whole granules of a tile as their kernels read them, beside its right side.
 fn granule_tile(t: &Tile) -> GranuleTile {
     GranuleTile {
         granules: t.steps / granules::STEPS,
