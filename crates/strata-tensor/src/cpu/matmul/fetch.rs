@@ -292,6 +292,7 @@ mod tests {
         assert_eq!(left[2].1, 0);
         assert_eq!(Pieces::default().fetch(1), Pieces::default());
     }
+
     #[test]
     fn lines_of_pieces_are_listed_once_each_and_what_is_missing_is_filled_up() {
         let mut pieces = Pieces::one(4096, 0..2 * LINE_BYTES + 1).repeated(2, 10_000);

@@ -56,12 +56,12 @@ type ColumnFn = unsafe fn(rows: usize, tile: &Tile);
 pub(super) type WideFn = unsafe fn(rows: usize, narrow: Option<*const u8>, tile: &Tile);
 
 /// As [`WideFn`] of what is widened already, with the panel behind it too, whose right side, widened, is `second`. The numbers of `kept` are for the left side of a tile, once it is widened: see
-/// [`Pairs`].
+/// [`PanelPairs`].
 pub(super) type WidePairFn = unsafe fn(rows: usize, tile: &Tile, second: *const f32, kept: &mut [f32]);
 
 /// What computes two panels next to each other, with right sides that were widened, by a left side that is widened once for both.
 #[derive(Clone, Copy)]
-pub(super) struct Pairs {
+pub(super) struct PanelPairs {
     pub run: WidePairFn,
     /// Numbers of the left side of a tile of so many steps.
     pub kept_len: fn(steps: usize) -> usize,
@@ -143,7 +143,7 @@ pub(crate) struct Chains {
     /// The same chains with a right side that is widened once.
     wide: Option<WideFn>,
     /// The same for two panels.
-    pairs: Option<Pairs>,
+    pairs: Option<PanelPairs>,
     /// The same chains for a few rows with weights that come from memory.
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
@@ -192,7 +192,7 @@ impl TileKernel {
                 rows_max: avx512::ROWS_MAX,
                 column: Some(widened::pairs::run_column),
                 wide: Some(widened::wide::run),
-                pairs: Some(Pairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
+                pairs: Some(PanelPairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
                 many_panels: Some(widened::pairs::MANY_PANELS),
                 ..Chains::plain(widened::pairs::run)
             },
@@ -344,7 +344,7 @@ impl Chains {
     }
 
     /// What computes two panels of so many rows at a time, if that is worth having the left side widened for both.
-    pub(super) fn pairs(&self, rows: usize) -> Option<Pairs> {
+    pub(super) fn pairs(&self, rows: usize) -> Option<PanelPairs> {
         self.pairs.filter(|_| self.tiles(rows) >= PAIR_TILES_MIN)
     }
 

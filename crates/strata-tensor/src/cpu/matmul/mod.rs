@@ -46,7 +46,7 @@ pub(crate) use addends::{Addend, Addends};
 use fetch::ChunkList;
 pub(crate) use fetch::{Fetch, Pieces};
 use int8::{BytesKernel, BytesTile};
-use kernel::{Chains, ManyPanels, Pairs};
+use kernel::{Chains, ManyPanels, PanelPairs};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, widened_len};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
@@ -458,7 +458,7 @@ pub(crate) fn scratch_bytes(kernel: &TileKernel, rows: usize, width: usize, dtyp
         TileKernel::Chains(chains) => {
             let wide_len = if chains.widening(rows).is_some() { widened_len(CHAIN_BLOCK_STEPS) } else { 0 };
             let of_a_panel = (CHAIN_BLOCK_STEPS * PANEL + wide_len) * size_of::<f32>() + addends::SCRATCH_BYTES_MAX;
-            let of_a_pair = |pairs: Pairs| 2 * of_a_panel + (pairs.kept_len)(CHAIN_BLOCK_STEPS) * size_of::<f32>();
+            let of_a_pair = |pairs: PanelPairs| 2 * of_a_panel + (pairs.kept_len)(CHAIN_BLOCK_STEPS) * size_of::<f32>();
             (0, chains.pairs(rows).map_or(of_a_panel, of_a_pair))
         }
         TileKernel::Granules(_) => {

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::addends::{Addends, PanelAddends};
 use super::fetch::{ChunkList, Fetch, Pieces};
-use super::kernel::{Chains, Pairs, Tile, WideFn, widened_len};
+use super::kernel::{Chains, PanelPairs, Tile, WideFn, widened_len};
 use super::operands::{Out, Right, RowRuns, Rows, steps};
 use super::{CHUNKS_MAX, Matmul, TASKS_PER_THREAD};
 use crate::cpu::packed::PANEL;
@@ -15,7 +15,7 @@ use crate::cpu::scratch::{taken_bytes, with_scratch};
 
 impl Matmul<'_> {
     /// What computes pairs of panels, if there are enough rows for it, and pairs for all threads.
-    pub(super) fn pairs(&self, chains: &Chains, rows: usize, columns: usize) -> Option<(WideFn, Pairs)> {
+    pub(super) fn pairs(&self, chains: &Chains, rows: usize, columns: usize) -> Option<(WideFn, PanelPairs)> {
         let are_enough = columns / (2 * PANEL) >= TASKS_PER_THREAD * self.pool.num_threads();
         if columns.is_multiple_of(2 * PANEL) && are_enough { chains.widening(rows).zip(chains.pairs(rows)) } else { None }
     }
@@ -23,7 +23,7 @@ impl Matmul<'_> {
     /// As [`Matmul::product`].
     pub(super) fn product_of_pairs(
         &self,
-        (chains, wide, pairs): (&Chains, WideFn, Pairs),
+        (chains, wide, pairs): (&Chains, WideFn, PanelPairs),
         (left, all): (Rows<'_>, RowRuns<'_>),
         out: &Out,
         block_steps: usize,
