@@ -282,13 +282,7 @@ impl<'a> Matmul<'a> {
                     let block = right.block(panel, steps.clone(), scratch);
                     // What comes next of the right side, as far as it is still to be fetched. Threads take panels in turns.
                     let next_panel = panel + self.pool.num_threads();
-                    let mut ahead = if !is_last {
-                        right.pieces(panel, steps.end..(steps.end + block_steps).min(num_steps))
-                    } else if (next_panel + 1) * PANEL <= out.columns {
-                        right.pieces(next_panel, 0..block_steps.min(num_steps))
-                    } else {
-                        Pieces::default()
-                    };
+                    let mut ahead = right.coming((panel, next_panel), &steps, 0..num_steps, block_steps, out.columns);
                     let mut near = Fetch::Nothing;
                     if block.is_streamed && widening.is_none() {
                         let next = if ahead.count > 0 { std::ptr::without_provenance(ahead.next.start) } else { block.first };

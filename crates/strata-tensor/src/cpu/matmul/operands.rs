@@ -212,6 +212,24 @@ pub(super) trait Right: Sync {
 
     /// Where in memory that is read from, if it is not in a cache.
     fn pieces(&self, panel: usize, steps: Range<usize>) -> Pieces;
+
+    /// Where that is which is read behind the block `steps` of a panel of a result of `columns`: the next block of `all` steps, or the first of `next_panel`, to which a thread comes then, if it is whole.
+    fn coming(
+        &self,
+        (panel, next_panel): (usize, usize),
+        steps: &Range<usize>,
+        all: Range<usize>,
+        block_steps: usize,
+        columns: usize,
+    ) -> Pieces {
+        if steps.end < all.end {
+            self.pieces(panel, steps.end..(steps.end + block_steps).min(all.end))
+        } else if (next_panel + 1) * PANEL <= columns {
+            self.pieces(next_panel, all.start..(all.start + block_steps).min(all.end))
+        } else {
+            Pieces::default()
+        }
+    }
 }
 
 /// A right side, for the instructions of the machine.

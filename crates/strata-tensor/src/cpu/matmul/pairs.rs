@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::addends::{Addends, PanelAddends};
-use super::fetch::{ChunkList, Fetch, Pieces};
+use super::fetch::{ChunkList, Fetch};
 use super::kernel::{Chains, PanelPairs, Tile, WideFn, widened_len};
 use super::operands::{Out, Right, RowRuns, Rows, steps};
 use super::{CHUNKS_MAX, Matmul, TASKS_PER_THREAD};
@@ -52,16 +52,9 @@ impl Matmul<'_> {
                         right.block(panels[1], steps.clone(), second_written).first,
                     ]);
                     // What comes next of the right side. Threads take pairs in turns.
-                    let mut ahead = panels.map(|panel| {
-                        let next_panel = panel + 2 * self.pool.num_threads();
-                        if !is_last {
-                            right.pieces(panel, steps.end..(steps.end + block_steps).min(num_steps))
-                        } else if (next_panel + 1) * PANEL <= out.columns {
-                            right.pieces(next_panel, 0..block_steps.min(num_steps))
-                        } else {
-                            Pieces::default()
-                        }
-                    });
+                    let next = 2 * self.pool.num_threads();
+                    let mut ahead =
+                        panels.map(|panel| right.coming((panel, panel + next), &steps, 0..num_steps, block_steps, out.columns));
                     let mut product = |rows: Range<usize>| {
                         // The tiles of the first panel fetch for both.
                         coming.clear(chains.chunks(rows.len(), steps.len()));

@@ -298,14 +298,8 @@ struct PanelProduct<'p, R> {
 impl<R: Right> PanelProduct<'_, R> {
     /// What is read of the right side behind these steps.
     fn coming(&self, panel: usize, next_panel: usize, steps: &Range<usize>) -> Pieces {
-        let Range { start, end } = self.left.steps;
-        if steps.end < end {
-            self.right.pieces(panel, steps.end..(steps.end + self.block_steps).min(end))
-        } else if (next_panel + 1) * PANEL <= self.out.columns {
-            self.right.pieces(next_panel, start..(start + self.block_steps).min(end))
-        } else {
-            Pieces::default()
-        }
+        let all = self.left.steps.clone();
+        self.right.coming((panel, next_panel), steps, all, self.block_steps, self.out.columns)
     }
 
     /// One panel for rows `part` of the tiles. `next_panel` is the one that this thread comes to then, if there is one.
