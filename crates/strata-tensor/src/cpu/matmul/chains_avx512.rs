@@ -14,8 +14,8 @@ use crate::cpu::packed::LANES;
 /// 24 accumulators at most, of 32 registers.
 pub(super) const ROWS_MAX: [usize; VECTORS_MAX] = [12, 12, 8, 6];
 
-/// How far ahead a tile fetches its own right side: what a core reads in the time that memory takes to answer.
-const OWN_AHEAD_BYTES: usize = 4096;
+/// Steps that a tile fetches its own right side ahead: what a core reads in the time that memory takes to answer.
+const OWN_AHEAD_STEPS: usize = 16;
 
 /// [`Fetch`], for the compiler: lines of what comes next for each step, and whether there are others.
 pub(super) const NOTHING: u8 = 0;
@@ -46,7 +46,7 @@ impl Coming<'_> {
     #[inline(always)]
     pub(super) unsafe fn of(t: &Tile) -> Self {
         let next = match t.fetch {
-            Fetch::Next(next, ..) => next,
+            Fetch::Next(next, ..) | Fetch::Own(next) => next,
             _ => t.b,
         };
         let chunks: &[usize] = match t.fetch {
@@ -55,6 +55,13 @@ impl Coming<'_> {
             _ => &[],
         };
         Coming { next, chunk: t.b, chunks: chunks.iter() }
+    }
+
+    /// Where the right side of a step of the tile lies, or of one behind its last: what [`Fetch::Own`] fetches.
+    #[inline(always)]
+    pub(super) fn own(&self, t: &Tile, step: usize) -> *const u8 {
+        let (first, step) = if step < t.steps { (t.b, step) } else { (self.next, step - t.steps) };
+        first.wrapping_add(step * t.b_stride)
     }
 
     /// Fetches what is fetched at this step.
@@ -126,10 +133,11 @@ macro_rules! chain_tile {
                 let mut coming = Coming::of(t);
                 for step in 0..t.steps {
                     let mut $b = [_mm512_setzero_si512(); VECTORS];
+                    let ahead = coming.own(t, step + OWN_AHEAD_STEPS);
                     for v in 0..VECTORS {
                         $b[v] = _mm512_loadu_si512(b_ptr.add(v * 64).cast());
                         if FETCH == OWN {
-                            _mm_prefetch::<_MM_HINT_T0>(b_ptr.wrapping_add(v * 64 + OWN_AHEAD_BYTES).cast());
+                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(v * 64).cast());
                         }
                     }
                     coming.fetch::<FETCH>(step);
@@ -193,7 +201,7 @@ macro_rules! tile_shapes {
                 match (vectors, rows) {
                     (4, _) => match t.fetch {
                         Fetch::Nothing => whole_panel::<NOTHING>(rows, t),
-                        Fetch::Own => whole_panel::<OWN>(rows, t),
+                        Fetch::Own(_) => whole_panel::<OWN>(rows, t),
                         Fetch::Next(_, Lines::One, chunks) if chunks.is_empty() => whole_panel::<NEXT_ONE>(rows, t),
                         Fetch::Next(_, Lines::Two, chunks) if chunks.is_empty() => whole_panel::<NEXT_TWO>(rows, t),
                         Fetch::Next(_, Lines::One, _) => whole_panel::<{ NEXT_ONE | CHUNKS }>(rows, t),

@@ -15,8 +15,8 @@ pub(super) const FETCHING_TILES_MAX: usize = 8;
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Fetch {
     Nothing,
-    /// What the tile itself comes to, into the first-level cache.
-    Own,
+    /// What the tile itself comes to, and behind its right side what the next tile begins with, which is from there on.
+    Own(*const u8),
     /// A line for each step from there on, or two: where there are few tiles to fetch with. And beside it chunks, as below, if there are any.
     Next(*const u8, Lines, *const [usize]),
     /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch.
@@ -224,7 +224,7 @@ mod tests {
                 }
                 Fetch::Chunks(chunks) => chunks,
                 Fetch::Nothing => &[],
-                Fetch::Own => unreachable!("not of several tiles"),
+                Fetch::Own(_) => unreachable!("not of several tiles"),
             };
             // SAFETY: parts of the chunks above.
             of_chunks.extend_from_slice(unsafe { &*chunks });

@@ -355,7 +355,7 @@ impl Chains {
             // Only kernels of AVX-512 fetch.
             _ if self.many_panels.is_none() => Fetch::Nothing,
             0 | 1 if looks_far_ahead() => Fetch::Nothing,
-            0 | 1 => Fetch::Own,
+            0 | 1 => Fetch::Own(next),
             2..=FETCHING_TILES_MAX => Fetch::Next(next, Lines::One, &[]),
             _ => Fetch::Nothing,
         }
