@@ -127,7 +127,7 @@ pub fn parse_name(name: &str) -> Result<String, String> {
 impl Resources {
     /// The memory to use: as asked, or the default share of what the machine has.
     pub fn memory_bytes(&self) -> u64 {
-        self.memory.unwrap_or_else(|| machine::memory_bytes() / 4 * 3)
+        self.memory.unwrap_or_else(|| strata_limits::memory_bytes() / 4 * 3)
     }
 
     /// Threads that compute: as asked, or one for each core.
@@ -218,8 +218,8 @@ pub fn start(
 ) -> anyhow::Result<Vec<BaseModel>> {
     // Before anything is loaded for nothing.
     resources.threads()?;
-    if resources.memory_bytes() > machine::memory_bytes() {
-        let [asked, there] = [resources.memory_bytes(), machine::memory_bytes()].map(HumanBytes);
+    if resources.memory_bytes() > strata_limits::memory_bytes() {
+        let [asked, there] = [resources.memory_bytes(), strata_limits::memory_bytes()].map(HumanBytes);
         tracing::warn!(
             "--memory grants {asked}, and this machine has {there}: what is beyond that will be missing when it is needed"
         );

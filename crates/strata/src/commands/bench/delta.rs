@@ -10,10 +10,10 @@ use strata_tensor::{
     Tensor, Var,
 };
 
-use super::limits::{Inputs, Limits};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, ROUND_TIME, counts, fastest, least, progress, text, uniform};
+use strata_limits::{Inputs, Limits};
 
 /// Settings of the benchmark of gated delta nets.
 #[derive(Debug, clap::Args)]

@@ -1,14 +1,13 @@
 //! `strata bench`: how fast this machine trains and samples, beside what the same run measures as its limits, and beside a peer if asked.
 //!
 //! A model of a named shape is made in memory with random weights, and requests go through the engine as they would from the server. What counts
-//! as work is in [`counts`], what counts as a limit in [`limits`].
+//! as work is in [`counts`], what counts as a limit in [`strata_limits`].
 
 mod adapters;
 mod all;
 mod counts;
 mod delta;
 mod engine;
-mod limits;
 mod matmul;
 mod peer;
 mod report;
@@ -27,9 +26,9 @@ use strata_tensor::{CpuBackend, DType, Memory, Tensor, random};
 
 use crate::base_model::Resources;
 use crate::output::say_aside;
-use limits::{Inputs, Limits};
 use peer::Peer;
 use report::Report;
+use strata_limits::{Inputs, Limits};
 
 /// How long each side repeats one op of a layer in a round.
 const ROUND_TIME: Duration = Duration::from_millis(200);

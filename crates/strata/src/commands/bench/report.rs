@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use strata_tensor::DType;
 
 use super::Common;
-use super::limits::{Arithmetic, Limits};
+use strata_limits::{Arithmetic, Limits};
 
 /// Everything that one run found.
 #[derive(Serialize)]

@@ -10,11 +10,11 @@ use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
 use super::adapters::Adapters;
 use super::counts::{self, ElementBytes};
 use super::engine::{Engine, adapter_name, wait};
-use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
 use crate::base_model::Quantize;
+use strata_limits::Limits;
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
 const CELL_TIME: Duration = Duration::from_secs(60);

@@ -9,10 +9,10 @@ use strata_engine::api::{AdamParams, Datum, LossInput, LossSpec, LossValues, Req
 use super::adapters::Adapters;
 use super::counts::{self, TrainFlops};
 use super::engine::{Engine, adapter_name, wait};
-use super::limits::Limits;
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
+use strata_limits::Limits;
 
 /// Settings of the training benchmark.
 #[derive(Debug, clap::Args)]

@@ -18,11 +18,10 @@ use self::plan::{Curve, FULL, QUICK, Setting, Work};
 use self::report::{Curves, LeftOut, Machine, Pass, Settings};
 use super::counts::{self, ElementBytes};
 use super::engine::Engine;
-use super::limits::Limits;
 use super::report::{Report, forget_peak_memory, peak_memory_bytes};
 use super::{Common, median, progress, sample, train};
 use crate::base_model::Quantize;
-use crate::machine;
+use strata_limits::Limits;
 
 /// Layers of the model unless it is said how many: of the products of a layer and of the unembedding neither hides the other, and a run takes minutes.
 const LAYERS: usize = 8;
@@ -120,7 +119,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let machine = Machine {
         processor: processor(),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
-        memory_bytes: machine::memory_bytes(),
+        memory_bytes: strata_limits::memory_bytes(),
     };
     let settings = Settings {
         layers,

@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use super::threads;
-use crate::machine;
+use super::{memory_bytes, threads};
 
 /// Bytes to read over and over, many times any cache; on a small machine a share of its memory.
 const BUFFER_BYTES: u64 = 1 << 30;
@@ -28,7 +27,7 @@ pub(super) type Reader = fn(&Block);
 /// # Errors
 /// If there is no memory to read.
 pub(super) fn read_gb_per_s(num_threads: usize) -> anyhow::Result<f64> {
-    let bytes = BUFFER_BYTES.min(machine::memory_bytes() / BUFFER_SHARE);
+    let bytes = BUFFER_BYTES.min(memory_bytes() / BUFFER_SHARE);
     let buffer = Buffer::touched((bytes as usize / BLOCK_BYTES).max(num_threads))?;
     let blocks = buffer.blocks();
     let window = |(read, window): (Reader, usize)| {

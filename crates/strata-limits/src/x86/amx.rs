@@ -6,8 +6,8 @@
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 
-use crate::commands::bench::limits::Inputs;
-use crate::commands::bench::limits::arithmetic::Loop;
+use crate::Inputs;
+use crate::arithmetic::Loop;
 
 /// A tile has this many rows, each of this many bytes.
 const ROWS: usize = 16;

@@ -1,4 +1,4 @@
-//! What the machine can do, measured by code that shares nothing with the kernels that are held against it.
+//! What the machine can do, measured by code that shares nothing with the kernels that are held against it, and how much memory it has.
 //!
 //! - Arithmetic: loops that touch nothing but registers, one for each instruction set that the processor has, on all threads at once.
 //!   They do no useful work: no kernel can be faster.
@@ -9,6 +9,7 @@
 
 mod arithmetic;
 mod bandwidth;
+mod memory;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -16,21 +17,25 @@ mod threads;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use memory::memory_bytes;
 use serde::Serialize;
 
 /// What goes into the multiplications of an instruction; sums are f32 in all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Inputs {
+pub enum Inputs {
+    /// 32 bits.
     F32,
+    /// 16 bits, with the exponent of f32.
     Bf16,
 }
 
 /// How fast one instruction set multiplies and adds.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Arithmetic {
+pub struct Arithmetic {
     /// Instruction set and instruction, such as `AVX-512 vfmadd213ps`.
     pub instructions: &'static str,
+    /// What it multiplies.
     pub inputs: Inputs,
     /// Floating-point operations a second in units of 1e9, a multiply-add being two, all threads together.
     pub gflop_per_s: f64,
@@ -38,7 +43,7 @@ pub(super) struct Arithmetic {
 
 /// Limits of this machine.
 #[derive(Clone, Debug)]
-pub(super) struct Limits {
+pub struct Limits {
     /// One for each instruction set that the processor has; never empty.
     arithmetic: Vec<Arithmetic>,
     /// Bytes read from memory a second in units of 1e9, all threads together.
@@ -50,7 +55,7 @@ impl Limits {
     ///
     /// # Errors
     /// If there is no memory to measure.
-    pub(super) fn measure(threads: usize) -> anyhow::Result<Limits> {
+    pub fn measure(threads: usize) -> anyhow::Result<Limits> {
         Ok(Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads)? })
     }
 
@@ -58,13 +63,13 @@ impl Limits {
     ///
     /// # Errors
     /// If there is no memory to measure.
-    pub(super) fn measure_reads_again(&mut self, threads: usize) -> anyhow::Result<()> {
+    pub fn measure_reads_again(&mut self, threads: usize) -> anyhow::Result<()> {
         self.read_gb_per_s = self.read_gb_per_s.max(bandwidth::read_gb_per_s(threads)?);
         Ok(())
     }
 
     /// The better of two measurements of one machine, limit by limit.
-    pub(super) fn max(self, other: &Limits) -> Limits {
+    pub fn max(self, other: &Limits) -> Limits {
         let better = |(a, b): (Arithmetic, &Arithmetic)| Arithmetic { gflop_per_s: a.gflop_per_s.max(b.gflop_per_s), ..a };
         Limits {
             arithmetic: self.arithmetic.into_iter().zip(&other.arithmetic).map(better).collect(),
@@ -73,12 +78,12 @@ impl Limits {
     }
 
     /// All that was measured of arithmetic.
-    pub(super) fn arithmetic(&self) -> &[Arithmetic] {
+    pub fn arithmetic(&self) -> &[Arithmetic] {
         &self.arithmetic
     }
 
     /// The fastest way to multiply matrices of this dtype: bf16 may be widened to f32, but not the other way round.
-    pub(super) fn fastest(&self, inputs: Inputs) -> &Arithmetic {
+    pub fn fastest(&self, inputs: Inputs) -> &Arithmetic {
         self.arithmetic
             .iter()
             .filter(|a| a.inputs == Inputs::F32 || inputs == Inputs::Bf16)

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::hint::black_box;
 
-use crate::commands::bench::limits::bandwidth::{BLOCK_BYTES, Block, Reader};
+use crate::bandwidth::{BLOCK_BYTES, Block, Reader};
 
 /// Bytes that all streams together are fetched ahead of their reads.
 const AHEAD_BYTES: usize = 4096;
@@ -11,7 +11,7 @@ const AHEAD_BYTES: usize = 4096;
 const LINE_BYTES: usize = 64;
 
 /// The ways to read that this processor has.
-pub(in crate::commands::bench::limits) fn readers() -> Vec<Reader> {
+pub(crate) fn readers() -> Vec<Reader> {
     let mut readers: Vec<Reader> = Vec::new();
     if is_x86_feature_detected!("avx512f") {
         // SAFETY: the processor has the instructions.
