@@ -484,3 +484,34 @@ tile_kernel!(native, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16", |acc, a, b
 tile_kernel!(single, "avx512f,avx512bw,avx512vl,avx512dq", |acc, a, b| {
     _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc)
 });
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_that_fetches_for_itself_goes_on_where_its_thread_does() {
+        let [b, next] = [1 << 20, 1 << 30].map(std::ptr::without_provenance::<u8>);
+        let (a, c) = (std::ptr::null(), std::ptr::null_mut());
+        let (steps, columns) = (OWN_AHEAD_STEPS + 1, VECTORS_MAX * LANES);
+        let shape = Tile {
+            steps,
+            a,
+            a_stride: 0,
+            b,
+            b_stride: 256,
+            c,
+            c_stride: 0,
+            columns,
+            accumulate: false,
+            fetch: Fetch::Own(next),
+        };
+        // SAFETY: it has no chunks.
+        let coming = unsafe { Coming::of(&shape) };
+        let ahead: Vec<usize> = (0..steps).map(|step| coming.own(&shape, step + OWN_AHEAD_STEPS).addr()).collect();
+        let expected: Vec<usize> = (0..steps)
+            .map(|step| if step == 0 { b.addr() + OWN_AHEAD_STEPS * 256 } else { next.addr() + (step - 1) * 256 })
+            .collect();
+        assert_eq!(ahead, expected);
+    }
+}
