@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{memory_bytes, threads};
+use super::{NoMemory, memory_bytes, threads};
 
 /// Bytes to read over and over, many times any cache; on a small machine a share of its memory.
 const BUFFER_BYTES: u64 = 1 << 30;
@@ -26,7 +26,7 @@ pub(super) type Reader = fn(&Block);
 ///
 /// # Errors
 /// If there is no memory to read.
-pub(super) fn read_gb_per_s(num_threads: usize) -> anyhow::Result<f64> {
+pub(super) fn read_gb_per_s(num_threads: usize) -> Result<f64, NoMemory> {
     let bytes = BUFFER_BYTES.min(memory_bytes() / BUFFER_SHARE);
     let buffer = Buffer::touched((bytes as usize / BLOCK_BYTES).max(num_threads))?;
     let blocks = buffer.blocks();
@@ -73,13 +73,15 @@ struct Buffer {
 
 impl Buffer {
     /// Maps blocks and writes to all of them: what was never written to is one page of zeros, which lies in the cache.
-    fn touched(num_blocks: usize) -> anyhow::Result<Self> {
+    fn touched(num_blocks: usize) -> Result<Self, NoMemory> {
         // One block more, so that they can begin where a huge page does.
         let mapped_bytes = (num_blocks + 1) * BLOCK_BYTES;
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping, of which nobody else knows.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, access, kind, -1, 0) };
-        anyhow::ensure!(mapping != libc::MAP_FAILED, "no {mapped_bytes} bytes of memory to measure its bandwidth with");
+        if mapping == libc::MAP_FAILED {
+            return Err(NoMemory { bytes: mapped_bytes });
+        }
         let mut buffer = Buffer { mapping, mapped_bytes, num_blocks };
         #[cfg(target_os = "linux")]
         // SAFETY: advice about the mapping above. A system that does not take it leaves ordinary pages.

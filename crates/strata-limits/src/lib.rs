@@ -41,6 +41,14 @@ pub struct Arithmetic {
     pub gflop_per_s: f64,
 }
 
+/// There is no memory to measure its bandwidth with.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("no {bytes} bytes of memory to measure its bandwidth with")]
+pub struct NoMemory {
+    /// What was asked for.
+    pub bytes: usize,
+}
+
 /// Limits of this machine.
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -55,7 +63,7 @@ impl Limits {
     ///
     /// # Errors
     /// If there is no memory to measure.
-    pub fn measure(threads: usize) -> anyhow::Result<Limits> {
+    pub fn measure(threads: usize) -> Result<Limits, NoMemory> {
         Ok(Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads)? })
     }
 
@@ -63,7 +71,7 @@ impl Limits {
     ///
     /// # Errors
     /// If there is no memory to measure.
-    pub fn measure_reads_again(&mut self, threads: usize) -> anyhow::Result<()> {
+    pub fn measure_reads_again(&mut self, threads: usize) -> Result<(), NoMemory> {
         self.read_gb_per_s = self.read_gb_per_s.max(bandwidth::read_gb_per_s(threads)?);
         Ok(())
     }

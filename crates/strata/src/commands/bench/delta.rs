@@ -4,6 +4,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, ensure};
 use serde_json::json;
+use strata_limits::{Inputs, Limits};
 use strata_model::{MixerWork, ModelConfig, Work};
 use strata_tensor::{
     Backend, CpuBackend, DELTA_CHUNK, DType, DeltaGeometry, DeltaInputs, DeltaNetInput, DeltaParams, DeltaSpan, Memory, Tape,
@@ -13,7 +14,6 @@ use strata_tensor::{
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, ROUND_TIME, counts, fastest, least, progress, text, uniform};
-use strata_limits::{Inputs, Limits};
 
 /// Settings of the benchmark of gated delta nets.
 #[derive(Debug, clap::Args)]

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, ensure};
 use serde_json::json;
+use strata_limits::Limits;
 use strata_model::{MatrixShape, ModelConfig, Work};
 use strata_tensor::{Backend, CpuBackend, DType, Linear, LowProducts, Memory, WeightFormat, WeightStorage};
 
@@ -9,7 +10,6 @@ use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, ROUND_TIME, fastest, least, progress, text, uniform};
 use crate::base_model::Quantize;
-use strata_limits::Limits;
 
 /// Settings of the matmul benchmark.
 #[derive(Debug, clap::Args)]

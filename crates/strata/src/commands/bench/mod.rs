@@ -21,6 +21,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use strata_limits::{Inputs, Limits};
 use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
 use strata_tensor::{CpuBackend, DType, Memory, Tensor, random};
 
@@ -28,7 +29,6 @@ use crate::base_model::Resources;
 use crate::output::say_aside;
 use peer::Peer;
 use report::Report;
-use strata_limits::{Inputs, Limits};
 
 /// How long each side repeats one op of a layer in a round.
 const ROUND_TIME: Duration = Duration::from_millis(200);

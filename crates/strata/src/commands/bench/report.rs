@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use anyhow::{Context, bail};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
+use strata_limits::{Arithmetic, Limits};
 use strata_tensor::DType;
 
 use super::Common;
-use strata_limits::{Arithmetic, Limits};
 
 /// Everything that one run found.
 #[derive(Serialize)]

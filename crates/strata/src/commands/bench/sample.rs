@@ -6,6 +6,7 @@ use anyhow::ensure;
 use serde_json::json;
 use strata_engine::Speculated;
 use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
+use strata_limits::Limits;
 
 use super::adapters::Adapters;
 use super::counts::{self, ElementBytes};
@@ -14,7 +15,6 @@ use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
 use crate::base_model::Quantize;
-use strata_limits::Limits;
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
 const CELL_TIME: Duration = Duration::from_secs(60);

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::ensure;
 use serde_json::json;
 use strata_engine::api::{AdamParams, Datum, LossInput, LossSpec, LossValues, Request, TrainOp};
+use strata_limits::Limits;
 
 use super::adapters::Adapters;
 use super::counts::{self, TrainFlops};
@@ -12,7 +13,6 @@ use super::engine::{Engine, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
-use strata_limits::Limits;
 
 /// Settings of the training benchmark.
 #[derive(Debug, clap::Args)]

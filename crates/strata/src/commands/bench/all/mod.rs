@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde_json::{Value, json};
+use strata_limits::Limits;
 use strata_model::lora::RANK_MAX;
 use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
 
@@ -21,7 +22,6 @@ use super::engine::Engine;
 use super::report::{Report, forget_peak_memory, peak_memory_bytes};
 use super::{Common, median, progress, sample, train};
 use crate::base_model::Quantize;
-use strata_limits::Limits;
 
 /// Layers of the model unless it is said how many: of the products of a layer and of the unembedding neither hides the other, and a run takes minutes.
 const LAYERS: usize = 8;
