@@ -8,7 +8,7 @@
 //! requests get an eighth: one half for bodies on their way in, the other (the [`Ledger`](crate::ledger::Ledger)) for what was accepted and
 //! for results. Where a model sees, pictures get a sixth of what remains, or what they can use of it. The KV cache gets a fourth of what remains, but never more than [`KV_CONTEXTS_MAX`] whole contexts, which for a tiny model
 //! is far less. Where sequences have states beside pages, half of it is for them, up to [`STATES_MAX`]. Then the logits of a chunk get their place, and what is left is split five to three between activations and adapters, or up to
-//! three to one where activations would not suffice for a useful context. A pass that does not need all of it keeps activations
+//! three to one where activations would not suffice for a useful context. Where it is said what adapters get, they get it before the cache, and activations what is left. A pass that does not need all of it keeps activations
 //! that it would else compute again. Freed tensors wait for the next ones in what those in use leave. What activations could never use goes to requests, up to [`REQUEST_BYTES_MAX`], and to adapters. From the shares follow the
 //! longest sequence (what the cache holds), the longest training example (what activations hold, as little of them as can be), the tokens of a
 //! training pass (of which what goes into each layer can be kept), and the pages of the cache: nothing else asks how much memory there is.
@@ -48,6 +48,8 @@ pub(crate) struct Needs {
     pub(crate) kept_bytes_per_token: u64,
     /// What a pass needs whatever its length.
     pub(crate) workspace_bytes: u64,
+    /// What adapters get, if it is said: in training, frozen and captured.
+    pub(crate) adapter_bytes: Option<u64>,
     /// The model's own longest sequence.
     pub(crate) max_position_embeddings: usize,
     pub(crate) pictures: PictureNeeds,
@@ -101,14 +103,17 @@ pub(crate) struct Budget {
 pub enum StartError {
     /// Memory does not suffice for the base weights and one sequence of a useful length.
     #[error(
-        "{memory_bytes} bytes of memory do not suffice: the base weights take {weight_bytes}, and with sequences of \
-         {context_tokens} tokens the least is {least_bytes}"
+        "{memory_bytes} bytes of memory do not suffice: the base weights take {weight_bytes}{}, and with sequences of \
+         {context_tokens} tokens the least is {least_bytes}",
+        .adapter_bytes.map_or_else(String::new, |bytes| format!(", adapters are to have {bytes}"))
     )]
     Memory {
         /// Memory that was granted.
         memory_bytes: u64,
         /// What the base weights take of it.
         weight_bytes: u64,
+        /// What adapters were to get of it, if that was said.
+        adapter_bytes: Option<u64>,
         /// The shortest acceptable longest sequence.
         context_tokens: usize,
         /// Memory with which the engine would start.
@@ -142,6 +147,7 @@ impl Budget {
         Err(StartError::Memory {
             memory_bytes,
             weight_bytes: needs.weight_bytes,
+            adapter_bytes: needs.adapter_bytes,
             context_tokens: least_context,
             least_bytes: high,
         })
@@ -157,7 +163,7 @@ impl Budget {
         let requests = (free / 8).min(REQUEST_BYTES_MAX);
         let free = free - requests;
         let pictures = PictureShares::of(free / 6, needs.pictures);
-        let free = free - pictures.bytes;
+        let free = (free - pictures.bytes).saturating_sub(needs.adapter_bytes.unwrap_or(0));
         // One page more than whole contexts: samples of one prompt each copy its last, partly filled page.
         let context_pages = needs.max_position_embeddings.div_ceil(PAGE_TOKENS);
         let kv_pages_max = (context_pages * KV_CONTEXTS_MAX + 1) as u64;
@@ -170,7 +176,10 @@ impl Budget {
         let free = free.saturating_sub(kv_pages * needs.kv_page_bytes + state_bytes + needs.workspace_bytes);
         let per_token = needs.train_bytes_per_token.max(1);
         let least = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings) as u64 * 8 / 7 + 4;
-        let share = (free / 8 * 5).max((free / 4 * 3).min(least * per_token));
+        let share = match needs.adapter_bytes {
+            Some(_) => free,
+            None => (free / 8 * 5).max((free / 4 * 3).min(least * per_token)),
+        };
         // The longest example, or a pass of many that computes nothing twice.
         let kept = PASS_TOKENS_MAX as u64 * (needs.kept_bytes_per_token / per_token + 2);
         let with_checkpoints = per_token + needs.checkpoint_bytes_per_token;
@@ -185,7 +194,7 @@ impl Budget {
         // Some stays free for small passes between the layers of a long one.
         let longest = activation_tokens.saturating_sub((activation_tokens / 8 + 1).min(PASS_TOKENS_MAX));
         let ordinary = (activation_bytes / 8 * 7 / with_checkpoints) as usize;
-        let adapters = free - activation_bytes - more_requests;
+        let adapters = needs.adapter_bytes.unwrap_or(0) + (free - activation_bytes - more_requests);
         let max_context_tokens = needs.max_position_embeddings.min(cache_tokens);
         Budget {
             max_context_tokens,
@@ -244,6 +253,7 @@ mod tests {
         checkpoint_bytes_per_token: 70 << 10,
         kept_bytes_per_token: 2 << 20,
         workspace_bytes: 240 << 20,
+        adapter_bytes: None,
         max_position_embeddings: 40_960,
         pictures: PictureNeeds { seen_bytes: 0, seeing_bytes: 0, tokens_max: 0 },
     };
@@ -254,7 +264,9 @@ mod tests {
         let sees = Needs { pictures: sees, ..SMALL };
         let with_states = Needs { kv_state_bytes: 90 << 20, kv_page_bytes: 2 << 20, ..SMALL };
         let memories = [3 * GIB, 5 * GIB, 16 * GIB, 64 * GIB, 1024 * GIB];
-        for (memory, needs) in memories.into_iter().flat_map(|memory| [SMALL, with_states, sees].map(|needs| (memory, needs))) {
+        let for_adapters = Needs { adapter_bytes: Some(GIB / 2), ..SMALL };
+        let all_needs = [SMALL, with_states, sees, for_adapters];
+        for (memory, needs) in memories.into_iter().flat_map(|memory| all_needs.map(|needs| (memory, needs))) {
             let b = Budget::divide(memory, needs).unwrap();
             let activations = b.activation_tokens as u64 * needs.train_bytes_per_token + needs.workspace_bytes;
             let requests = b.ledger_bytes + b.transit_bytes;
@@ -283,6 +295,7 @@ mod tests {
             checkpoint_bytes_per_token: 2 << 10,
             kept_bytes_per_token: 20 << 10,
             workspace_bytes: 1 << 20,
+            adapter_bytes: None,
             max_position_embeddings: 2048,
             pictures: PictureNeeds::default(),
         };
@@ -296,5 +309,21 @@ mod tests {
         let Err(StartError::Memory { least_bytes, .. }) = Budget::divide(GIB, SMALL) else { panic!("1 GiB suffices?") };
         assert!(Budget::divide(least_bytes, SMALL).is_ok());
         assert!(least_bytes < 2 * GIB, "{least_bytes}");
+    }
+
+    #[test]
+    fn what_adapters_are_to_have_they_have_and_examples_give_or_take_the_difference() {
+        let of = |adapter_bytes| Budget::divide(18 * GIB, Needs { adapter_bytes, ..SMALL });
+        let all = |b: &Budget| b.adapter_bytes + b.captured_bytes;
+        let by_default = of(None).unwrap();
+        let (more, less) = (of(Some(all(&by_default) * 2)).unwrap(), of(Some(GIB)).unwrap());
+        let over = all(&more) - all(&by_default) * 2;
+        assert!(over < SMALL.train_bytes_per_token, "{over}");
+        assert!(more.max_example_tokens < by_default.max_example_tokens && more.pass_tokens == PASS_TOKENS_MAX);
+        assert!(all(&less) >= GIB && less.max_example_tokens > by_default.max_example_tokens);
+        let error = of(Some(17 * GIB)).unwrap_err();
+        assert!(error.to_string().contains("adapters are to have 18253611008"), "{error}");
+        let StartError::Memory { least_bytes, .. } = error else { panic!("{error}") };
+        assert!(Budget::divide(least_bytes, Needs { adapter_bytes: Some(17 * GIB), ..SMALL }).is_ok());
     }
 }

@@ -83,13 +83,13 @@ pub(crate) struct Scored {
 
 /// Bytes of an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AdapterBytes {
+pub struct AdapterBytes {
     /// In training: weights, gradient, moments and a frozen copy.
-    pub(crate) training: u64,
+    pub training: u64,
     /// Frozen.
-    pub(crate) frozen: u64,
+    pub frozen: u64,
     /// Of a checkpoint that is being written: weights and moments.
-    pub(crate) captured: u64,
+    pub captured: u64,
 }
 
 /// A model on a device. One thread uses it.

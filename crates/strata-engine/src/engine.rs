@@ -45,6 +45,9 @@ const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(60);
 pub struct EngineConfig {
     /// Memory for everything, base weights included, in bytes.
     pub memory_bytes: u64,
+    /// Of those, what adapters get: three fourths for those in training and frozen for sampling, a fourth for what is being saved of them. If it is not said,
+    /// three eighths of what weights, requests and the cache leave, or more.
+    pub adapter_bytes: Option<u64>,
     /// Name of the base model, written into checkpoints.
     pub base_model: String,
     /// What it shares with others on the same machine.
@@ -121,6 +124,7 @@ impl EngineHandle {
                 checkpoint_bytes_per_token: model.kept_bytes(Keeping::ALL_CHECKPOINTS, 1, rank),
                 kept_bytes_per_token: model.kept_bytes(Keeping { layers: usize::MAX, ..Keeping::ALL_CHECKPOINTS }, 1, rank),
                 workspace_bytes: model.workspace_bytes() as u64,
+                adapter_bytes: config.adapter_bytes,
                 max_position_embeddings: model.config().max_position_embeddings,
                 pictures: PictureNeeds {
                     seen_bytes: model.image_bytes().features as u64,
@@ -157,7 +161,7 @@ impl EngineHandle {
                 eyes: ModelEyes::of(&model, budget.picture_tokens, budget.decoding_bytes)
                     .map(|eyes| Box::new(eyes) as Box<dyn Eyes>),
             },
-            adapter_bytes: Box::new(move |lora| Ok(learner::adapter_bytes(&sizes, &learner::config_of(lora, &sizes)?))),
+            adapter_bytes: Box::new(move |lora| learner::bytes_of(lora, &sizes)),
         };
         let (backend, modules) = (model.shared_backend(), model.lora_modules().to_vec());
         let format = AdapterFormat::tinker(model.config());

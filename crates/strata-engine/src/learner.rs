@@ -169,6 +169,14 @@ pub fn spec_of(config: &LoraConfig, modules: &[LoraModule]) -> LoraSpec {
     }
 }
 
+/// Bytes of an adapter that the API asks for.
+///
+/// # Errors
+/// A message for the user if there is no such adapter on this model.
+pub fn bytes_of(spec: &LoraSpec, model: &Model) -> Result<AdapterBytes, String> {
+    Ok(adapter_bytes(model, &config_of(spec, model)?))
+}
+
 /// The shape of an adapter that the API asks for.
 ///
 /// # Errors

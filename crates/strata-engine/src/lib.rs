@@ -57,8 +57,9 @@ mod tenant;
 mod unfinished;
 
 pub use budget::StartError;
+pub use compute::AdapterBytes;
 pub use engine::{EngineConfig, EngineHandle, EngineInfo};
-pub use learner::spec_of;
+pub use learner::{bytes_of, spec_of};
 pub use losses::STABLE_REINFORCE;
 pub use machine::Machine;
 pub use reply::Reply;

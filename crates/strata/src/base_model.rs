@@ -23,6 +23,10 @@ pub struct Resources {
     /// Memory for everything, base weights included, such as 16GiB [default: three quarters of what the machine has].
     #[arg(long, env = "STRATA_MEMORY", value_name = "BYTES", value_parser = parse_bytes)]
     pub memory: Option<u64>,
+    /// Of the memory, what adapters get: in training, frozen for sampling, and a fourth of it for what is being saved of them; training examples and the KV cache share
+    /// the rest [default: some three eighths of what weights, requests and the KV cache leave].
+    #[arg(long, env = "STRATA_ADAPTER_MEMORY", value_name = "BYTES", value_parser = parse_bytes)]
+    pub adapter_memory: Option<u64>,
     /// Threads that compute [default: one for each core].
     #[arg(long, env = "STRATA_THREADS", value_name = "N")]
     pub threads: Option<usize>,
@@ -228,11 +232,12 @@ pub fn start(
     let specs = if specs.is_empty() { &embedded } else { specs };
     let found = find(specs, naming, Quantize::storage(resources.quantize))?;
     let memory = divide(resources.memory_bytes(), &found)?;
+    let adapter_bytes = resources.adapter_memory.map(|bytes| bytes / found.len() as u64);
     let machine = Machine::default();
     found
         .into_iter()
         .zip(memory)
-        .map(|(found, memory_bytes)| start_one(found, memory_bytes, resources, copies, &machine, data_dir))
+        .map(|(found, memory_bytes)| start_one(found, memory_bytes, adapter_bytes, resources, copies, &machine, data_dir))
         .collect()
 }
 
@@ -271,6 +276,7 @@ fn divide(memory_bytes: u64, found: &[Found]) -> anyhow::Result<Vec<u64>> {
 fn start_one(
     found: Found,
     memory_bytes: u64,
+    adapter_bytes: Option<u64>,
     resources: &Resources,
     copies: &Copies,
     machine: &Machine,
@@ -293,6 +299,7 @@ fn start_one(
     let own_tokenizer = load_tokenizer(&source, &config).with_context(|| format!("loading {name}"))?.map(Arc::new);
     let engine_config = EngineConfig {
         memory_bytes,
+        adapter_bytes,
         base_model: name.clone(),
         machine: machine.clone(),
         speculation: resources.speculation.into(),

@@ -53,7 +53,9 @@ impl AdapterRoom {
         );
         Err(match owned.saturating_add(bytes) <= bytes_max {
             true => Refusal::Busy(format!("{has}; ask again when others have freed some")),
-            false => Refusal::User(format!("{has}; free some, or start the server with more memory")),
+            false => Refusal::User(format!(
+                "{has}; free some, or start the server with more memory or more of it for adapters (--adapter-memory)"
+            )),
         })
     }
 }

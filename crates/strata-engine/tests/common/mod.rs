@@ -22,6 +22,7 @@ pub fn model(threads: usize) -> Model {
 pub fn config(memory_bytes: u64) -> EngineConfig {
     EngineConfig {
         memory_bytes,
+        adapter_bytes: None,
         base_model: "strata/tiny-base".into(),
         machine: Machine::default(),
         speculation: Speculation::PromptLookup,

@@ -101,6 +101,7 @@ fn five_adamw_steps_follow_torch() {
             None,
             EngineConfig {
                 memory_bytes: 1 << 30,
+                adapter_bytes: None,
                 base_model: "reference".into(),
                 machine: Machine::default(),
                 speculation: Speculation::Off,

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use anyhow::Context;
 use strata_engine::api::{Client, Failure, LoraSpec, Outcome, Request, Response};
-use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine, Speculated};
+use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine, Speculated, bytes_of};
 use strata_model::{Model, ModelConfig};
 use strata_tensor::{WeightFormat, random};
 
@@ -25,18 +25,22 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Makes a model and starts an engine over it.
-    pub(super) fn start(common: &Common) -> anyhow::Result<Self> {
-        Self::of(common, common.config()?)
+    /// Makes a model and starts an engine over it. Several adapters get the memory that they need, if it is not said what adapters are to get.
+    pub(super) fn start(common: &Common, held: Held<'_>) -> anyhow::Result<Self> {
+        Self::of(common, common.config()?, held)
     }
 
     /// As [`Engine::start`], with this model.
-    pub(super) fn of(common: &Common, config: ModelConfig) -> anyhow::Result<Self> {
+    pub(super) fn of(common: &Common, config: ModelConfig, held: Held<'_>) -> anyhow::Result<Self> {
         let backend = Arc::new(common.backend()?);
         let format = WeightFormat { compute: common.dtype.into(), storage: Quantize::storage(common.resources.quantize) };
         let model = Model::random(backend, config.clone(), 0, format)?;
         let engine_config = EngineConfig {
             memory_bytes: common.resources.memory_bytes(),
+            adapter_bytes: match common.resources.adapter_memory {
+                Some(bytes) => Some(bytes),
+                None => held.adapter_bytes(&model)?,
+            },
             base_model: common.shape.clone(),
             machine: Machine::default(),
             speculation: common.resources.speculation.into(),
@@ -86,9 +90,7 @@ impl Engine {
 
     /// Makes an adapter on attention, MLP and unembedding for a tenant.
     pub(super) fn create_adapter(&self, tenant: usize, rank: usize) -> anyhow::Result<()> {
-        let lora =
-            LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() };
-        self.call(tenant, Request::CreateModel { model_id: adapter_name(tenant), lora })?;
+        self.call(tenant, Request::CreateModel { model_id: adapter_name(tenant), lora: lora(rank) })?;
         Ok(())
     }
 
@@ -105,6 +107,44 @@ impl Engine {
             .map(|i| (random::philox(sequence, [i, 0])[0] as usize % self.config.vocab_size) as i64)
             .collect()
     }
+}
+
+/// What an engine is to hold at the same time.
+#[derive(Clone, Copy)]
+pub(super) enum Held<'a> {
+    /// What it has room for as it comes.
+    AsItComes,
+    /// Adapters of these ranks in training.
+    Training(&'a [usize]),
+    /// Adapters of these ranks frozen for sampling, each made by an owner of its own while the others are there.
+    Frozen(&'a [usize]),
+}
+
+impl Held<'_> {
+    /// What the engine is told to give adapters: nothing, unless there are several.
+    fn adapter_bytes(self, model: &Model) -> anyhow::Result<Option<u64>> {
+        let (Held::Training(ranks) | Held::Frozen(ranks)) = self else { return Ok(None) };
+        if ranks.len() < 2 {
+            return Ok(None);
+        }
+        let sizes = ranks.iter().map(|&rank| bytes_of(&lora(rank), model)).collect::<Result<Vec<_>, _>>();
+        let sizes = sizes.map_err(anyhow::Error::msg)?;
+        let bytes = match self {
+            // An owner who has one may have seven eighths of the room.
+            Held::Frozen(_) => {
+                let largest = sizes.iter().map(|bytes| bytes.training).max().unwrap_or(0);
+                (sizes.iter().map(|bytes| bytes.frozen).sum::<u64>() + largest).div_ceil(7) * 8
+            }
+            Held::Training(_) | Held::AsItComes => sizes.iter().map(|bytes| bytes.training).sum(),
+        };
+        // A fourth is for what is being saved.
+        Ok(Some(bytes.div_ceil(3) * 4))
+    }
+}
+
+/// An adapter on attention, MLP and unembedding.
+fn lora(rank: usize) -> LoraSpec {
+    LoraSpec { rank, seed: 0, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() }
 }
 
 /// The adapter of a tenant.

@@ -10,7 +10,7 @@ use strata_limits::Limits;
 
 use super::adapters::Adapters;
 use super::counts::{self, ElementBytes};
-use super::engine::{Engine, adapter_name, wait};
+use super::engine::{Engine, Held, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
@@ -75,7 +75,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let ranks = adapters.ranks(0)?;
     ensure!(rounds.new > 1 && rounds.repeats > 0, "--new must be at least 2, --repeats at least 1");
     ensure!(cells.iter().all(|cell| cell.batch > 0 && cell.prompt > 0), "--batch and --prompt must be at least 1");
-    let engine = Engine::start(common)?;
+    let engine = Engine::start(common, Held::Frozen(&ranks))?;
     check_room(&engine, cells, rounds.new)?;
     let sampler = Sampler::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;

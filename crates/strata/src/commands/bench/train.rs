@@ -9,7 +9,7 @@ use strata_limits::Limits;
 
 use super::adapters::Adapters;
 use super::counts::{self, TrainFlops};
-use super::engine::{Engine, adapter_name, wait};
+use super::engine::{Engine, Held, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
 use super::{Common, least, progress, text, timed};
@@ -80,7 +80,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     ensure!(cells.iter().all(|cell| cell.prompt < cell.seq_len), "--prompt must be below --seq-len");
     let weighted = cells.iter().all(|cell| cell.prompt == 0);
     ensure!(weighted || common.compare.is_none(), "--compare: the peer does not know of weights, so --prompt must be 0");
-    let engine = Engine::start(common)?;
+    let engine = Engine::start(common, Held::Training(&ranks))?;
     check_room(&engine, cells)?;
     let mut trainer = Trainer::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;

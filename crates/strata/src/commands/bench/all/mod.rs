@@ -18,7 +18,7 @@ use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
 use self::plan::{Curve, FULL, QUICK, Setting, Work};
 use self::report::{Curves, LeftOut, Machine, Pass, Settings};
 use super::counts::{self, ElementBytes};
-use super::engine::Engine;
+use super::engine::{Engine, Held};
 use super::report::{Report, forget_peak_memory, peak_memory_bytes};
 use super::{Common, median, progress, sample, train};
 use crate::base_model::Quantize;
@@ -81,7 +81,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
             found.extend(settings.into_iter().map(|key| (key, Err(reason.clone()))));
             continue;
         }
-        let engine = Engine::of(common, config)?;
+        let engine = Engine::of(common, config, Held::AsItComes)?;
         kernels.get_or_insert_with(|| engine.info().backend.clone());
         measure_all(common, &engine, &settings, args.repeats, &mut found)?;
         drop(engine);
