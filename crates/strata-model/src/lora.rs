@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use strata_tensor::{Backend, DType, HostRef, PackedStack, Tensor, random};
+use strata_tensor::{Backend, DType, HostRef, Layers, PackedStack, Tensor, random};
 
 use crate::{Error, Result};
 
@@ -384,19 +384,20 @@ impl Adapter {
                 shapes.push([module.entries(), shape.rank, module.out_features]);
             }
         }
-        let mut packed = backend.packed_together(&shapes, dtype.into())?.into_iter();
+        let mut packed = backend.packed_together(&shapes, dtype.into())?;
+        let of_pairs = modules.iter().zip(&params.stacks).filter(|(module, _)| module.part != Part::Embedding);
+        let numbers = of_pairs.filter_map(|(_, stack)| stack.as_ref());
+        let numbers: Vec<_> =
+            numbers.flat_map(|stack| [Layers::Rows(stack.a.as_ref()), Layers::Columns(stack.b.as_ref())]).collect();
+        backend.pack_stacks(&mut packed, &numbers)?;
+        let mut packed = packed.into_iter();
         let mut pairs = Vec::with_capacity(modules.len());
         for (index, (module, stack)) in modules.iter().zip(&params.stacks).enumerate() {
-            let Some(stack) = stack.as_ref().filter(|_| module.part != Part::Embedding) else {
-                pairs.push(None);
-                continue;
-            };
-            let (mut a, mut b) = packed.next().zip(packed.next()).expect("there are two for each pair");
-            for layer in 0..module.entries() {
-                backend.pack_rows(&mut a, layer, stack.a.row(layer))?;
-                backend.pack_columns(&mut b, layer, stack.b.row(layer))?;
-            }
-            pairs.push(Some(PackedPair { a, b, scale: config.shape_of(index, module).scale }));
+            let is_pair = stack.is_some() && module.part != Part::Embedding;
+            pairs.push(is_pair.then(|| {
+                let (a, b) = packed.next().zip(packed.next()).expect("there are two for each pair");
+                PackedPair { a, b, scale: config.shape_of(index, module).scale }
+            }));
         }
         Ok(Arc::new(Adapter { config, pairs, embedding }))
     }

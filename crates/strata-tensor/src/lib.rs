@@ -50,7 +50,7 @@ pub use host::{HostRef, HostTensor, SharedBytes};
 pub use int4_rows::Int4Rows;
 pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
 pub use live::live_runs;
-pub use memory::{Memory, PACKED_PIECE_BYTES};
+pub use memory::{Layers, Memory, PACKED_PIECE_BYTES};
 pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
     AttentionInput, AttentionSight, DeltaNetInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LatentAttention, LatentRotary,

@@ -9,6 +9,35 @@ use crate::{
 /// Bytes of packed weights that are passed between host and device at a time: what a core has of cache of its own, so that whoever looks at them finds them there.
 pub const PACKED_PIECE_BYTES: usize = 512 << 10;
 
+/// The numbers of all layers of a stack, in f32.
+#[derive(Clone, Copy)]
+pub enum Layers<'a> {
+    /// `[num_layers, out_features, in_features]`.
+    Rows(TensorRef<'a>),
+    /// `[num_layers, in_features, out_features]`: the transposed weights.
+    Columns(TensorRef<'a>),
+}
+
+/// Refuses numbers that are not those of the stacks.
+pub(crate) fn check_layers(stacks: &[PackedStack], from: &[Layers<'_>]) -> Result<()> {
+    const OP: &str = "pack_stacks";
+    if stacks.len() != from.len() {
+        let (expected, actual) = (format!("{} stacks", stacks.len()), format!("{} tensors", from.len()));
+        return Err(Error::Shape { op: OP, expected, actual });
+    }
+    for (stack, from) in stacks.iter().zip(from) {
+        let (layers, inputs, outputs) = (stack.num_layers, stack.in_features, stack.out_features);
+        let (tensor, expected) = match from {
+            Layers::Rows(rows) => (rows, [layers, outputs, inputs]),
+            Layers::Columns(columns) => (columns, [layers, inputs, outputs]),
+        };
+        if tensor.shape().dims() != expected {
+            return Err(Error::Shape { op: OP, expected: format!("{expected:?}"), actual: tensor.shape().to_string() });
+        }
+    }
+    Ok(())
+}
+
 /// What every device does with memory. Tensors, packed weights and pages are allocated here and belong to the backend that allocated them; only
 /// [`Memory::upload`] and [`Memory::download`] pass elements between it and the host.
 ///
@@ -93,6 +122,23 @@ pub trait Memory {
     /// # Errors
     /// As [`Memory::pack_rows`], and if the weights are not stored in their own dtype: columns are for small matrices that change.
     fn pack_columns(&self, stack: &mut PackedStack, layer: usize, columns: TensorRef<'_>) -> Result<()>;
+
+    /// As [`Memory::pack_rows`] and [`Memory::pack_columns`] of all layers of each stack. A device may write all of them in one piece of work, small as they are.
+    ///
+    /// # Errors
+    /// As those, and if there is not something for each stack.
+    fn pack_stacks(&self, stacks: &mut [PackedStack], from: &[Layers<'_>]) -> Result<()> {
+        check_layers(stacks, from)?;
+        for (stack, from) in stacks.iter_mut().zip(from) {
+            for layer in 0..stack.num_layers {
+                match from {
+                    Layers::Rows(rows) => self.pack_rows(stack, layer, rows.row(layer))?,
+                    Layers::Columns(columns) => self.pack_columns(stack, layer, columns.row(layer))?,
+                }
+            }
+        }
+        Ok(())
+    }
 
     /// The name of the layout of packed weights on this device. What [`Memory::read_packed`] has given is understood by whoever has the same.
     fn packed_layout(&self) -> &'static str;

@@ -123,6 +123,17 @@ impl PackedStack {
         }
     }
 
+    /// The weights of each layer, to be written.
+    ///
+    /// # Errors
+    /// As [`PackedStack::as_bytes_mut`].
+    pub(crate) fn layers_mut(&mut self) -> Result<impl Iterator<Item = PackedMut<'_>>> {
+        let &mut PackedStack { in_features, out_features, format, .. } = self;
+        let size = layer_bytes(in_features, out_features, format);
+        let of = move |bytes| PackedMut { in_features, out_features, dtype: format.compute, storage: format.storage, bytes };
+        Ok(self.as_bytes_mut()?.chunks_exact_mut(size.max(1)).map(of))
+    }
+
     /// The weights of one layer, to be written.
     ///
     /// # Errors

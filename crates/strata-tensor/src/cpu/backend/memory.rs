@@ -8,7 +8,7 @@ use super::{CpuBackend, with_element};
 use crate::cpu::memory::{Buffer, set_memory_limit, trim_pool};
 use crate::cpu::threads::SharedMut;
 use crate::cpu::{kv, matmul, packed, recurrent};
-use crate::memory::{Memory, PACKED_PIECE_BYTES, sized};
+use crate::memory::{Layers, Memory, PACKED_PIECE_BYTES, check_layers, sized};
 use crate::storage::Storage;
 use crate::{
     DType, DeltaGeometry, Element, Error, HostRef, Int4Rows, KvLayout, KvPages, PackedRef, PackedStack, RecurrentStates,
@@ -242,6 +242,31 @@ impl Memory for CpuBackend {
         Ok(())
     }
 
+    fn pack_stacks(&self, stacks: &mut [PackedStack], from: &[Layers<'_>]) -> Result<()> {
+        const OP: &str = "pack_stacks";
+        check_layers(stacks, from)?;
+        let Some(dtype) = stacks.first().map(|stack| stack.dtype) else { return Ok(()) };
+        let mut layers = Vec::with_capacity(stacks.iter().map(|stack| stack.num_layers).sum());
+        for (stack, from) in stacks.iter_mut().zip(from) {
+            if stack.dtype != dtype {
+                return Err(Error::DType { op: OP, expected: dtype, actual: stack.dtype });
+            }
+            let own: &mut packed::PackedStack = stack.storage.get_mut().ok_or(Error::ForeignMemory)?;
+            for (layer, w) in own.layers_mut()?.take(stack.num_layers).enumerate() {
+                if w.storage != WeightStorage::Dense {
+                    return Err(Error::Unsupported(format!("{OP}: weights are stored as {:?}", w.storage)));
+                }
+                let given = match from {
+                    Layers::Rows(rows) => matmul::Given::Rows(rows.row(layer).slice()?),
+                    Layers::Columns(columns) => matmul::Given::Columns(columns.row(layer).slice()?),
+                };
+                layers.push((w, given));
+            }
+        }
+        with_element!(dtype, T => matmul::pack_layers::<T>(&self.pool, self.isa, layers));
+        Ok(())
+    }
+
     fn packed_layout(&self) -> &'static str {
         PACKED_LAYOUT
     }
@@ -403,6 +428,56 @@ mod tests {
             let refused = b.upload_rows(&mut lying, 0, 0, HostRef::from_f32(&row, &[1, inputs]).unwrap());
             assert!(matches!(refused, Err(Error::Unsupported(_))));
             assert!(b.fill_packed(&mut lying, &|_, _| {}).is_err() && again(&lying) == all);
+        }
+    }
+
+    #[test]
+    fn stacks_are_packed_at_once_as_their_layers_one_by_one() {
+        // Layers, inputs and outputs of pairs: ranks below and above a vector, odd ones, outputs of several tasks, inputs of none.
+        let shapes = [[3, 130, 1], [3, 1, 130], [2, 67, 40], [2, 40, 67], [1, 65, 70], [1, 5, 9000], [0, 4, 4], [4, 64, 64]];
+        for (isa, dtype, threads) in
+            [(Isa::detect(), DType::BF16, 3), (Isa::detect(), DType::F32, 1), (Isa::Portable, DType::BF16, 2)]
+        {
+            let b = CpuBackend::with_isa(isa, threads);
+            let tensors: Vec<Tensor> = shapes
+                .iter()
+                .enumerate()
+                .map(|(i, &[layers, inputs, outputs])| {
+                    let values: Vec<f32> =
+                        (0..layers * inputs * outputs).map(|at| crate::random::normal([7, i as u64], at as u64)).collect();
+                    let dims = if i % 2 == 0 { [layers, outputs, inputs] } else { [layers, inputs, outputs] };
+                    b.tensor(&values, &dims, DType::F32).unwrap()
+                })
+                .collect();
+            let mut together = b.packed_together(&shapes, dtype.into()).unwrap();
+            let from: Vec<Layers<'_>> = tensors
+                .iter()
+                .enumerate()
+                .map(|(i, tensor)| if i % 2 == 0 { Layers::Rows(tensor.as_ref()) } else { Layers::Columns(tensor.as_ref()) })
+                .collect();
+            b.pack_stacks(&mut together, &from).unwrap();
+            for (i, (tensor, stack)) in tensors.iter().zip(&together).enumerate() {
+                let mut alone = b.packed(shapes[i][0], shapes[i][1], shapes[i][2], dtype.into()).unwrap();
+                for layer in 0..shapes[i][0] {
+                    match i % 2 == 0 {
+                        true => b.pack_rows(&mut alone, layer, tensor.row(layer)).unwrap(),
+                        false => b.pack_columns(&mut alone, layer, tensor.row(layer)).unwrap(),
+                    }
+                }
+                let bytes = |stack: &PackedStack| {
+                    let mut all = Vec::new();
+                    b.read_packed(stack, &mut |piece| all.extend_from_slice(piece)).unwrap();
+                    all
+                };
+                assert!(bytes(stack) == bytes(&alone), "{isa} {dtype} {:?}", shapes[i]);
+            }
+            assert!(matches!(b.pack_stacks(&mut together, &from[1..]), Err(Error::Shape { .. })));
+            let turned: Vec<Layers<'_>> = tensors.iter().map(|tensor| Layers::Rows(tensor.as_ref())).collect();
+            assert!(matches!(b.pack_stacks(&mut together, &turned), Err(Error::Shape { .. })));
+            let narrow = b.zeros(&[4, 64, 64], DType::BF16).unwrap();
+            assert!(matches!(b.pack_stacks(&mut together[7..], &[Layers::Rows(narrow.as_ref())]), Err(Error::DType { .. })));
+            let mut bytes = [b.packed(4, 64, 64, WeightFormat { compute: dtype, storage: WeightStorage::Int8 }).unwrap()];
+            assert!(matches!(b.pack_stacks(&mut bytes, &from[7..]), Err(Error::Unsupported(_))));
         }
     }
 

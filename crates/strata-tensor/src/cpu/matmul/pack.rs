@@ -9,6 +9,8 @@ use super::operands::{panel_bytes, panel_columns, part_panel_bytes, steps};
 use super::{int4, int8, panels};
 use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::{LANES, PANEL, PackedMut, PackedRef, dense_width};
+use crate::cpu::rows::convert::scale;
+use crate::cpu::scratch::{Plain, taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
 use crate::{DType, Element, Error, Int4Group, Int4Rows, Result, WeightStorage};
 
@@ -139,21 +141,15 @@ fn over_outputs<F: Send + Sync>(
 /// As [`pack_rows`], for weights that are stored as they are computed with.
 fn pack_dense_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: usize, w: &mut PackedMut<'_>) {
     let k = w.in_features;
-    let num_steps = steps(k, w.dtype);
-    let (n, out_features) = (rows.len() / k, w.out_features);
+    let n = rows.len() / k;
     let row_bytes = k * size_of::<T>();
-    // SAFETY: plain numbers are readable as bytes.
-    let rows = unsafe { std::slice::from_raw_parts(rows.as_ptr().cast::<u8>(), size_of_val(rows)) };
-    // SAFETY: buffers are aligned to pages and panels to whole steps; every 4 bytes are a word.
-    let words =
-        SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    let rows = bytes_of(rows);
+    let target = DensePanels::of(w);
     let panels = first_output / PANEL..(first_output + n).div_ceil(PANEL);
     pool.run(panels.len(), &|task| {
         let panel = panels.start + task;
-        let width = dense_width(panel_columns(panel, out_features));
-        let start = panel * PANEL * num_steps;
         // SAFETY: each task has a panel to itself.
-        let panel_words = unsafe { words.part(start..start + num_steps * width) };
+        let (panel_words, width) = unsafe { target.panel(panel) };
         let outputs = (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n);
         let own = &rows[(outputs.start - first_output) * row_bytes..(outputs.end - first_output) * row_bytes];
         panels::write_rows(isa, own, row_bytes, outputs.start - panel * PANEL, width, panel_words);
@@ -162,24 +158,117 @@ fn pack_dense_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: 
 
 /// Writes `columns: [in_features, out_features]` as packed weights.
 pub(crate) fn pack_columns<T: Element>(pool: &Pool, isa: Isa, columns: &[T], w: &mut PackedMut<'_>) {
-    let (k, n) = (w.in_features, w.out_features);
-    let num_steps = steps(k, w.dtype);
-    let per_step = 4 / w.dtype.size_bytes();
-    // SAFETY: as in `pack_rows`.
-    let words =
-        SharedMut::new(unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) });
+    let n = w.out_features;
+    let target = DensePanels::of(w);
     pool.run(n.div_ceil(PANEL), &|panel| {
-        let columns_here = panel_columns(panel, n);
-        let width = dense_width(columns_here);
-        let start = panel * PANEL * num_steps;
         // SAFETY: each task has a panel to itself.
-        let panel_words = unsafe { words.part(start..start + num_steps * width) };
-        for (s, line) in panel_words.chunks_exact_mut(width).enumerate() {
-            let row = |i: usize| &columns[i * n + panel * PANEL..][..columns_here];
-            let first = s * per_step;
-            pack_step(isa, row(first), (per_step == 2 && first + 1 < k).then(|| row(first + 1)), &mut line[..columns_here]);
+        unsafe { target.write_columns(isa, panel, &columns[panel * PANEL..], n) };
+    });
+}
+
+/// The panels of a dense layer, for tasks that have some to themselves.
+struct DensePanels {
+    words: SharedMut<u32>,
+    dtype: DType,
+    in_features: usize,
+    out_features: usize,
+}
+
+impl DensePanels {
+    fn of(w: &mut PackedMut<'_>) -> Self {
+        // SAFETY: buffers are aligned to pages and panels to whole steps; every 4 bytes are a word.
+        let words = unsafe { std::slice::from_raw_parts_mut(w.bytes.as_mut_ptr().cast::<u32>(), w.bytes.len() / 4) };
+        DensePanels { words: SharedMut::new(words), dtype: w.dtype, in_features: w.in_features, out_features: w.out_features }
+    }
+
+    /// The words of a panel, and how many a step has of them.
+    ///
+    /// # Safety
+    /// As [`SharedMut::part`]: nobody else may have this panel.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn panel(&self, panel: usize) -> (&mut [u32], usize) {
+        let num_steps = steps(self.in_features, self.dtype);
+        let width = dense_width(panel_columns(panel, self.out_features));
+        let start = panel * PANEL * num_steps;
+        // SAFETY: by the caller's promise.
+        (unsafe { self.words.part(start..start + num_steps * width) }, width)
+    }
+
+    /// Writes a panel whose outputs are the first columns of `columns`, of whose rows each begins `stride` numbers after the last.
+    ///
+    /// # Safety
+    /// As [`DensePanels::panel`].
+    unsafe fn write_columns<T: Element>(&self, isa: Isa, panel: usize, columns: &[T], stride: usize) {
+        // SAFETY: by the caller's promise.
+        let (words, width) = unsafe { self.panel(panel) };
+        let (count, per_step) = (panel_columns(panel, self.out_features), 4 / self.dtype.size_bytes());
+        for (s, line) in words.chunks_exact_mut(width).enumerate() {
+            let row = |i: usize| &columns[i * stride..][..count];
+            let (first, second) = (s * per_step, s * per_step + 1);
+            pack_step(isa, row(first), (per_step == 2 && second < self.in_features).then(|| row(second)), &mut line[..count]);
+        }
+    }
+}
+
+/// What goes into a dense layer.
+#[derive(Clone, Copy)]
+pub(crate) enum Given<'a> {
+    /// `[out_features, in_features]`.
+    Rows(&'a [f32]),
+    /// `[in_features, out_features]`.
+    Columns(&'a [f32]),
+}
+
+/// Numbers that a task rounds and writes, about: enough to be worth a task, few enough to stay in its cache.
+const TASK_NUMBERS: usize = 32 << 10;
+
+/// As [`pack_rows`] and [`pack_columns`] of many dense layers, in whatever pieces keep all threads busy; of dtype `T`, to which the numbers are rounded.
+pub(crate) fn pack_layers<T: Element + Plain>(pool: &Pool, isa: Isa, layers: Vec<(PackedMut<'_>, Given<'_>)>) {
+    let layers: Vec<_> = layers.into_iter().map(|(mut w, given)| (DensePanels::of(&mut w), given)).collect();
+    let mut tasks = Vec::new();
+    for (layer, (target, given)) in layers.iter().enumerate() {
+        debug_assert_eq!(target.dtype, T::DTYPE);
+        let panels = target.out_features.div_ceil(PANEL);
+        let together = match given {
+            Given::Rows(_) => 1,
+            Given::Columns(_) => (TASK_NUMBERS / (PANEL * target.in_features).max(1)).max(1),
+        };
+        tasks.extend((0..panels).step_by(together).map(|first| (layer, first..panels.min(first + together))));
+    }
+    pool.run(tasks.len(), &|task| {
+        let (layer, panels) = &tasks[task];
+        let (target, given) = &layers[*layer];
+        let (k, n) = (target.in_features, target.out_features);
+        let outputs = panels.start * PANEL..n.min(panels.end * PANEL);
+        match *given {
+            Given::Rows(rows) => with_scratch(taken_bytes::<T>(LANES * k), |mut arena| {
+                let rounded = arena.take::<T>(LANES * k);
+                // SAFETY: each task has its panels to itself.
+                let (words, width) = unsafe { target.panel(panels.start) };
+                for (i, some) in rows[outputs.start * k..outputs.end * k].chunks(LANES * k).enumerate() {
+                    let rounded = &mut rounded[..some.len()];
+                    scale(isa, some, 1.0, rounded);
+                    panels::write_rows(isa, bytes_of(rounded), k * size_of::<T>(), i * LANES, width, words);
+                }
+            }),
+            Given::Columns(columns) => with_scratch(taken_bytes::<T>(outputs.len() * k), |mut arena| {
+                let rounded = arena.take::<T>(outputs.len() * k);
+                for (i, rounded) in rounded.chunks_exact_mut(outputs.len()).enumerate() {
+                    scale(isa, &columns[i * n..][outputs.clone()], 1.0, rounded);
+                }
+                for panel in panels.clone() {
+                    // SAFETY: each task has its panels to itself.
+                    unsafe { target.write_columns(isa, panel, &rounded[panel * PANEL - outputs.start..], outputs.len()) };
+                }
+            }),
         }
     });
+}
+
+/// Plain numbers as they lie.
+fn bytes_of<T: Element>(numbers: &[T]) -> &[u8] {
+    // SAFETY: plain numbers are readable as bytes.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast::<u8>(), size_of_val(numbers)) }
 }
 
 /// Reads row `output` (one token's embedding, where embedding and unembedding are one matrix) back out of packed weights.
