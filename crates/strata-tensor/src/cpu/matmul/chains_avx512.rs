@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::fetch::{CHUNK_STEPS, Fetch, Lines};
-use super::kernel::{ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
+use super::kernel::{ManyPanels, SINGLE_AHEAD_BYTES, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
 /// 24 accumulators at most, of 32 registers.
@@ -394,6 +394,7 @@ macro_rules! few_rows {
                     for t in 0..SINGLE_ROWS {
                         let $a = _mm512_set1_epi32(a[t].add(step * 4).cast::<i32>().read_unaligned());
                         for v in 0..VECTORS {
+                            _mm_prefetch::<_MM_HINT_T1>(b[t].wrapping_add(SINGLE_AHEAD_BYTES + v * 64).cast());
                             let $b = _mm512_loadu_si512(b[t].add(v * 64).cast());
                             let $acc = acc[t][v];
                             acc[t][v] = $dot;

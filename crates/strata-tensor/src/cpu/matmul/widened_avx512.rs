@@ -16,7 +16,7 @@ use super::chains_avx512::{
     CHUNKS, Coming, NEXT_ONE, NEXT_TWO, NOTHING, OWN, ROWS_MAX, few_rows, last_mask, tile_shapes, tiles_of_column,
 };
 use super::fetch::{Fetch, Lines};
-use super::kernel::{ManyPanels, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX, WIDE_LINES};
+use super::kernel::{ManyPanels, SINGLE_AHEAD_BYTES, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX, WIDE_LINES};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Steps of the left side that are widened at a time, while those before them are computed with: a line of each row.
