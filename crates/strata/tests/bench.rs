@@ -190,6 +190,19 @@ fn a_peer_that_fails_is_an_error_with_its_reason() {
     assert!(error.contains("there is no Python interpreter at /nowhere/python"), "{error}");
 }
 
+/// More adapters than the default share of the memory has room for.
+#[test]
+fn several_adapters_get_the_memory_that_they_take_unless_it_is_said_how_much() {
+    let train = ["train", "--batch", "1", "--seq-len", "4", "--steps", "1", "--adapters", "16", "--rank", "64"];
+    let sample =
+        ["sample", "--batch", "16", "--prompt", "4", "--new", "64", "--repeats", "1", "--adapters", "16", "--rank", "512"];
+    for arguments in [&train[..], &sample] {
+        bench_json(arguments);
+        let error = bench_error(&[arguments, &["--adapter-memory", "256MiB"]].concat());
+        assert!(error.contains("bytes set aside for adapters"), "{error}");
+    }
+}
+
 #[test]
 fn arguments_that_make_no_sense_are_refused_before_anything_is_measured() {
     for (arguments, reason) in [
