@@ -245,7 +245,7 @@ pub(crate) fn pack_layers<T: Element + Plain>(pool: &Pool, isa: Isa, layers: Vec
                 let rounded = arena.take::<T>(LANES * k);
                 // SAFETY: each task has its panels to itself.
                 let (words, width) = unsafe { target.panel(panels.start) };
-                for (i, some) in rows[outputs.start * k..outputs.end * k].chunks(LANES * k).enumerate() {
+                for (i, some) in rows[outputs.start * k..outputs.end * k].chunks((LANES * k).max(1)).enumerate() {
                     let rounded = &mut rounded[..some.len()];
                     scale(isa, some, 1.0, rounded);
                     panels::write_rows(isa, bytes_of(rounded), k * size_of::<T>(), i * LANES, width, words);
