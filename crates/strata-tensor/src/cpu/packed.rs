@@ -123,7 +123,7 @@ impl PackedStack {
         }
     }
 
-    /// The weights of each layer, to be written.
+    /// The weights of each layer, one after another, to be written; behind the last, of what the buffer has beyond them.
     ///
     /// # Errors
     /// As [`PackedStack::as_bytes_mut`].

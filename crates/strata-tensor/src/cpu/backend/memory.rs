@@ -433,7 +433,7 @@ mod tests {
 
     #[test]
     fn stacks_are_packed_at_once_as_their_layers_one_by_one() {
-        // Layers, inputs and outputs of pairs: ranks below and above a vector, odd ones, outputs of several tasks, inputs of none.
+        // Layers, inputs and outputs of pairs: ranks below and above a vector, odd ones, outputs of several tasks, a stack of no layers.
         let shapes = [[3, 130, 1], [3, 1, 130], [2, 67, 40], [2, 40, 67], [1, 65, 70], [1, 5, 9000], [0, 4, 4], [4, 64, 64]];
         for (isa, dtype, threads) in
             [(Isa::detect(), DType::BF16, 3), (Isa::detect(), DType::F32, 1), (Isa::Portable, DType::BF16, 2)]
