@@ -60,6 +60,24 @@ impl<'a> Ahead<'a> {
         self.steps == usize::MAX
     }
 
+    /// Where the next chunks are, as many as there is room for, for the tile that is computed meanwhile. What lies in smaller pieces is fetched at once.
+    pub(super) fn chunks<'r>(&mut self, room: &'r mut [usize]) -> &'r [usize] {
+        let mut count = 0;
+        while count < room.len() {
+            if self.pieces.lines() == 0 {
+                let Some(pieces) = self.areas.next() else { break };
+                self.pieces = pieces;
+            }
+            if self.pieces.have_chunks() {
+                count += self.pieces.list_chunks(&mut room[count..]);
+            } else {
+                let lines = self.pieces.lines();
+                self.pieces = std::mem::take(&mut self.pieces).fetch(lines);
+            }
+        }
+        &room[..count]
+    }
+
     /// Fetches so many lines more: as many as are read before it is called again.
     pub(super) fn fetch(&mut self, mut lines: usize) {
         while lines > 0 {
@@ -70,6 +88,27 @@ impl<'a> Ahead<'a> {
                 let Some(pieces) = self.areas.next() else { return };
                 self.pieces = pieces;
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_those_of_all_areas_in_order_but_for_small_pieces() {
+        let areas = || {
+            let small = Pieces::one(1 << 20, 0..240).repeated(64, 256);
+            [Pieces::one(4096, 0..1024), small, Pieces::one(1 << 21, 64..1300), Pieces::default()].into_iter()
+        };
+        let expected = [4096, 4096 + 512, (1 << 21) + 64, (1 << 21) + 576, (1 << 21) + 1088];
+        for at_a_time in 1..=6 {
+            let mut ahead = Ahead { areas: Box::new(areas()), pieces: Pieces::default(), steps: STEPS_AT_A_TIME };
+            let mut room = vec![0; at_a_time];
+            let chunks: Vec<usize> = (0..6).flat_map(|_| ahead.chunks(&mut room).to_vec()).collect();
+            assert_eq!(chunks, expected, "{at_a_time} at a time");
+            assert!(ahead.chunks(&mut room).is_empty());
         }
     }
 }

@@ -2,8 +2,11 @@
 
 use super::SPLIT_PAGES;
 use super::ahead::Ahead;
-use crate::cpu::matmul::{Fetch, Tile, TileKernel};
+use crate::cpu::matmul::{Fetch, STREAM_STEPS, Tile, TileKernel};
 use crate::cpu::packed::{LANES, PANEL};
+
+/// Steps of a tile that fetches for the next: those of a page of keys of 128.
+const STREAMED_STEPS: usize = 64;
 
 /// The left side of a product: rows of whole steps, `stride` bytes apart.
 #[derive(Clone, Copy)]
@@ -64,6 +67,21 @@ impl Products<'_, '_> {
         if self.ahead.is_nothing() {
             // SAFETY: passed on from the caller.
             return unsafe { self.kernel.block_in_parts(rows, &[tile.b], tile, self.wide) };
+        }
+        if self.kernel.streams(rows, tile.columns) {
+            let mut room = [0; STREAMED_STEPS / STREAM_STEPS];
+            for first in (0..tile.steps).step_by(STREAMED_STEPS) {
+                let steps = (tile.steps - first).min(STREAMED_STEPS);
+                let fetch = match self.ahead.chunks(&mut room[..steps.div_ceil(STREAM_STEPS)]) {
+                    [] => Fetch::Nothing,
+                    chunks => Fetch::Stream(chunks),
+                };
+                let (a, b) = (tile.a.wrapping_add(first * 4), tile.b.wrapping_add(first * tile.b_stride));
+                let accumulate = tile.accumulate || first > 0;
+                // SAFETY: a part of the steps for which the caller vouches; the chunks are there until it is done.
+                unsafe { self.kernel.block(rows, &Tile { steps, a, b, accumulate, fetch, ..*tile }) };
+            }
+            return;
         }
         let mut first = 0;
         loop {

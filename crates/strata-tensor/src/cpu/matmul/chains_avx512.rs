@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::fetch::{CHUNK_STEPS, Fetch, Lines};
+use super::fetch::{CHUNK_STEPS, Fetch, Lines, STREAM_STEPS};
 use super::kernel::{ManyPanels, SINGLE_AHEAD_BYTES, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX};
 use crate::cpu::packed::LANES;
 
@@ -23,6 +23,7 @@ pub(super) const NEXT_ONE: u8 = 1;
 pub(super) const NEXT_TWO: u8 = 2;
 pub(super) const OWN: u8 = 4;
 pub(super) const CHUNKS: u8 = 8;
+pub(super) const STREAM: u8 = 16;
 
 /// The lanes of the last of `vectors` vectors that are columns.
 #[inline(always)]
@@ -51,7 +52,7 @@ impl Coming<'_> {
         };
         let chunks: &[usize] = match t.fetch {
             // SAFETY: the caller's promise.
-            Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) => unsafe { &*chunks },
+            Fetch::Next(_, _, chunks) | Fetch::Chunks(chunks) | Fetch::Stream(chunks) => unsafe { &*chunks },
             _ => &[],
         };
         Coming { next, chunk: t.b, chunks: chunks.iter() }
@@ -62,6 +63,17 @@ impl Coming<'_> {
     pub(super) fn own(&self, t: &Tile, step: usize) -> *const u8 {
         let (first, step) = if step < t.steps { (t.b, step) } else { (self.next, step - t.steps) };
         first.wrapping_add(step * t.b_stride)
+    }
+
+    /// Where the lines begin that [`Fetch::Stream`] fetches at this step; steps come in order. Behind the last chunk that is fetched again.
+    #[inline(always)]
+    fn streamed(&mut self, step: usize) -> *const u8 {
+        if step.is_multiple_of(STREAM_STEPS)
+            && let Some(&at) = self.chunks.next()
+        {
+            self.chunk = std::ptr::without_provenance(at);
+        }
+        self.chunk.wrapping_add(step % STREAM_STEPS * VECTORS_MAX * 64)
     }
 
     /// Fetches what is fetched at this step.
@@ -80,6 +92,12 @@ impl Coming<'_> {
                 self.chunk = std::ptr::without_provenance(at);
             }
             fetch(self.chunk.wrapping_add(step % CHUNK_STEPS * 64));
+        }
+        if FETCH & STREAM != 0 {
+            let lines = self.streamed(step);
+            for vector in 0..VECTORS_MAX {
+                fetch(lines.wrapping_add(vector * 64));
+            }
         }
     }
 }
@@ -162,9 +180,9 @@ macro_rules! chain_tile {
     };
 }
 
-/// [`ChainFn`](super::kernel) and [`ColumnFn`](super::kernel): each shape that the `tile` beside it is compiled for.
+/// [`ChainFn`](super::kernel) and [`ColumnFn`](super::kernel): each shape that the `tile` beside it is compiled for; and what computes rows of a whole panel that fetch [`Fetch::Stream`].
 macro_rules! tile_shapes {
-    ($features:literal) => {
+    ($features:literal, |$rows:ident, $t:ident| $stream:expr) => {
         #[target_feature(enable = $features)]
         unsafe fn whole_panel<const FETCH: u8>(rows: usize, t: &Tile) {
             // SAFETY: passed on from the caller.
@@ -195,7 +213,8 @@ macro_rules! tile_shapes {
         }
 
         #[target_feature(enable = $features)]
-        pub(in crate::cpu::matmul) unsafe fn run(rows: usize, vectors: usize, t: &Tile) {
+        pub(in crate::cpu::matmul) unsafe fn run($rows: usize, vectors: usize, $t: &Tile) {
+            let (rows, t) = ($rows, $t);
             // SAFETY: passed on from the caller.
             unsafe {
                 match (vectors, rows) {
@@ -207,6 +226,7 @@ macro_rules! tile_shapes {
                         Fetch::Next(_, Lines::One, _) => whole_panel::<{ NEXT_ONE | CHUNKS }>(rows, t),
                         Fetch::Next(_, Lines::Two, _) => whole_panel::<{ NEXT_TWO | CHUNKS }>(rows, t),
                         Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
+                        Fetch::Stream(_) => $stream,
                     },
                     (3, 1) => tile::<1, 3, NOTHING>(t),
                     (3, 2) => tile::<2, 3, NOTHING>(t),
@@ -471,7 +491,7 @@ macro_rules! tile_kernel {
             use super::*;
 
             chain_tile!($features, |$acc, $a, $b| $dot);
-            tile_shapes!($features);
+            tile_shapes!($features, |rows, t| unreachable!("{rows} rows of {} steps do not stream", t.steps));
             right_in_parts!($features, |$acc, $a, $b| $dot);
             few_rows!($features, &[4, 2, 2], 0, |$acc, $a, $b| $dot);
         }
@@ -491,7 +511,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tile_that_fetches_for_itself_goes_on_where_its_thread_does() {
+    fn a_tile_fetches_for_itself_and_goes_on_where_its_thread_does_or_streams_chunks() {
         let [b, next] = [1 << 20, 1 << 30].map(std::ptr::without_provenance::<u8>);
         let (a, c) = (std::ptr::null(), std::ptr::null_mut());
         let (steps, columns) = (OWN_AHEAD_STEPS + 1, VECTORS_MAX * LANES);
@@ -514,5 +534,9 @@ mod tests {
             .map(|step| if step == 0 { b.addr() + OWN_AHEAD_STEPS * 256 } else { next.addr() + (step - 1) * 256 })
             .collect();
         assert_eq!(ahead, expected);
+        // SAFETY: the chunks outlive what goes through them.
+        let mut coming = unsafe { Coming::of(&Tile { fetch: Fetch::Stream(&[4096, 1 << 20]), ..shape }) };
+        let streamed: Vec<usize> = (0..6).map(|step| coming.streamed(step).addr()).collect();
+        assert_eq!(streamed, [4096, 4096 + 256, 1 << 20, (1 << 20) + 256, 1 << 20, (1 << 20) + 256]);
     }
 }

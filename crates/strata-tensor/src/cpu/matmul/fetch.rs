@@ -21,11 +21,15 @@ pub(crate) enum Fetch {
     Next(*const u8, Lines, *const [usize]),
     /// A line for each step, of the chunks of [`CHUNK_BYTES`] at these addresses: where there is more to compute than to fetch.
     Chunks(*const [usize]),
+    /// Of such chunks as many lines for each step as a whole panel has, where there is as much to fetch as to compute with.
+    Stream(*const [usize]),
 }
 
 const LINE_BYTES: usize = 64;
 /// Steps of a tile that fetch a chunk, and its bytes.
 pub(super) const CHUNK_STEPS: usize = 8;
+/// Steps that fetch a chunk of [`Fetch::Stream`].
+pub(crate) const STREAM_STEPS: usize = CHUNK_STEPS / VECTORS_MAX;
 pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * LINE_BYTES;
 
 /// Lines that a tile fetches at each step.
@@ -110,6 +114,18 @@ impl Pieces {
             fetch_line(line);
         }
         self
+    }
+
+    /// Goes past as many chunks as there is room for, and writes where they are; answers how many there are.
+    pub(crate) fn list_chunks(&mut self, chunks: &mut [usize]) -> usize {
+        let mut list = ChunkList::new(chunks);
+        *self = list.add_pieces(std::mem::take(self));
+        list.len
+    }
+
+    /// Whether one of them is a chunk or more.
+    pub(crate) fn have_chunks(&self) -> bool {
+        self.bytes >= CHUNK_BYTES
     }
 
     /// Goes past as many lines as there is room for, and writes where they are; what there are none for has `otherwise`.
@@ -224,7 +240,7 @@ mod tests {
                 }
                 Fetch::Chunks(chunks) => chunks,
                 Fetch::Nothing => &[],
-                Fetch::Own(_) => unreachable!("not of several tiles"),
+                Fetch::Own(_) | Fetch::Stream(_) => unreachable!("not of several tiles"),
             };
             // SAFETY: parts of the chunks above.
             of_chunks.extend_from_slice(unsafe { &*chunks });

@@ -146,6 +146,8 @@ pub(crate) struct Chains {
     wide: Option<WideFn>,
     /// The same for two panels.
     pairs: Option<PanelPairs>,
+    /// Whether a tile that reads what comes from memory, as fast as it comes, fetches for the next while it computes, rather than between.
+    streams: bool,
     /// The same chains for a few rows with weights that come from memory.
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
@@ -195,6 +197,7 @@ impl TileKernel {
                 column: Some(widened::pairs::run_column),
                 wide: Some(widened::wide::run),
                 pairs: Some(PanelPairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
+                streams: true,
                 many_panels: Some(widened::pairs::MANY_PANELS),
                 ..Chains::plain(widened::pairs::run)
             },
@@ -209,6 +212,14 @@ impl TileKernel {
             (_, DType::F32) => Chains::plain(chains::portable_f32),
             (_, DType::BF16) => Chains::plain(chains::portable_bf16),
         })
+    }
+
+    /// Whether [`TileKernel::block`] of so many rows and columns takes [`Fetch::Stream`].
+    pub(crate) fn streams(&self, rows: usize, columns: usize) -> bool {
+        match self {
+            TileKernel::Chains(chains) => chains.streams && columns == PANEL && rows <= chains.tile_rows(),
+            TileKernel::Granules(_) => false,
+        }
     }
 
     /// Numbers that [`TileKernel::block_in_parts`] has room for if it is to widen a right side of so many steps for so many rows; 0 if it never does.
@@ -329,6 +340,7 @@ impl Chains {
             parts: None,
             wide: None,
             pairs: None,
+            streams: false,
             many_panels: None,
             of_bytes: None,
             of_int4: None,

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::chains_avx512::{
-    CHUNKS, Coming, NEXT_ONE, NEXT_TWO, NOTHING, OWN, ROWS_MAX, few_rows, last_mask, tile_shapes, tiles_of_column,
+    CHUNKS, Coming, NEXT_ONE, NEXT_TWO, NOTHING, OWN, ROWS_MAX, STREAM, few_rows, last_mask, tile_shapes, tiles_of_column,
 };
 use super::fetch::{Fetch, Lines};
 use super::kernel::{ManyPanels, SINGLE_AHEAD_BYTES, SINGLE_ROWS, SingleAddend, Tile, VECTORS_MAX, WIDE_LINES};
@@ -177,7 +177,7 @@ pub(super) mod pairs {
         unsafe { tile_of::<ROWS, VECTORS, FETCH, PAIRS, OWN_LEFT>(t, std::ptr::null_mut(), std::ptr::null_mut()) }
     }
 
-    tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq");
+    tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq", |rows, t| whole_panel::<STREAM>(rows, t));
     few_rows!("avx512f,avx512bw,avx512vl,avx512dq", &[4, 2], PANELS_AHEAD_BYTES, |acc, a, b| {
         let high = high_halves();
         let (a0, b0) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
