@@ -3,6 +3,10 @@
 //! A step of decoding reads each page once, from memory, and a page and head is 16 KiB of keys and as much of values (head width 128, bf16), each head's somewhere else: a processor
 //! that looks ahead by itself has hardly begun to when they end. Zen 4, two threads, such pieces in random order: 18 GB/s, 27 with the next piece fetched into the second-level cache while one
 //! is read (into the first: 19), where one long stream brings 30.
+//!
+//! What is fetched all at once waits for the sixteen lines that a core can have on their way, and what is then computed asks for none. So where a kernel can (`Fetch::Stream`), lines are fetched one by
+//! one while it computes. Emerald Rapids, two threads, four layers, one sequence of 4,096 tokens: decode at 57.5 tokens/s, at 54.9 with fetches between, mean of three rounds in turns.
+//! Kernels of AVX-512-BF16 and f32 fetch between; there it is not measured.
 
 use super::{Forward, QueryTile};
 use crate::Element;
@@ -11,7 +15,7 @@ use crate::cpu::scratch::Plain;
 
 /// Rows of a tile that waits for memory rather than for its arithmetic.
 const FEW_ROWS: usize = 16;
-/// Steps of a product between two fetches: whole granules, and so few that what is on its way lasts until the next.
+/// Steps of a product between two fetches, of kernels that do not fetch meanwhile: whole granules, and so few that what is on its way lasts until the next.
 const STEPS_AT_A_TIME: usize = 32;
 /// Lines that are fetched before the first is read.
 const LEAD_LINES: usize = 256;

@@ -28,9 +28,9 @@ pub(crate) enum Fetch {
 const LINE_BYTES: usize = 64;
 /// Steps of a tile that fetch a chunk, and its bytes.
 pub(super) const CHUNK_STEPS: usize = 8;
+pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * LINE_BYTES;
 /// Steps that fetch a chunk of [`Fetch::Stream`].
 pub(crate) const STREAM_STEPS: usize = CHUNK_STEPS / VECTORS_MAX;
-pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * LINE_BYTES;
 
 /// Lines that a tile fetches at each step.
 #[derive(Clone, Copy, PartialEq)]
