@@ -68,28 +68,22 @@ impl Products<'_, '_> {
             // SAFETY: passed on from the caller.
             return unsafe { self.kernel.block_in_parts(rows, &[tile.b], tile, self.wide) };
         }
-        if self.kernel.streams(rows, tile.columns) {
-            let mut room = [0; STREAMED_STEPS / STREAM_STEPS];
-            for first in (0..tile.steps).step_by(STREAMED_STEPS) {
-                let steps = (tile.steps - first).min(STREAMED_STEPS);
-                let fetch = match self.ahead.chunks(&mut room[..steps.div_ceil(STREAM_STEPS)]) {
-                    [] => Fetch::Nothing,
-                    chunks => Fetch::Stream(chunks),
-                };
-                let (a, b) = (tile.a.wrapping_add(first * 4), tile.b.wrapping_add(first * tile.b_stride));
-                let accumulate = tile.accumulate || first > 0;
-                // SAFETY: a part of the steps for which the caller vouches; the chunks are there until it is done.
-                unsafe { self.kernel.block(rows, &Tile { steps, a, b, accumulate, fetch, ..*tile }) };
-            }
-            return;
-        }
+        let streams = self.kernel.streams(rows, tile.columns);
+        let (at_a_time, mut room) =
+            (if streams { STREAMED_STEPS } else { self.ahead.steps }, [0; STREAMED_STEPS / STREAM_STEPS]);
         let mut first = 0;
         loop {
-            let steps = (tile.steps - first).min(self.ahead.steps);
-            self.ahead.fetch(steps * tile.columns.div_ceil(LANES));
+            let steps = (tile.steps - first).min(at_a_time);
+            let mut fetch = Fetch::Nothing;
+            if !streams {
+                self.ahead.fetch(steps * tile.columns.div_ceil(LANES));
+            } else if let chunks @ [_, ..] = self.ahead.chunks(&mut room[..steps.div_ceil(STREAM_STEPS)]) {
+                fetch = Fetch::Stream(chunks);
+            }
             let (a, b) = (tile.a.wrapping_add(first * 4), tile.b.wrapping_add(first * tile.b_stride));
-            // SAFETY: a part of the steps for which the caller vouches.
-            unsafe { self.kernel.block(rows, &Tile { steps, a, b, accumulate: tile.accumulate || first > 0, ..*tile }) };
+            let accumulate = tile.accumulate || first > 0;
+            // SAFETY: a part of the steps for which the caller vouches; the chunks are there until it is done.
+            unsafe { self.kernel.block(rows, &Tile { steps, a, b, accumulate, fetch, ..*tile }) };
             first += steps;
             if first == tile.steps {
                 break;
