@@ -50,7 +50,7 @@ impl<'a> Ahead<'a> {
         if forward.has_few_rows(tile) { Ahead::new(forward.areas(tile, split).into_iter()) } else { Ahead::nothing() }
     }
 
-    fn new(areas: impl Iterator<Item = Pieces> + 'a) -> Self {
+    pub(super) fn new(areas: impl Iterator<Item = Pieces> + 'a) -> Self {
         let mut ahead = Ahead { areas: Box::new(areas), pieces: Pieces::default(), steps: STEPS_AT_A_TIME };
         ahead.fetch(LEAD_LINES);
         ahead

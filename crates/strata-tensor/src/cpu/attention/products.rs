@@ -135,3 +135,36 @@ impl Products<'_, '_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::cpu::isa::{Arithmetic, Isa};
+    use crate::cpu::matmul::Pieces;
+    use crate::{Element, Numerics};
+
+    /// As many steps as a tile that streams takes at a time, fewer and more; as many rows as one has, and more.
+    #[test]
+    fn what_is_fetched_meanwhile_changes_no_bit() {
+        for isa in Isa::available() {
+            let kernel = TileKernel::new(Arithmetic { isa, numerics: Numerics::Fast }, bf16::DTYPE);
+            for (steps, rows) in [1, 33, 64, 65, 128, 200].into_iter().flat_map(|steps| [1, 2, 6, 7].map(|rows| (steps, rows)))
+            {
+                let values = |len: usize| (0..len).map(|i| bf16::from_f32((i * 7 % 31) as f32 * 0.1 - 1.5)).collect::<Vec<_>>();
+                let (a, b) = (values(rows * steps * 2), values(steps * PANEL * 2));
+                let product = |mut ahead: Ahead<'_>| {
+                    let mut c = vec![0.5f32; rows * PANEL];
+                    let left = Left { rows, steps, first: a.as_ptr().cast(), stride: steps * 4 };
+                    let mut products = Products { kernel: &kernel, wide: &mut [], ahead: &mut ahead };
+                    // SAFETY: the operands have these rows and steps.
+                    unsafe { products.product(left, (b.as_ptr().cast(), steps), PANEL, (c.as_mut_ptr(), PANEL), true) };
+                    c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                };
+                let areas = std::iter::once(Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..])));
+                assert_eq!(product(Ahead::new(areas)), product(Ahead::nothing()), "{isa}, {rows} rows of {steps} steps");
+            }
+        }
+    }
+}
