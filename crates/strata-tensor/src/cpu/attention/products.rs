@@ -154,16 +154,19 @@ mod tests {
             {
                 let values = |len: usize| (0..len).map(|i| bf16::from_f32((i * 7 % 31) as f32 * 0.1 - 1.5)).collect::<Vec<_>>();
                 let (a, b) = (values(rows * steps * 2), values(steps * PANEL * 2));
-                let product = |mut ahead: Ahead<'_>| {
+                let product = |mut ahead: Ahead<'_>, accumulate: bool| {
                     let mut c = vec![0.5f32; rows * PANEL];
                     let left = Left { rows, steps, first: a.as_ptr().cast(), stride: steps * 4 };
                     let mut products = Products { kernel: &kernel, wide: &mut [], ahead: &mut ahead };
                     // SAFETY: the operands have these rows and steps.
-                    unsafe { products.product(left, (b.as_ptr().cast(), steps), PANEL, (c.as_mut_ptr(), PANEL), true) };
+                    unsafe { products.product(left, (b.as_ptr().cast(), steps), PANEL, (c.as_mut_ptr(), PANEL), accumulate) };
                     c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
                 };
-                let areas = std::iter::once(Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..])));
-                assert_eq!(product(Ahead::new(areas)), product(Ahead::nothing()), "{isa}, {rows} rows of {steps} steps");
+                for accumulate in [false, true] {
+                    let areas = std::iter::once(Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..])));
+                    let at_once = product(Ahead::nothing(), accumulate);
+                    assert_eq!(product(Ahead::new(areas), accumulate), at_once, "{isa}, {rows} rows of {steps} steps");
+                }
             }
         }
     }
