@@ -198,9 +198,8 @@ fn is_made_by(vendor: &[u8; 12]) -> bool {
     }
 }
 
-/// Whether the processor by itself reads far enough ahead of a tile of six rows, so that fetches of ours only come between: Zen 4 (AMD's family 19h), where four to
-/// six rows read memory at 96 to 99% of its speed without, and 70 to 83% with them.
-pub(crate) fn looks_far_ahead() -> bool {
+/// Whether the processor is a Zen 4, the only one of AMD's family 19h that has AVX-512.
+pub(crate) fn is_zen4() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         static ANSWER: LazyLock<bool> = LazyLock::new(|| is_made_by(b"AuthenticAMD") && family() == 0x19);

@@ -3,7 +3,7 @@
 //! Roofline (Zen 5): a 6x64 tile does 24 `vdpbf16ps` (32 multiply-adds each, two a cycle) on 10 loads, so it is bound by arithmetic; a
 //! 1x64 tile does 4 on 5 loads, so it is bound by wherever the right side comes from, which for a decode step is memory. One row reads fastest in
 //! four streams, without fetching anything itself (79 of 79 GB/s, 72 in one stream, 66 with its own fetches); two and three in two streams; more
-//! rows take longer for a step than the processor looks ahead, and fetch. Zen 4, with half the products a cycle, looks far enough ahead of six.
+//! rows take longer for a step than the processor looks ahead, and fetch. Zen 4, with half the products a cycle, looks far enough ahead of six and is only shown the way.
 
 use std::arch::x86_64::*;
 
@@ -24,6 +24,7 @@ pub(super) const NEXT_TWO: u8 = 2;
 pub(super) const OWN: u8 = 4;
 pub(super) const CHUNKS: u8 = 8;
 pub(super) const STREAM: u8 = 16;
+pub(super) const HINTS: u8 = 32;
 
 /// The lanes of the last of `vectors` vectors that are columns.
 #[inline(always)]
@@ -47,7 +48,7 @@ impl Coming<'_> {
     #[inline(always)]
     pub(super) unsafe fn of(t: &Tile) -> Self {
         let next = match t.fetch {
-            Fetch::Next(next, ..) | Fetch::Own(next) => next,
+            Fetch::Next(next, ..) | Fetch::Own(next) | Fetch::Hints(next) => next,
             _ => t.b,
         };
         let chunks: &[usize] = match t.fetch {
@@ -58,7 +59,7 @@ impl Coming<'_> {
         Coming { next, chunk: t.b, chunks: chunks.iter() }
     }
 
-    /// Where the right side of a step of the tile lies, or of one behind its last: what [`Fetch::Own`] fetches.
+    /// Where the right side of a step of the tile lies, or of one behind its last: what [`Fetch::Own`] and [`Fetch::Hints`] fetch.
     #[inline(always)]
     pub(super) fn own(&self, t: &Tile, step: usize) -> *const u8 {
         let (first, step) = if step < t.steps { (t.b, step) } else { (self.next, step - t.steps) };
@@ -157,6 +158,9 @@ macro_rules! chain_tile {
                         if FETCH == OWN {
                             _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(v * 64).cast());
                         }
+                        if FETCH == HINTS && v == step % VECTORS {
+                            _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(v * 64).cast());
+                        }
                     }
                     coming.fetch::<FETCH>(step);
                     for r in 0..ROWS {
@@ -180,9 +184,9 @@ macro_rules! chain_tile {
     };
 }
 
-/// [`ChainFn`](super::kernel) and [`ColumnFn`](super::kernel): each shape that the `tile` beside it is compiled for; and what computes rows of a whole panel that fetch [`Fetch::Stream`].
+/// [`ChainFn`](super::kernel) and [`ColumnFn`](super::kernel): each shape that the `tile` beside it is compiled for; and what computes rows of a whole panel that fetch [`Fetch::Hints`] and [`Fetch::Stream`].
 macro_rules! tile_shapes {
-    ($features:literal, |$rows:ident, $t:ident| $stream:expr) => {
+    ($features:literal, |$rows:ident, $t:ident| $hints:expr, $stream:expr) => {
         #[target_feature(enable = $features)]
         unsafe fn whole_panel<const FETCH: u8>(rows: usize, t: &Tile) {
             // SAFETY: passed on from the caller.
@@ -226,6 +230,7 @@ macro_rules! tile_shapes {
                         Fetch::Next(_, Lines::One, _) => whole_panel::<{ NEXT_ONE | CHUNKS }>(rows, t),
                         Fetch::Next(_, Lines::Two, _) => whole_panel::<{ NEXT_TWO | CHUNKS }>(rows, t),
                         Fetch::Chunks(_) => whole_panel::<CHUNKS>(rows, t),
+                        Fetch::Hints(_) => $hints,
                         Fetch::Stream(_) => $stream,
                     },
                     (3, 1) => tile::<1, 3, NOTHING>(t),
@@ -491,7 +496,11 @@ macro_rules! tile_kernel {
             use super::*;
 
             chain_tile!($features, |$acc, $a, $b| $dot);
-            tile_shapes!($features, |rows, t| unreachable!("{rows} rows of {} steps do not stream", t.steps));
+            tile_shapes!(
+                $features,
+                |rows, t| whole_panel::<HINTS>(rows, t),
+                unreachable!("{rows} rows of {} steps do not stream", t.steps)
+            );
             right_in_parts!($features, |$acc, $a, $b| $dot);
             few_rows!($features, &[4, 2, 2], 0, |$acc, $a, $b| $dot);
         }

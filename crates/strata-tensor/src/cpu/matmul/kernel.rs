@@ -9,13 +9,13 @@ use std::ops::Range;
 use super::chains;
 #[cfg(target_arch = "x86_64")]
 use super::chains_avx512 as avx512;
-use super::fetch::{CHUNK_STEPS, FETCHING_TILES_MAX, Fetch, Lines, chunks_of_tile, next_of_tile};
+use super::fetch::{CHUNK_STEPS, FETCHING_TILES_MAX, Fetch, Fetching, Lines, Own, chunks_of_tile, next_of_tile};
 use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
 use super::int8::BytesKernel;
 #[cfg(target_arch = "x86_64")]
 use super::widened_avx512 as widened;
 use crate::DType;
-use crate::cpu::isa::{Arithmetic, Isa, Numerics, looks_far_ahead};
+use crate::cpu::isa::{Arithmetic, Isa, Numerics};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Columns of a full tile, in vectors of [`LANES`].
@@ -146,8 +146,7 @@ pub(crate) struct Chains {
     wide: Option<WideFn>,
     /// The same for two panels.
     pairs: Option<PanelPairs>,
-    /// Whether a tile that reads what comes from memory, as fast as it comes, fetches for the next while it computes, rather than between.
-    streams: bool,
+    pub(super) fetching: Fetching,
     /// The same chains for a few rows with weights that come from memory.
     pub many_panels: Option<ManyPanels>,
     /// The same chains with weights in bytes, for a few rows.
@@ -178,6 +177,7 @@ impl TileKernel {
                 rows_max: avx512::ROWS_MAX,
                 column: Some(avx512::native::run_column),
                 parts: Some(avx512::native::run_parts),
+                fetching: Fetching::of_pairs(),
                 many_panels: Some(avx512::native::MANY_PANELS),
                 of_bytes: Some(super::int8_avx512::KERNEL),
                 of_int4: Some(super::int4_avx512::KERNEL),
@@ -188,6 +188,7 @@ impl TileKernel {
                 rows_max: avx512::ROWS_MAX,
                 column: Some(avx512::single::run_column),
                 parts: Some(avx512::single::run_parts),
+                fetching: Fetching::of_pairs(),
                 many_panels: Some(avx512::single::MANY_PANELS),
                 ..Chains::plain(avx512::single::run)
             },
@@ -197,7 +198,7 @@ impl TileKernel {
                 column: Some(widened::pairs::run_column),
                 wide: Some(widened::wide::run),
                 pairs: Some(PanelPairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
-                streams: true,
+                fetching: Fetching::of_widened(),
                 many_panels: Some(widened::pairs::MANY_PANELS),
                 ..Chains::plain(widened::pairs::run)
             },
@@ -217,7 +218,7 @@ impl TileKernel {
     /// Whether [`TileKernel::block`] of so many rows and columns takes [`Fetch::Stream`].
     pub(crate) fn streams(&self, rows: usize, columns: usize) -> bool {
         match self {
-            TileKernel::Chains(chains) => chains.streams && columns == PANEL && rows <= chains.tile_rows(),
+            TileKernel::Chains(chains) => chains.fetching.streams && columns == PANEL && rows <= chains.tile_rows(),
             TileKernel::Granules(_) => false,
         }
     }
@@ -340,7 +341,7 @@ impl Chains {
             parts: None,
             wide: None,
             pairs: None,
-            streams: false,
+            fetching: Fetching::NOTHING,
             many_panels: None,
             of_bytes: None,
             of_int4: None,
@@ -366,11 +367,12 @@ impl Chains {
     /// a few tiles compute with what is fetched.
     pub(super) fn fetch(&self, rows: usize, next: *const u8) -> Fetch {
         match self.tiles(rows) {
-            // Only kernels of AVX-512 fetch.
-            _ if self.many_panels.is_none() => Fetch::Nothing,
-            0 | 1 if looks_far_ahead() => Fetch::Nothing,
-            0 | 1 => Fetch::Own(next),
-            2..=FETCHING_TILES_MAX => Fetch::Next(next, Lines::One, &[]),
+            0 | 1 => match self.fetching.own {
+                Own::Nothing => Fetch::Nothing,
+                Own::Hints => Fetch::Hints(next),
+                Own::EveryLine => Fetch::Own(next),
+            },
+            2..=FETCHING_TILES_MAX if self.fetching.meanwhile => Fetch::Next(next, Lines::One, &[]),
             _ => Fetch::Nothing,
         }
     }
@@ -383,8 +385,8 @@ impl Chains {
     /// Chunks that tiles of so many rows and steps fetch while they compute: none where steps are few, or where the processor itself looks ahead of so few rows.
     pub(super) fn chunks(&self, rows: usize, steps: usize) -> usize {
         match self.tiles(rows) {
-            _ if self.many_panels.is_none() => 0,
-            0 | 1 if looks_far_ahead() => 0,
+            _ if !self.fetching.meanwhile => 0,
+            0 | 1 if self.fetching.own != Own::EveryLine => 0,
             tiles => tiles * (steps / CHUNK_STEPS),
         }
     }

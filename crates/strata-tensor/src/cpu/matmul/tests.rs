@@ -5,6 +5,7 @@ mod quantized;
 use half::bf16;
 
 use self::quantized::INT4;
+use super::fetch::{Fetching, Lines, Own};
 use super::*;
 use crate::cpu::packed::PackedStack;
 use crate::{Element, Int4Group, Int4Rows, Memory, WeightFormat, random};
@@ -597,5 +598,66 @@ fn a_block_is_made_of_its_pieces_and_nothing_else() {
             assert_eq!(bytes, whole.bytes.len() * steps.len() * PANEL / (k / 2 * n), "{what}");
             assert!(words(some.layer(0)) == words(whole), "{what}");
         }
+    }
+}
+
+#[test]
+fn what_a_tile_fetches_changes_no_bit() {
+    for arithmetic in Arithmetic::available() {
+        let TileKernel::Chains(chains) = TileKernel::new(arithmetic, DType::BF16) else { continue };
+        if !chains.fetching.meanwhile {
+            continue;
+        }
+        for (steps, rows) in [1, 17, 70].into_iter().flat_map(|steps| (1..=chains.tile_rows()).map(move |rows| (steps, rows))) {
+            let (a, b) = (values::<bf16>(1, rows * steps * 2), values::<bf16>(2, steps * PANEL * 2));
+            let product = |fetch: Fetch, accumulate: bool| {
+                let mut c = vec![0.5f32; rows * PANEL];
+                let tile = Tile {
+                    steps,
+                    a: a.as_ptr().cast(),
+                    a_stride: steps * 4,
+                    b: b.as_ptr().cast(),
+                    b_stride: PANEL * 4,
+                    c: c.as_mut_ptr(),
+                    c_stride: PANEL,
+                    columns: PANEL,
+                    accumulate,
+                    fetch,
+                };
+                // SAFETY: the operands have these rows and steps.
+                unsafe { chains.block(rows, &tile) };
+                c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            let next = b.as_ptr().cast();
+            let mut all = vec![Fetch::Own(next), Fetch::Next(next, Lines::One, &[])];
+            // What widens has no hints.
+            if !chains.fetching.streams {
+                all.push(Fetch::Hints(next));
+            }
+            for (fetch, accumulate) in all.into_iter().flat_map(|fetch| [false, true].map(|accumulate| (fetch, accumulate))) {
+                let expected = product(Fetch::Nothing, accumulate);
+                assert!(product(fetch, accumulate) == expected, "{arithmetic}, {rows} rows of {steps} steps");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tile_fetches_of_its_own_what_pays_on_its_processor() {
+    let plain = |rows, own, meanwhile| {
+        let TileKernel::Chains(mut chains) = TileKernel::new(Isa::detect().into(), DType::F32) else { unreachable!() };
+        chains.fetching = Fetching { own, meanwhile, streams: false };
+        (chains.fetch(rows, std::ptr::null()), chains.chunks(rows, 64) > 0)
+    };
+    let none = std::ptr::null();
+    for rows in [1, 4] {
+        assert!(plain(rows, Own::Nothing, true) == (Fetch::Nothing, false));
+        assert!(plain(rows, Own::Hints, true) == (Fetch::Hints(none), false));
+        assert!(plain(rows, Own::EveryLine, true) == (Fetch::Own(none), true));
+    }
+    // Several tiles fetch what comes next, whatever one does alone.
+    for own in [Own::Nothing, Own::Hints, Own::EveryLine] {
+        assert!(plain(13, own, true) == (Fetch::Next(none, Lines::One, &[]), true));
+        assert!(plain(13, own, false) == (Fetch::Nothing, false));
     }
 }

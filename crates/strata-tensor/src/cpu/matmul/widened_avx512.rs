@@ -177,7 +177,11 @@ pub(super) mod pairs {
         unsafe { tile_of::<ROWS, VECTORS, FETCH, PAIRS, OWN_LEFT>(t, std::ptr::null_mut(), std::ptr::null_mut()) }
     }
 
-    tile_shapes!("avx512f,avx512bw,avx512vl,avx512dq", |rows, t| whole_panel::<STREAM>(rows, t));
+    tile_shapes!(
+        "avx512f,avx512bw,avx512vl,avx512dq",
+        |rows, t| unreachable!("{rows} rows of {} steps fetch all or nothing", t.steps),
+        whole_panel::<STREAM>(rows, t)
+    );
     few_rows!("avx512f,avx512bw,avx512vl,avx512dq", &[4, 2], PANELS_AHEAD_BYTES, |acc, a, b| {
         let high = high_halves();
         let (a0, b0) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
