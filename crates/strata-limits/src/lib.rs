@@ -67,13 +67,14 @@ impl Limits {
         Ok(Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads)? })
     }
 
-    /// Measures bandwidth once more; the better counts.
+    /// Measures bandwidth once more; the better counts. Answers what it is at this moment.
     ///
     /// # Errors
     /// If there is no memory to measure.
-    pub fn measure_reads_again(&mut self, threads: usize) -> Result<(), NoMemory> {
-        self.read_gb_per_s = self.read_gb_per_s.max(bandwidth::read_gb_per_s(threads)?);
-        Ok(())
+    pub fn measure_reads_again(&mut self, threads: usize) -> Result<f64, NoMemory> {
+        let now = bandwidth::read_gb_per_s(threads)?;
+        self.read_gb_per_s = self.read_gb_per_s.max(now);
+        Ok(now)
     }
 
     /// The better of two measurements of one machine, limit by limit.

@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     debug_assert!(curves.iter().flat_map(|curve| &curve.points).all(|(_, at)| at.rank <= RANK_MAX));
 
     let threads = common.threads()?;
-    let mut limits = Limits::measure(threads)?;
+    let mut machine = Reads { limits: Limits::measure(threads)?, threads, quick: args.quick };
     let mut kernels = None;
     let mut found = Found::new();
     for settings in by_tenants(&curves) {
@@ -83,13 +83,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         }
         let engine = Engine::of(common, config, Held::AsItComes)?;
         kernels.get_or_insert_with(|| engine.info().backend.clone());
-        measure_all(common, &engine, &settings, args.repeats, &mut found)?;
-        drop(engine);
-        // Others use the memory too, now more and now less.
-        if !args.quick {
-            limits.measure_reads_again(threads)?;
-        }
+        measure_all(common, &engine, &settings, args.repeats, &mut machine, &mut found)?;
     }
+    let mut limits = machine.limits;
     if !args.quick {
         limits = limits.max(&Limits::measure(threads)?);
     }
@@ -101,13 +97,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         limits.measure_reads_again(threads)?;
     }
 
-    let (gflop_per_s, gb_per_s) = (limits.fastest(common.dtype.into()).gflop_per_s, limits.read_gb_per_s);
+    let (gflop_per_s, best_gb_per_s) = (limits.fastest(common.dtype.into()).gflop_per_s, limits.read_gb_per_s);
     let mut left_out = Vec::new();
     let curves = curves.into_iter().map(|Curve { work, axis, points }| {
         let mut measured = Vec::with_capacity(points.len());
         for (x, setting) in points {
             match &found[&(work, setting)] {
-                Ok(pass) => measured.push(pass.beside(x, setting, gflop_per_s, gb_per_s)),
+                Ok(pass) => measured.push(pass.beside(x, setting, gflop_per_s, best_gb_per_s)),
                 Err(reason) => left_out.push(LeftOut { work, axis, x, reason: reason.clone() }),
             }
         }
@@ -167,12 +163,32 @@ fn by_tenants(curves: &[Curve]) -> Vec<Vec<(Work, Setting)>> {
     groups
 }
 
+/// Limits of the machine, and how fast its memory is read while something is measured: a virtual machine is moved about, and its memory is half as fast in one minute as in the next.
+struct Reads {
+    limits: Limits,
+    threads: usize,
+    quick: bool,
+}
+
+impl Reads {
+    /// Runs `body`; answers with what memory gave before or after it, whichever was more. A quick run measures once for all.
+    fn beside<T>(&mut self, body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, f64)> {
+        if self.quick {
+            return Ok((body()?, self.limits.read_gb_per_s));
+        }
+        let before = self.limits.measure_reads_again(self.threads)?;
+        let measured = body()?;
+        Ok((measured, self.limits.measure_reads_again(self.threads)?.max(before)))
+    }
+}
+
 /// Measures what one engine and its adapters serve.
 fn measure_all(
     common: &Common,
     engine: &Engine,
     settings: &[(Work, Setting)],
     repeats: usize,
+    machine: &mut Reads,
     found: &mut Found,
 ) -> anyhow::Result<()> {
     let (_, adapters, rank) = settings[0].1.tenants();
@@ -184,7 +200,10 @@ fn measure_all(
                 // What optimizers keep has its memory before anything is timed.
                 trainer.optim_step()?;
                 for setting in trains {
-                    found.insert((Work::Train, setting), measure_training(common, engine, &mut trainer, setting, repeats)?);
+                    found.insert(
+                        (Work::Train, setting),
+                        measure_training(common, engine, &mut trainer, setting, repeats, machine)?,
+                    );
                 }
                 trainer.end()?;
             }
@@ -202,7 +221,7 @@ fn measure_all(
     for &(work, setting) in settings {
         // Of one measurement come the prefill and the steps after it.
         if work != Work::Train && !found.contains_key(&(work, setting)) {
-            let [prefill, decode] = measure_sampling(common, engine, &sampler, setting, repeats)?;
+            let [prefill, decode] = measure_sampling(common, engine, &sampler, setting, repeats, machine)?;
             found.insert((Work::Prefill, setting), prefill);
             found.insert((Work::Decode, setting), decode);
         }
@@ -216,6 +235,7 @@ fn measure_training(
     trainer: &mut train::Trainer<'_>,
     setting: Setting,
     repeats: usize,
+    machine: &mut Reads,
 ) -> anyhow::Result<Result<Pass, String>> {
     let Setting { adapters, rank, batch, tokens, .. } = setting;
     let cell = train::Cell::of(batch / adapters, tokens);
@@ -223,15 +243,15 @@ fn measure_training(
         return Ok(Err(no_room.to_string()));
     }
     progress(format_args!("{setting:?}"));
-    forget_peak_memory();
     let mut seconds = Vec::new();
-    passes(repeats, |counts| {
+    let each = |counts| {
         let measured = train::Rounds::new(trainer, None, cell, 1, false)?;
         if counts {
             seconds.extend(measured.seconds);
         }
         Ok(())
-    })?;
+    };
+    let (peak_memory_bytes, read_gb_per_s) = machine.beside(|| peak_of(|| passes(repeats, each)))?;
     let ranks = vec![rank; adapters];
     Ok(Ok(Pass {
         passes: seconds.len(),
@@ -240,7 +260,8 @@ fn measure_training(
         flops: counts::train(&engine.config, rank, batch, tokens).model,
         // Forward and on the way back.
         bytes: 2.0 * counts::weight_bytes(&engine.config, bytes(common), &ranks, setting.num_tokens()),
-        peak_memory_bytes: peak_memory_bytes()?,
+        read_gb_per_s,
+        peak_memory_bytes,
     }))
 }
 
@@ -251,23 +272,23 @@ fn measure_sampling(
     sampler: &sample::Sampler<'_>,
     setting: Setting,
     repeats: usize,
+    machine: &mut Reads,
 ) -> anyhow::Result<[Result<Pass, String>; 2]> {
     let Setting { adapters, rank, batch, tokens, .. } = setting;
     let cell = sample::Cell { batch, prompt: tokens };
     if let Err(no_room) = sample::check_room(engine, &[cell], NEW) {
         return Ok([Err(no_room.to_string()), Err(no_room.to_string())]);
     }
-    forget_peak_memory();
     let (mut prefills, mut steps) = (Vec::new(), Vec::new());
-    passes(repeats, |counts| {
+    let each = |counts| {
         let times = sample::Times::measure(sampler, None, cell, sample::Rounds { new: NEW, repeats: 1, repeating: false })?;
         if counts {
             prefills.extend(times.prefills);
             steps.extend(times.steps);
         }
         Ok(())
-    })?;
-    let peak_memory_bytes = peak_memory_bytes()?;
+    };
+    let (peak_memory_bytes, read_gb_per_s) = machine.beside(|| peak_of(|| passes(repeats, each)))?;
     let work = sample::Work::of(sampler, cell, NEW, bytes(common));
     let prefill = Pass {
         passes: prefills.len(),
@@ -275,6 +296,7 @@ fn measure_sampling(
         tokens: setting.num_tokens(),
         flops: work.prefill_flops,
         bytes: counts::weight_bytes(&engine.config, bytes(common), &vec![rank; adapters.min(batch)], setting.num_tokens()),
+        read_gb_per_s,
         peak_memory_bytes,
     };
     let seconds = median(&steps);
@@ -284,6 +306,7 @@ fn measure_sampling(
         tokens: batch,
         flops: work.decode_flops,
         bytes: work.decode_bytes,
+        read_gb_per_s,
         peak_memory_bytes,
     };
     let decode = if seconds > 0.0 {
@@ -292,6 +315,13 @@ fn measure_sampling(
         Err(format!("{NEW} new tokens took no longer than one: too few to time their steps beside whatever else runs here"))
     };
     Ok([Ok(prefill), decode])
+}
+
+/// Runs `body`; answers with the most memory that the process had meanwhile.
+fn peak_of(body: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<u64> {
+    forget_peak_memory();
+    body()?;
+    peak_memory_bytes()
 }
 
 /// Has a point pass as often as was asked for and there is time; more often if that was soon done. The first pass, for which the system

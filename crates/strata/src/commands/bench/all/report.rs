@@ -67,6 +67,8 @@ pub(super) struct Point {
     /// What one pass has to compute and to read.
     pub flops: f64,
     pub bytes: f64,
+    /// The bandwidth that it is held against: what memory gave at the time, or the best of the run if the pass read faster.
+    pub read_gb_per_s: f64,
     /// At the limit by which the pass takes longer.
     pub bound: Bound,
     pub limit_tokens_per_s: f64,
@@ -101,12 +103,16 @@ pub(super) struct Pass {
     pub tokens: usize,
     pub flops: f64,
     pub bytes: f64,
+    /// What memory gave at the time.
+    pub read_gb_per_s: f64,
     pub peak_memory_bytes: u64,
 }
 
 impl Pass {
-    /// Beside what a machine of these limits could do.
-    pub(super) fn beside(&self, x: usize, setting: Setting, gflop_per_s: f64, gb_per_s: f64) -> Point {
+    /// Beside what a machine of these limits could do, the bandwidth being that of the time, or the best if that was exceeded.
+    pub(super) fn beside(&self, x: usize, setting: Setting, gflop_per_s: f64, best_gb_per_s: f64) -> Point {
+        let was_exceeded = self.bytes / self.seconds / 1e9 > self.read_gb_per_s;
+        let gb_per_s = if was_exceeded { best_gb_per_s } else { self.read_gb_per_s };
         let (arithmetic, bandwidth) = (self.flops / gflop_per_s / 1e9, self.bytes / gb_per_s / 1e9);
         let least = arithmetic.max(bandwidth);
         Point {
@@ -117,6 +123,7 @@ impl Pass {
             tokens_per_s: self.tokens as f64 / self.seconds,
             flops: self.flops,
             bytes: self.bytes,
+            read_gb_per_s: gb_per_s,
             bound: if arithmetic >= bandwidth { Bound::Arithmetic } else { Bound::Bandwidth },
             limit_tokens_per_s: self.tokens as f64 / least,
             fraction_of_limit: least / self.seconds,
@@ -198,12 +205,16 @@ mod tests {
     #[test]
     fn a_point_is_held_against_the_limit_by_which_it_takes_longer() {
         let setting = Setting { layers: 1, adapters: 1, rank: 1, batch: 2, tokens: 5 };
-        let pass = Pass { passes: 1, seconds: 4.0, tokens: 10, flops: 20e9, bytes: 3e9, peak_memory_bytes: 0 };
+        let pass =
+            Pass { passes: 1, seconds: 4.0, tokens: 10, flops: 20e9, bytes: 3e9, read_gb_per_s: 3.0, peak_memory_bytes: 0 };
         // 20 Gflop at 10 a second take 2 s, 3 GB at 3 a second take 1 s; at 1 a second 3 s.
-        let point = pass.beside(2, setting, 10.0, 3.0);
+        let point = pass.beside(2, setting, 10.0, 9.0);
         assert_eq!((point.bound, point.limit_tokens_per_s, point.tokens_per_s), (Bound::Arithmetic, 5.0, 2.5));
         assert_eq!((point.fraction_of_limit, point.fraction_of_arithmetic, point.fraction_of_bandwidth), (0.5, 0.5, 0.25));
-        let point = pass.beside(2, setting, 10.0, 1.0);
+        let point = Pass { read_gb_per_s: 1.0, ..pass }.beside(2, setting, 10.0, 9.0);
         assert_eq!((point.bound, point.fraction_of_limit, point.fraction_of_arithmetic), (Bound::Bandwidth, 0.75, 0.5));
+        // It read faster than what memory was measured to give at the time: that was no limit.
+        let point = Pass { read_gb_per_s: 0.5, ..pass }.beside(2, setting, 10.0, 1.0);
+        assert_eq!((point.read_gb_per_s, point.fraction_of_bandwidth), (1.0, 0.75));
     }
 }
