@@ -51,7 +51,7 @@ impl Fetching {
     pub(super) const NOTHING: Self = Fetching { own: Own::Nothing, meanwhile: false, streams: false };
 
     /// Of kernels of AVX-512 that read f32 or pairs of bf16 as they are. Zen 4 reads far enough ahead of a tile of six rows by itself once it is shown the way: four rows read 95% of what memory gives without
-    /// fetches, all of it with a line of four, and 70 to 83% with every line (two threads, a loop that does nothing else).
+    /// fetches, all of it with a line of four, and 70 to 83% with every line 4 KiB ahead or more (two threads, a loop that does nothing else).
     pub(super) fn of_pairs() -> Self {
         Fetching { own: if is_zen4() { Own::Hints } else { Own::EveryLine }, meanwhile: true, streams: false }
     }

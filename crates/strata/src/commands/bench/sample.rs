@@ -13,7 +13,7 @@ use super::counts::{self, ElementBytes};
 use super::engine::{Engine, Held, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, progress, text, timed};
+use super::{Common, least, measure_reads_up_to, progress, text, timed};
 use crate::base_model::Quantize;
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
@@ -67,9 +67,6 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 /// Tokens after which a repeating prompt begins anew.
 const REFRAIN_TOKENS: usize = 8;
 
-/// How often bandwidth is measured again if a decode step has read faster than what was measured.
-const MORE_LIMITS_MAX: usize = 10;
-
 /// Measures each of the cells and prints the report.
 pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], rounds: Rounds) -> anyhow::Result<()> {
     let ranks = adapters.ranks(0)?;
@@ -108,13 +105,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
         .filter(|(_, t)| t.guesses.is_none())
         .map(|(work, t)| work.decode_bytes / t.step / 1e9)
         .fold(0.0, f64::max);
-    // Whatever was exceeded was no limit: others were using the memory while it was measured.
-    for _ in 0..MORE_LIMITS_MAX {
-        if limits.read_gb_per_s >= fastest_reads {
-            break;
-        }
-        limits.measure_reads_again(common.threads()?)?;
-    }
+    measure_reads_up_to(fastest_reads, &mut limits, common.threads()?)?;
     let limit = Limit { gflop_per_s: limits.fastest(common.dtype.into()).gflop_per_s, gb_per_s: limits.read_gb_per_s };
     let mut report = Report::new("sample", common, limits)?;
     report.kernels = Some(engine.info().backend.clone());

@@ -20,7 +20,7 @@ use self::report::{Curves, LeftOut, Machine, Pass, Settings};
 use super::counts::{self, ElementBytes};
 use super::engine::{Engine, Held};
 use super::report::{Report, forget_peak_memory, peak_memory_bytes};
-use super::{Common, median, progress, sample, train};
+use super::{Common, measure_reads_up_to, median, progress, sample, train};
 use crate::base_model::Quantize;
 
 /// Layers of the model unless it is said how many: of the products of a layer and of the unembedding neither hides the other, and a run takes minutes.
@@ -33,8 +33,6 @@ const LEAST_POINT_TIME: Duration = Duration::from_secs(1);
 const MORE_PASSES_MAX: usize = 8;
 /// Tokens that are sampled to time decode steps: their mean context is but little longer than the prompt.
 const NEW: usize = 32;
-/// How often bandwidth is measured again if a point has read faster than what was measured.
-const MORE_LIMITS_MAX: usize = 10;
 /// Of the memory, what the weights of a point may take.
 const WEIGHTS_FRACTION: f64 = 0.5;
 
@@ -68,7 +66,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     debug_assert!(curves.iter().flat_map(|curve| &curve.points).all(|(_, at)| at.rank <= RANK_MAX));
 
     let threads = common.threads()?;
-    let mut machine = Reads { limits: Limits::measure(threads)?, threads, quick: args.quick };
+    let mut reads = Reads { limits: Limits::measure(threads)?, threads, quick: args.quick };
     let mut kernels = None;
     let mut found = Found::new();
     for settings in by_tenants(&curves) {
@@ -83,18 +81,15 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         }
         let engine = Engine::of(common, config, Held::AsItComes)?;
         kernels.get_or_insert_with(|| engine.info().backend.clone());
-        measure_all(common, &engine, &settings, args.repeats, &mut machine, &mut found)?;
+        measure_all(common, &engine, &settings, args.repeats, &mut reads, &mut found)?;
     }
-    let mut limits = machine.limits;
+    let mut limits = reads.limits;
     if !args.quick {
         limits = limits.max(&Limits::measure(threads)?);
     }
     let fastest_reads = found.values().flatten().map(|pass| pass.bytes / pass.seconds / 1e9).fold(0.0, f64::max);
-    for _ in 0..MORE_LIMITS_MAX {
-        if args.quick || limits.read_gb_per_s >= fastest_reads {
-            break;
-        }
-        limits.measure_reads_again(threads)?;
+    if !args.quick {
+        measure_reads_up_to(fastest_reads, &mut limits, threads)?;
     }
 
     let (gflop_per_s, best_gb_per_s) = (limits.fastest(common.dtype.into()).gflop_per_s, limits.read_gb_per_s);
@@ -188,7 +183,7 @@ fn measure_all(
     engine: &Engine,
     settings: &[(Work, Setting)],
     repeats: usize,
-    machine: &mut Reads,
+    reads: &mut Reads,
     found: &mut Found,
 ) -> anyhow::Result<()> {
     let (_, adapters, rank) = settings[0].1.tenants();
@@ -202,7 +197,7 @@ fn measure_all(
                 for setting in trains {
                     found.insert(
                         (Work::Train, setting),
-                        measure_training(common, engine, &mut trainer, setting, repeats, machine)?,
+                        measure_training(common, engine, &mut trainer, setting, repeats, reads)?,
                     );
                 }
                 trainer.end()?;
@@ -221,7 +216,7 @@ fn measure_all(
     for &(work, setting) in settings {
         // Of one measurement come the prefill and the steps after it.
         if work != Work::Train && !found.contains_key(&(work, setting)) {
-            let [prefill, decode] = measure_sampling(common, engine, &sampler, setting, repeats, machine)?;
+            let [prefill, decode] = measure_sampling(common, engine, &sampler, setting, repeats, reads)?;
             found.insert((Work::Prefill, setting), prefill);
             found.insert((Work::Decode, setting), decode);
         }
@@ -235,7 +230,7 @@ fn measure_training(
     trainer: &mut train::Trainer<'_>,
     setting: Setting,
     repeats: usize,
-    machine: &mut Reads,
+    reads: &mut Reads,
 ) -> anyhow::Result<Result<Pass, String>> {
     let Setting { adapters, rank, batch, tokens, .. } = setting;
     let cell = train::Cell::of(batch / adapters, tokens);
@@ -251,7 +246,7 @@ fn measure_training(
         }
         Ok(())
     };
-    let (peak_memory_bytes, read_gb_per_s) = machine.beside(|| peak_of(|| passes(repeats, each)))?;
+    let (peak_memory_bytes, read_gb_per_s) = reads.beside(|| peak_of(|| passes(repeats, each)))?;
     let ranks = vec![rank; adapters];
     Ok(Ok(Pass {
         passes: seconds.len(),
@@ -272,7 +267,7 @@ fn measure_sampling(
     sampler: &sample::Sampler<'_>,
     setting: Setting,
     repeats: usize,
-    machine: &mut Reads,
+    reads: &mut Reads,
 ) -> anyhow::Result<[Result<Pass, String>; 2]> {
     let Setting { adapters, rank, batch, tokens, .. } = setting;
     let cell = sample::Cell { batch, prompt: tokens };
@@ -288,7 +283,7 @@ fn measure_sampling(
         }
         Ok(())
     };
-    let (peak_memory_bytes, read_gb_per_s) = machine.beside(|| peak_of(|| passes(repeats, each)))?;
+    let (peak_memory_bytes, read_gb_per_s) = reads.beside(|| peak_of(|| passes(repeats, each)))?;
     let work = sample::Work::of(sampler, cell, NEW, bytes(common));
     let prefill = Pass {
         passes: prefills.len(),
