@@ -33,6 +33,11 @@ use crate::{Element, KV_PAGE_TOKENS as PAGE, KvValues, Result, WeightStorage};
 
 /// Rows of a tile of queries, at most: with two query heads to a key head, 24 positions. A multiple of the rows of kernels' tiles.
 const TILE_ROWS: usize = 48;
+/// The same for a matrix unit, which takes 32 at a time, and waits for keys and values to come to the first-level cache unless many rows read them: of few keys, and of so many that what
+/// its first rows do not see yet is little beside what they see.
+const UNIT_TILE_ROWS: usize = 64;
+const LONG_UNIT_TILE_ROWS: usize = 128;
+const LONG_KEYS: usize = 2048;
 /// Pages of a split of the keys of a sequence. Part of the order of every sum over keys.
 const SPLIT_PAGES: usize = 8;
 /// Keys of a split: enough that joining what was found in it costs nothing beside finding it, and few enough that one query over
@@ -53,7 +58,7 @@ fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usiz
 /// Bytes that attention takes beside its inputs and outputs, forward or back, however many tokens there are, unless a sequence is longer than
 /// what the backward pass takes at a time.
 pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threads: usize) -> usize {
-    let (d, rows) = (g.values.width(), (g.heads / g.kv_heads).max(TILE_ROWS));
+    let (d, rows) = (g.values.width(), (g.heads / g.kv_heads).max(LONG_UNIT_TILE_ROWS));
     let split = 2 * taken_bytes::<f32>(rows * SPLIT_KEYS)
         + taken_bytes::<f32>(rows * g.head_dim)
         + taken_bytes::<T>(value_len(d))
@@ -61,6 +66,15 @@ pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threa
     // Of fewer tiles than tasks, each has what it has found so far and what it finds in the splits of a round, of which there are no more than tasks and tiles.
     let found = 3 * TASKS_PER_THREAD * Found::bytes(rows, d);
     num_threads * (split + found) + backward::round_bytes::<T>(g, num_threads)
+}
+
+/// Rows of a tile of queries of a sequence of so many keys, at most. What a query finds does not depend on it.
+fn tile_rows(isa: Isa, keys: usize) -> usize {
+    match isa {
+        Isa::Amx if keys < LONG_KEYS => UNIT_TILE_ROWS,
+        Isa::Amx => LONG_UNIT_TILE_ROWS,
+        _ => TILE_ROWS,
+    }
 }
 
 /// Steps of a right side of a product of a split, at most.
@@ -286,9 +300,9 @@ pub(crate) fn forward<T: Element + Plain>(
     log_normalizers: &mut [f32],
 ) -> Result<()> {
     let group = g.heads / g.kv_heads;
-    let tile_positions = (TILE_ROWS / group).max(1);
     let mut tiles = Vec::new();
     for span in spans {
+        let tile_positions = (tile_rows(arithmetic.isa, span.past + span.tokens.len()) / group).max(1);
         for kv_head in 0..g.kv_heads {
             let len = span.tokens.len();
             let positions = (0..len).step_by(tile_positions).map(|first| first..(first + tile_positions).min(len));

@@ -3,10 +3,12 @@
 //! Roofline: a product takes sixteen cycles, the load of a tile, a kilobyte, eight from the first-level cache and some twenty from the second. Many rows keep a block of a whole panel in the first, and
 //! four products need one tile from the second ([`near`]); two tiles of rows by two of columns would need two of their four. Few rows take a cycle for each row and wait for memory.
 //!
-//! Measured on Emerald Rapids, one core of 2.3 TFLOP/s, 512 rows by 1,024 inputs and 4,096 outputs: 75% with all operands in the first-level cache, 71% with left sides and sums from the second, 61% if sums
-//! lie there in rows of a panel and not in tiles, 45-55% with the result written to memory. From the first level sixteen rows by 64 columns take 78 cycles for each granule, where their four products take 64, and
-//! a block 74 more to begin and end. Prefetches of left sides into the first level take 6 to 30%, two by two tiles 8 to 16%, blocks half and twice as long 13 and 20%; loads and stores of sums between the
-//! products of a block's first and last granule neither give nor take. A core has room for 16 lines on their way: prefetches of the right side in runs of 32 waited for an eighth of a prefill.
+//! Measured on Emerald Rapids, eight cores at a time, each of 2.84 TFLOP/s, 256 rows by 768 inputs and 1,024 outputs, left sides and sums from the second-level cache: 1.36 TFLOP/s with loads where their products
+//! are; 1.50 with those of the right side a product ahead, those of the left side a granule ahead and not kept in the first-level cache, from which they push what stays there; and 1.76 with the sums of the next
+//! tile fetched meanwhile (1.93 of operands that are all in the first-level cache). 1.67 and 1.61 in blocks of six granules, 1.34 and less in four. What gives less: one loop over all tiles, with the stores and
+//! loads of sums between the products (1.1) or of two halves of a panel half a block apart (1.0); two tiles of rows by two of columns, which are faster (1.81) only of right sides that lie closer than
+//! panels do, and copying those costs a fourth; sums in rows of a panel (1.73), and left sides in rows of four granules (1.68). Prefetches of left sides into the first level take 6 to 30%, and a core has
+//! room for 16 lines on their way: prefetches of the right side in runs of 32 waited for an eighth of a prefill.
 //!
 //! What `tdpbf16ps` computes is written down in [`granules`](super::granules). The instructions have no stable intrinsics, so each loop is one block of assembly: nothing the compiler
 //! does can come between a tile's loads and its products.
@@ -146,13 +148,54 @@ macro_rules! one_by_four_products {
     };
 }
 
+/// A granule of sixteen rows by four vectors, whose left tile and first right tile were loaded before: `(left, the other left)`, and what loads those of the granule behind it. Loads go a product ahead:
+/// a tile that is read cannot be loaded.
+macro_rules! near_granule {
+    ($left:literal, $next_left:literal, $next_right:literal) => {
+        concat!(
+            "tileloadd tmm7, [{b} + {b_step}*1 + 64]\n",
+            "tdpbf16ps tmm0, ",
+            $left,
+            ", tmm6\n",
+            $next_left,
+            "tileloadd tmm6, [{b} + {b_step}*1 + 128]\n",
+            "tdpbf16ps tmm1, ",
+            $left,
+            ", tmm7\n",
+            "tileloadd tmm7, [{b} + {b_step}*1 + 192]\n",
+            "tdpbf16ps tmm2, ",
+            $left,
+            ", tmm6\n",
+            "lea {b}, [{b} + 8*{b_step}]\n",
+            "lea {b}, [{b} + 8*{b_step}]\n",
+            $next_right,
+            "tdpbf16ps tmm3, ",
+            $left,
+            ", tmm7\n",
+            "mov {from}, {coming_each}\n",
+            "test {from}, {from}\n",
+            "jz 5f\n",
+            "4:\n",
+            "prefetcht1 [{coming}]\n",
+            "add {coming}, 64\n",
+            "dec {from}\n",
+            "jnz 4b\n",
+            "5:\n",
+            ".irp line, 0, 64, 128, 192, 256, 320, 384, 448\n",
+            "prefetcht0 [{next_sums} + \\line]\n",
+            ".endr\n",
+            "add {next_sums}, 512\n",
+        )
+    };
+}
+
 /// See [`NearFn`](super::tiled::near::NearFn): of four products one load comes from the second-level cache, where two tiles of rows by two of columns would be two of four.
 ///
 /// # Safety
 /// As there, with AMX-BF16 and the system's permission.
 pub(super) unsafe fn near(t: &NearTile) {
     configure(TILE_ROWS, TILE_ROWS);
-    // Sums lie as the left side does, in tiles of sixteen rows of 64 bytes (`a_row`).
+    // Sums lie as the left side does, in tiles of sixteen rows of 64 bytes (`a_row`). The left side, which comes by once in a while, does not push the right side out of the first-level cache.
     // SAFETY: the caller vouches for the operands; tile registers are used in this block alone.
     unsafe {
         asm!(
@@ -169,22 +212,25 @@ pub(super) unsafe fn near(t: &NearTile) {
             "tilezero tmm2",
             "tilezero tmm3",
             "2:",
-            one_by_four_products!(),
-            "mov {left}, {lines_each}",
-            "test {left}, {left}",
-            "jz 5f",
-            "4:",
-            "mov {from}, [{lines}]",
-            "prefetcht1 [{from}]",
-            "add {lines}, 8",
-            "dec {left}",
-            "jnz 4b",
-            "5:",
-            "add {a}, 1024",
-            "lea {b}, [{b} + 8*{b_step}]",
-            "lea {b}, [{b} + 8*{b_step}]",
-            "dec {granules}",
-            "jnz 2b",
+            "tileloaddt1 tmm4, [{a} + {a_row}*1]",
+            "tileloadd tmm6, [{b} + {b_step}*1]",
+            "sub {behind}, 2",
+            "jb 7f",
+            "6:",
+            near_granule!("tmm4", "tileloaddt1 tmm5, [{a} + {a_row}*1 + 1024]\n", "tileloadd tmm6, [{b} + {b_step}*1]\n"),
+            near_granule!("tmm5", "tileloaddt1 tmm4, [{a} + {a_row}*1 + 2048]\n", "tileloadd tmm6, [{b} + {b_step}*1]\n"),
+            "add {a}, 2048",
+            "sub {behind}, 2",
+            "jae 6b",
+            "7:",
+            "cmp {behind}, -1",
+            "je 8f",
+            near_granule!("tmm4", "", ""),
+            "jmp 9f",
+            "8:",
+            near_granule!("tmm4", "tileloaddt1 tmm5, [{a} + {a_row}*1 + 1024]\n", "tileloadd tmm6, [{b} + {b_step}*1]\n"),
+            near_granule!("tmm5", "", ""),
+            "9:",
             "tilestored [{to} + {to_row}*1], tmm0",
             "add {to}, {to_vector}",
             "tilestored [{to} + {to_row}*1], tmm1",
@@ -197,13 +243,13 @@ pub(super) unsafe fn near(t: &NearTile) {
             a_row = in(reg) ROW_BYTES,
             b = inout(reg) t.b => _,
             b_step = in(reg) t.b_step,
-            lines = inout(reg) t.lines => _,
-            lines_each = in(reg) t.lines_each,
-            left = out(reg) _,
+            coming = inout(reg) t.coming => _,
+            coming_each = in(reg) t.coming_each,
+            next_sums = inout(reg) t.next_sums => _,
             to = inout(reg) t.to => _,
             to_row = in(reg) t.to_row * 4,
             to_vector = in(reg) t.to_vector * 4,
-            granules = inout(reg) t.granules => _,
+            behind = inout(reg) t.granules - 1 => _,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );

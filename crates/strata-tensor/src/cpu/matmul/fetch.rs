@@ -165,9 +165,29 @@ impl Pieces {
         self.bytes >= CHUNK_BYTES
     }
 
-    /// Goes past as many lines as there is room for, and writes where they are; what there are none for has `otherwise`.
-    pub(super) fn list(&mut self, lines: &mut [usize], otherwise: usize) {
-        lines.iter_mut().for_each(|line| *line = self.next_line().unwrap_or(otherwise));
+    /// Lines that each of some calls fetches, at least, so that all together fetch all pieces: none fetches of two.
+    pub(super) fn lines_each(&self, calls: usize) -> usize {
+        if self.count == 0 || calls == 0 {
+            return 0;
+        }
+        let of_piece = self.bytes.div_ceil(LINE_BYTES);
+        // The first piece is whole, or less.
+        let calls_of_piece = calls / self.count;
+        if calls_of_piece == 0 { of_piece } else { of_piece.div_ceil(calls_of_piece) }
+    }
+
+    /// Goes past the next lines, so many at most, that lie side by side; answers where they begin and how many there are.
+    pub(super) fn next_lines(&mut self, max: usize) -> (usize, usize) {
+        if self.count == 0 || max == 0 {
+            return (0, 0);
+        }
+        let lines = self.next.len().div_ceil(LINE_BYTES).min(max);
+        let first = self.next.start;
+        self.next.start += lines * LINE_BYTES;
+        if self.next.start >= self.next.end {
+            *self = std::mem::take(self).behind_next();
+        }
+        (first, lines)
     }
 
     /// Goes past a line.
@@ -347,13 +367,24 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_pieces_are_listed_once_each_and_what_is_missing_is_filled_up() {
-        let mut pieces = Pieces::one(4096, 0..2 * LINE_BYTES + 1).repeated(2, 10_000);
-        let mut lines = [0; 4];
-        pieces.list(&mut lines, 7);
-        assert_eq!(lines, [4096, 4096 + LINE_BYTES, 4096 + 2 * LINE_BYTES, 14_096]);
-        pieces.list(&mut lines, 7);
-        assert_eq!(lines, [14_096 + LINE_BYTES, 14_096 + 2 * LINE_BYTES, 7, 7]);
-        assert_eq!(pieces.lines(), 0);
+    fn calls_fetch_every_line_of_all_pieces_once() {
+        for count in 0..6 {
+            for bytes in [1, LINE_BYTES, 5 * LINE_BYTES + 1, 128 * LINE_BYTES] {
+                let all = if count == 0 { Pieces::default() } else { Pieces::one(4096, 0..bytes).repeated(count, 1 << 20) };
+                let expected: Vec<usize> = (0..count)
+                    .flat_map(|piece| (0..bytes.div_ceil(LINE_BYTES)).map(move |line| 4096 + (piece << 20) + line * LINE_BYTES))
+                    .collect();
+                for calls in count..40 {
+                    let (mut pieces, each) = (all.clone(), all.lines_each(calls));
+                    let mut lines = Vec::new();
+                    for _ in 0..calls {
+                        let (first, len) = pieces.next_lines(each);
+                        assert!(len <= each);
+                        lines.extend((0..len).map(|line| first + line * LINE_BYTES));
+                    }
+                    assert_eq!(lines, expected, "{count} pieces of {bytes} bytes, {calls} calls");
+                }
+            }
+        }
     }
 }

@@ -28,7 +28,9 @@ const TILED_ROWS_MAX: usize = 512;
 /// Bytes of a left side in tiles at a time, at most. From beyond the second-level cache they come as fast, one behind the other; sums of a part of the reduction would come and go through the result.
 const TILED_BYTES_MAX: usize = 4 << 20;
 /// Rows of its own that a thread copies, at least: each thread reads the whole right side then.
-const OWN_ROWS_MIN: usize = 320;
+const OWN_ROWS_MIN: usize = 256;
+/// Bytes of them, at most, if they are not fewer rows than that: a second-level cache has 2 MiB, into which the right side and the sums come too.
+const OWN_BYTES_MAX: usize = 3 << 19;
 /// Panels that are left of other rows, at least, for which they are copied once more.
 const OTHERS_PANELS_MIN: usize = 4;
 /// From so many rows on a block of the right side is read often enough to be kept near.
@@ -51,7 +53,7 @@ impl Matmul<'_> {
         let near = near::kernel(self.isa);
         let panels = out.columns.div_ceil(PANEL);
         if near.is_some()
-            && let Some(chunk_rows) = self.own_rows(num_rows, panels)
+            && let Some(chunk_rows) = self.own_rows(num_rows, num_steps, panels)
         {
             let of_chunk = |first| RowChunk::new(all.parts(first..(first + chunk_rows).min(num_rows)).collect());
             let chunks: Vec<RowChunk> = (0..num_rows).step_by(chunk_rows).map(of_chunk).collect();
@@ -90,17 +92,21 @@ impl Matmul<'_> {
         Ok(())
     }
 
-    /// How many rows a thread copies at a time for itself alone, if there are enough for all threads: it would have to ask the others for what they have written. Of one panel, many rows are copied too; as
-    /// they lie, they are read more slowly than that.
-    fn own_rows(&self, rows: usize, panels: usize) -> Option<usize> {
+    /// How many rows of so many steps a thread copies at a time for itself alone, if there are enough for all threads: it would have to ask the others for what they have written. Of one panel, many rows are
+    /// copied too; as they lie, they are read more slowly than that.
+    fn own_rows(&self, rows: usize, num_steps: usize, panels: usize) -> Option<usize> {
         let threads = self.pool.num_threads();
-        let (chunks, rows_min) = match panels {
-            1 if rows < NEAR_ROWS_MIN => return None,
-            1 => ((TASKS_PER_THREAD * threads).min(rows / granules::ROWS_MAX), granules::ROWS_MAX),
-            _ => (rows.div_ceil(TILED_ROWS_MAX).next_multiple_of(threads), OWN_ROWS_MIN),
+        let chunks = match panels {
+            1 if rows < NEAR_ROWS_MIN => 0,
+            1 => (TASKS_PER_THREAD * threads).min(rows / granules::ROWS_MAX),
+            _ => {
+                let near_rows =
+                    (OWN_BYTES_MAX / tiles_bytes(num_steps).max(1) * granules::TILE_ROWS).clamp(OWN_ROWS_MIN, TILED_ROWS_MAX);
+                let of_each_thread = rows.div_ceil(near_rows).div_ceil(threads).min(rows / OWN_ROWS_MIN / threads);
+                of_each_thread * threads
+            }
         };
-        let are_enough = rows / chunks.max(1) >= rows_min;
-        are_enough.then(|| rows.div_ceil(chunks).next_multiple_of(granules::ROWS_MAX).min(TILED_ROWS_MAX))
+        (chunks > 0).then(|| rows.div_ceil(chunks).next_multiple_of(granules::ROWS_MAX).min(TILED_ROWS_MAX))
     }
 
     /// Runs `body` with rows of each chunk on some thread, and with what answers the next of their panels that nobody has. A thread whose own chunks are done helps with others.
@@ -426,6 +432,26 @@ mod tests {
                 let what = format!("{threads} threads, {count} chunks, {panels} panels");
                 let wrong = given.iter().position(|given| given.load(Ordering::Relaxed) != 1);
                 assert_eq!(wrong, None, "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_thread_has_as_many_rows_of_its_own_as_stay_near_it() {
+        let of = |threads: usize, rows: usize, inputs: usize| {
+            let pool = Pool::new(threads);
+            Matmul::new(&pool, Isa::detect().into(), DType::BF16).own_rows(rows, inputs / 2, 16)
+        };
+        assert_eq!([of(2, 512, 1024), of(2, 512, 3072), of(2, 1024, 1024)], [Some(256), Some(256), Some(512)]);
+        // 512 rows of 3,072 inputs are 3 MiB.
+        assert_eq!([of(2, 1024, 3072), of(2, 1024, 2048), of(1, 512, 3072)], [Some(256); 3]);
+        assert_eq!([of(2, 511, 1024), of(4, 1000, 1024), of(1, 255, 64)], [None; 3]);
+        // Not a chunk more than rows are enough for, though each is more than stays near.
+        assert_eq!(of(2, 1100, 3072), Some(288));
+        for (threads, rows) in (1..6).flat_map(|threads| (1..3000).step_by(77).map(move |rows| (threads, rows))) {
+            if let Some(own) = of(threads, rows, 3072) {
+                let chunks = rows.div_ceil(own);
+                assert!(own <= TILED_ROWS_MAX && chunks <= rows / OWN_ROWS_MIN, "{threads} threads, {rows} rows: {own}");
             }
         }
     }

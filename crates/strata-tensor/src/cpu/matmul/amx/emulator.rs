@@ -124,7 +124,7 @@ impl Instruction {
         let prefix = second & 3;
         let modrm = byte(4);
         let (is_register, reg, rm) = (modrm >> 6 == 3, (modrm >> 3 & 7) as usize, (modrm & 7) as usize);
-        let (none, f3, f2) = (0, 2, 3);
+        let (none, x66, f3, f2) = (0, 1, 2, 3);
         let place = || Place::decode(&byte, first, registers);
         let (action, bytes) = match (byte(3), prefix, is_register) {
             (0x49, p, true) if p == none && modrm == 0xc0 => (Action::Release, 5),
@@ -133,11 +133,12 @@ impl Instruction {
                 (Action::Configure(place.base), place.bytes)
             }
             (0x49, p, true) if p == f2 && rm == 0 => (Action::Zero(reg), 5),
-            (0x4b, p, false) if p == f2 || p == f3 => {
+            (0x4b, p, false) if p != none => {
                 let Place { base, index, bytes } = place();
                 let stride = index.unwrap_or_else(|| refuse("a load or store without a stride"));
                 let rows = TileRows { first: base, stride };
-                let action = if p == f2 { Action::Load(reg, rows) } else { Action::Store(reg, rows) };
+                // With 66 it says that what is loaded need not stay in the first-level cache.
+                let action = if p == f2 || p == x66 { Action::Load(reg, rows) } else { Action::Store(reg, rows) };
                 (action, bytes)
             }
             (0x5c, p, true) if p == f3 => (Action::Multiply { sum: reg, left: rm, right: (!second >> 3 & 0xf) as usize }, 5),

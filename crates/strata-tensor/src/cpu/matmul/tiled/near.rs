@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::{NEAR_GRANULE_BLOCK_STEPS, PanelProduct, fill_up};
+use super::{PanelProduct, fill_up};
 use crate::cpu::isa::Isa;
 use crate::cpu::matmul::Matmul;
 use crate::cpu::matmul::addends::{Addends, PanelAddends};
@@ -44,9 +44,11 @@ pub(in crate::cpu::matmul) struct NearTile {
     pub to_row: usize,
     /// Elements from one of its vectors to the next.
     pub to_vector: usize,
-    /// Addresses of lines to fetch into the second-level cache, so many during each granule.
-    pub lines: *const usize,
-    pub lines_each: usize,
+    /// What is fetched into the second-level cache meanwhile: from here on, so many lines during each granule.
+    pub coming: *const u8,
+    pub coming_each: usize,
+    /// What is fetched into the first: a tile of sums that comes next.
+    pub next_sums: *const f32,
 }
 
 /// Adds the product to what there is.
@@ -88,8 +90,8 @@ impl<R: Right> PanelProduct<'_, R> {
         let sums = arena.take::<f32>(part.len().div_ceil(TILE_ROWS) * SUMS);
         let side = arena.take::<f32>(ROWS_MAX * PANEL);
         let mut added = addends.map(|addends| PanelAddends::new(addends, &matmul.kernel, matmul.isa, panel, &mut arena));
-        let mut lines = [0; LINES_EACH_MAX * NEAR_GRANULE_BLOCK_STEPS / STEPS];
         let is_streamed = addends.is_some() && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
+        let is_fetched = !is_streamed && !accumulate;
         for first in left.steps.clone().step_by(block_steps) {
             let steps = first..(first + block_steps).min(left.steps.end);
             let (is_first, is_last) = (first == left.steps.start, steps.end == left.steps.end);
@@ -102,8 +104,7 @@ impl<R: Right> PanelProduct<'_, R> {
             }
             let mut ahead = self.coming(panel, next_panel, &steps);
             let granules = steps.len().div_ceil(STEPS);
-            let lines_each = ahead.lines().div_ceil(part.len().div_ceil(TILE_ROWS) * granules);
-            let lines = &mut lines[..lines_each.min(LINES_EACH_MAX) * granules];
+            let lines_max = ahead.lines_each(part.len().div_ceil(TILE_ROWS)).min(LINES_EACH_MAX * granules);
             let granules_before = (first - left.steps.start) / STEPS;
             for places in part.clone().step_by(ROWS_MAX).map(|first| first..(first + ROWS_MAX).min(part.end)) {
                 let sums = &mut sums[(places.start - part.start) / TILE_ROWS * SUMS..];
@@ -113,7 +114,14 @@ impl<R: Right> PanelProduct<'_, R> {
                 }
                 for (i, sums) in sums.chunks_exact_mut(SUMS).take(places.len().div_ceil(TILE_ROWS)).enumerate() {
                     let sums = sums.as_mut_ptr();
-                    ahead.list(lines, b.addr());
+                    let (coming, lines) = ahead.next_lines(lines_max);
+                    if is_fetched {
+                        // Of the rows of the tile as many during each block.
+                        let before = |step: usize| TILE_ROWS * (step - left.steps.start) / left.steps.len();
+                        let first = places.start + i * TILE_ROWS;
+                        let of_block = first + before(steps.start)..(first + before(steps.end)).min(places.end);
+                        left.rows.parts(of_block).flatten().for_each(|row| to_be_written(out.at(row, panel * PANEL)));
+                    }
                     // SAFETY: the tiles have these rows and granules, the block its steps, the side its rows.
                     unsafe {
                         let to = match is_last {
@@ -129,8 +137,9 @@ impl<R: Right> PanelProduct<'_, R> {
                             to: to.0,
                             to_row: to.1,
                             to_vector: to.2,
-                            lines: lines.as_ptr(),
-                            lines_each: lines.len() / granules,
+                            coming: std::ptr::without_provenance(coming),
+                            coming_each: lines.div_ceil(granules),
+                            next_sums: sums.wrapping_add(SUMS),
                         });
                     }
                 }
@@ -191,6 +200,20 @@ impl<R: Right> PanelProduct<'_, R> {
     }
 }
 
+/// Fetches a row of a panel of a result, to be written.
+#[inline]
+fn to_be_written(row: *mut f32) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..PANEL / LANES {
+        // SAFETY: any address will do, and who has tiles has the instruction.
+        unsafe {
+            std::arch::asm!("prefetchw [{}]", in(reg) row.wrapping_add(line * LANES), options(nostack, preserves_flags, readonly))
+        };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
+}
+
 /// Writes numbers where they belong, past the caches if they are a whole panel's and lie in whole lines.
 ///
 /// # Safety
@@ -200,6 +223,7 @@ unsafe fn write(from: &[f32], to: *mut f32, is_streamed: bool) {
     match is_streamed && from.len() == PANEL && to.addr().is_multiple_of(LINE_BYTES) {
         #[cfg(target_arch = "x86_64")]
         true => unsafe { stream(from, to) },
+        false if let Ok(from) = <&[f32; PANEL]>::try_from(from) => unsafe { to.cast::<[f32; PANEL]>().write_unaligned(*from) },
         _ => unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) },
     }
 }
