@@ -154,6 +154,13 @@ pub trait Backend: Memory + Send + Sync {
     /// `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in brackets rounded to the dtype of `x`. Without `y` only what its way back needs.
     fn linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts>;
 
+    /// [`Backend::swiglu`] of [`Backend::linear`], to the bit: for where nothing goes back.
+    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<()> {
+        let mut gate_up = self.scratch(&[x.rows(), layer.weight.out_features()], DType::F32)?;
+        self.linear(x, layer, Some(&mut gate_up))?;
+        self.swiglu(&gate_up, y)
+    }
+
     /// The way back of [`Backend::linear`], for `dy: [tokens, out_features]` in the dtype of `x`: `dx = dy·W + Σ (scale · dy[tokens, columns]·B)·A`, f32
     /// `[tokens, in_features]`, if it is wanted. Adds to the gradients of the pairs, one for each group and projection, in order, sequence after sequence.
     fn linear_backward(

@@ -320,12 +320,12 @@ impl GatedMlp {
         residual: &Var,
         h: &Var,
     ) -> strata_tensor::Result<Var> {
-        let gate_up = tape.linear(h, pass.linear((self.gate_up_proj, l), self.gate_up_bias, &self.gate_up_modules))?;
+        let gate_up = pass.linear((self.gate_up_proj, l), self.gate_up_bias, &self.gate_up_modules);
         let m = match self.output_gate {
-            None => tape.swiglu(&gate_up, pass.dtype)?,
+            None => tape.linear_swiglu(h, gate_up, pass.dtype)?,
             Some(gate) => {
                 // A factor of a row is the same before the last layer, which has no bias and whose pair is linear too.
-                let m = tape.swiglu(&gate_up, DType::F32)?;
+                let m = tape.linear_swiglu(h, gate_up, DType::F32)?;
                 let gates = tape.linear(h, pass.linear((gate, l), None, &[]))?;
                 tape.sigmoid_gate(&m, &gates, pass.dtype)?
             }

@@ -80,7 +80,7 @@ impl<'a> Tape<'a> {
 }
 
 /// Refuses what does not fit.
-fn check_layer(op: &'static str, x: &Tensor, layer: &Linear<'_>) -> Result<()> {
+pub(super) fn check_layer(op: &'static str, x: &Tensor, layer: &Linear<'_>) -> Result<()> {
     let w = layer.weight;
     check(op, x, w.dtype(), w.in_features())?;
     if let Some(bias) = layer.bias {

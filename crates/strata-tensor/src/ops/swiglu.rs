@@ -3,10 +3,33 @@
 use std::rc::Rc;
 
 use super::check_f32;
-use crate::tape::{Tape, Var, in_f32};
+use super::linear::check_layer;
+use crate::tape::{Linear, Tape, Var, in_f32};
 use crate::{DType, Error, Result};
 
 impl<'a> Tape<'a> {
+    /// [`Tape::swiglu`] of [`Tape::linear`], to the bit. Where nothing goes back what is between them need not be kept, nor written to memory.
+    ///
+    /// # Errors
+    /// As both.
+    pub fn linear_swiglu(&mut self, x: &Var, layer: Linear<'a>, dtype: DType) -> Result<Var> {
+        const OP: &str = "linear_swiglu";
+        if self.is_recording() || self.repeats(x.value().rows()).is_some() {
+            let gate_up = self.linear(x, layer)?;
+            return self.swiglu(&gate_up, dtype);
+        }
+        check_layer(OP, x.value(), &layer)?;
+        let width = layer.weight.out_features();
+        check_even(OP, width)?;
+        let mut y = self.backend().scratch(&[x.value().rows(), width / 2], dtype)?;
+        self.backend().linear_swiglu(x.value(), &layer, &mut y)?;
+        // Two ops, as on a tape that records.
+        for _ in 0..2 {
+            self.records(&[], false);
+        }
+        Ok(self.constant(y))
+    }
+
     /// `silu(gate) * up` of f32 `gate_up: [tokens, 2 * n]`, gate first, as `[tokens, n]` in the dtype of the matmul that reads it.
     ///
     /// # Errors
@@ -14,9 +37,7 @@ impl<'a> Tape<'a> {
     pub fn swiglu(&mut self, gate_up: &Var, dtype: DType) -> Result<Var> {
         let width = gate_up.value().shape().row_len();
         check_f32("swiglu", gate_up.value(), width)?;
-        if !width.is_multiple_of(2) {
-            return Err(Error::Shape { op: "swiglu", expected: "an even width".into(), actual: width.to_string() });
-        }
+        check_even("swiglu", width)?;
         let mut y = self.backend().scratch(&[gate_up.value().rows(), width / 2], dtype)?;
         self.backend().swiglu(gate_up.value(), &mut y)?;
         let y = Rc::new(y);
@@ -31,5 +52,12 @@ impl<'a> Tape<'a> {
             drop(dy);
             pass.accumulate(node, Rc::new(dgate_up))
         }))
+    }
+}
+
+fn check_even(op: &'static str, width: usize) -> Result<()> {
+    match width.is_multiple_of(2) {
+        true => Ok(()),
+        false => Err(Error::Shape { op, expected: "an even width".into(), actual: width.to_string() }),
     }
 }

@@ -8,8 +8,8 @@ use super::{CpuBackend, with_element};
 use crate::backend::{LoraGradient, LowProducts};
 use crate::cpu::matmul::{Addend, Addends, Out, RightSide, RowRuns, Rows, SINGLE_ROWS, Target};
 use crate::cpu::memory::Buffer;
-use crate::cpu::packed::PackedRef;
-use crate::cpu::rows::convert;
+use crate::cpu::packed::{PANEL, PackedRef};
+use crate::cpu::rows::{convert, swiglu};
 use crate::cpu::threads::SharedMut;
 use crate::live::live_runs;
 use crate::memory::Memory;
@@ -54,6 +54,11 @@ pub(super) struct Pending<'a> {
 }
 
 impl Pending<'_> {
+    /// Whether it can be added to a product on its way.
+    fn can_join(&self) -> bool {
+        Addend::can_join(self.first_column, &self.right)
+    }
+
     /// Where it goes, if it goes alone.
     fn target(&self) -> Target {
         Target { first_row: self.first_row, first_column: self.first_column, accumulate: true }
@@ -117,14 +122,10 @@ impl CpuBackend {
         pending: &[Pending<'_>],
         out: &mut Tensor,
     ) -> Result<()> {
-        let joins = pending.iter().all(|p| Addend::can_join(p.first_column, &p.right));
+        let joins = pending.iter().all(Pending::can_join);
         let (joining, alone) = if joins { (pending, &[][..]) } else { (&[][..], pending) };
-        let mut padded: Vec<Option<Buffer>> = joining.iter().map(|_| None).collect();
-        let mut products = Vec::with_capacity(joining.len());
-        for (p, padded) in joining.iter().zip(&mut padded) {
-            let left = p.low.whole_steps(padded)?;
-            products.push(Addend { first_row: p.first_row, first_column: p.first_column, left, right: p.right });
-        }
+        let mut padded = Vec::new();
+        let products = addends(joining, &mut padded)?;
         let of_rows = all_of(out, &Target::overwrite(), left.rows(), right.columns())?;
         self.multiply((left, rows), right, of_rows, &Addends::new(bias, products))?;
         for p in alone {
@@ -165,22 +166,49 @@ impl CpuBackend {
     }
 
     pub(super) fn forward_linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts> {
+        let low_products = self.forward_low(x, layer)?;
+        if let Some(y) = y {
+            let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
+            let pending = forward_pending(layer, &low_products)?;
+            self.product(whole(x)?, RightSide::Weights(weights(layer.weight)?), bias, &pending, y)?;
+        }
+        Ok(low_products)
+    }
+
+    /// The products of a layer's input and its first low-rank matrices.
+    fn forward_low(&self, x: &Tensor, layer: &Linear<'_>) -> Result<LowProducts> {
         let mut lows = Vec::new();
         for (group, p) in pairs(&layer.lora) {
             let left = block(x, group.tokens.clone(), 0..x.shape().row_len())?;
             lows.push(LowProduct { left, right: RightSide::Weights(weights(p.a)?), scale: p.scale });
         }
-        let low_products = self.low_products(&lows, x.dtype())?;
-        if let Some(y) = y {
-            let mut pending = Vec::with_capacity(low_products.shapes.len());
-            for ((group, p), low) in pairs(&layer.lora).zip(rows_of(&low_products)?) {
-                let right = RightSide::Weights(weights(p.b)?);
-                pending.push(Pending { low, first_row: group.tokens.start, first_column: p.first_column, right });
-            }
-            let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
-            self.product(whole(x)?, RightSide::Weights(weights(layer.weight)?), bias, &pending, y)?;
+        self.low_products(&lows, x.dtype())
+    }
+
+    /// `silu(gate) * up` of a layer, gate first, where the sums of both come together; answers whether they do.
+    pub(super) fn forward_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<bool> {
+        let (w, n) = (weights(layer.weight)?, y.shape().row_len());
+        let matmul = self.matmul_for(w.dtype);
+        if !matmul.has_forward_halves(x.rows(), &w) {
+            return Ok(false);
         }
-        Ok(low_products)
+        let low_products = self.forward_low(x, layer)?;
+        let pending = forward_pending(layer, &low_products)?;
+        if !pending.iter().all(Pending::can_join) {
+            return Ok(false);
+        }
+        let mut padded = Vec::new();
+        let products = addends(&pending, &mut padded)?;
+        let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
+        with_element!(y.dtype(), T => {
+            let y = SharedMut::new(y.slice_mut::<T>()?);
+            matmul.forward_halves(whole(x)?, w, &Addends::new(bias, products), &|row, column, gate_up| {
+                let first = row * n + column;
+                // SAFETY: each row and panel comes once.
+                swiglu::swiglu(self.isa, gate_up, PANEL, unsafe { y.part(first..first + PANEL) });
+            })?;
+        });
+        Ok(true)
     }
 
     pub(super) fn backward_linear(
@@ -372,6 +400,27 @@ impl CpuBackend {
         }
         with_element!(dtype, T => self.matmul_for(dtype).backward_weights::<T>(x, sequences, &mut operands))
     }
+}
+
+/// What of a layer's pairs comes to its result.
+fn forward_pending<'a>(layer: &Linear<'a>, low: &'a LowProducts) -> Result<Vec<Pending<'a>>> {
+    let mut pending = Vec::with_capacity(low.shapes.len());
+    for ((group, p), low) in pairs(&layer.lora).zip(rows_of(low)?) {
+        let right = RightSide::Weights(weights(p.b)?);
+        pending.push(Pending { low, first_row: group.tokens.start, first_column: p.first_column, right });
+    }
+    Ok(pending)
+}
+
+/// The same as what is added to a product on its way. What has to be padded is.
+fn addends<'a>(pending: &[Pending<'a>], padded: &'a mut Vec<Option<Buffer>>) -> Result<Vec<Addend<'a>>> {
+    padded.resize_with(pending.len(), || None);
+    let mut products = Vec::with_capacity(pending.len());
+    for (p, padded) in pending.iter().zip(padded) {
+        let left = p.low.whole_steps(padded)?;
+        products.push(Addend { first_row: p.first_row, first_column: p.first_column, left, right: p.right });
+    }
+    Ok(products)
 }
 
 /// All pairs of all groups, in order.

@@ -22,6 +22,7 @@ use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
+use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
@@ -355,6 +356,15 @@ impl Backend for CpuBackend {
             attention::backward(&self.pool, self.arithmetic, g, spans, io)?;
         });
         Ok(())
+    }
+
+    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<()> {
+        if self.forward_swiglu(x, layer, y)? {
+            return Ok(());
+        }
+        let mut gate_up = self.scratch(&[x.rows(), layer.weight.out_features()], DType::F32)?;
+        self.forward_linear(x, layer, Some(&mut gate_up))?;
+        self.swiglu(&gate_up, y)
     }
 
     fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) -> Result<()> {

@@ -5,7 +5,7 @@
 //!
 //! Measured on Emerald Rapids, eight cores at a time, each of 2.84 TFLOP/s, 256 rows by 768 inputs and 1,024 outputs, left sides and sums from the second-level cache: 1.36 TFLOP/s with loads where their products
 //! are; 1.50 with those of the right side a product ahead, those of the left side a granule ahead and not kept in the first-level cache, from which they push what stays there; and 1.76 with the sums of the next
-//! tile fetched meanwhile (1.93 of operands that are all in the first-level cache). 1.67 and 1.61 in blocks of six granules, 1.34 and less in four. What gives less: one loop over all tiles, with the stores and
+//! tile fetched meanwhile (1.93 of operands that are all in the first-level cache). Blocks of six granules take 8% longer, of four 26%. What gives less: one loop over all tiles, with the stores and
 //! loads of sums between the products (1.1) or of two halves of a panel half a block apart (1.0); two tiles of rows by two of columns, which are faster (1.81) only of right sides that lie closer than
 //! panels do, and copying those costs a fourth; sums in rows of a panel (1.73), and left sides in rows of four granules (1.68). Prefetches of left sides into the first level take 6 to 30%, and a core has
 //! room for 16 lines on their way: prefetches of the right side in runs of 32 waited for an eighth of a prefill.

@@ -155,6 +155,29 @@ impl<'a> Matmul<'a> {
         self.product((x, RowRuns::of(&all)), y, block_steps, right, addends)
     }
 
+    /// Whether there is [`Matmul::forward_halves`] of so many rows.
+    pub(crate) fn has_forward_halves(&self, rows: usize, w: &PackedRef<'_>) -> bool {
+        matches!(self.kernel, TileKernel::Granules(_)) && self.has_halves(rows, w)
+    }
+
+    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`: of each row and each panel of columns of the first half of the result that column and the numbers
+    /// of the panel, and behind them as many of the second half. They are nowhere else.
+    pub(crate) fn forward_halves(
+        &self,
+        x: Rows<'_>,
+        w: PackedRef<'_>,
+        addends: &Addends<'_>,
+        sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
+    ) -> Result<()> {
+        assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
+        assert!(addends.fit(x.rows, w.out_features, self.dtype));
+        let TileKernel::Granules(run) = self.kernel else { unreachable!("it was asked for") };
+        let mut padded = None;
+        let (x, all) = (x.whole_steps(&mut padded)?, 0..x.rows);
+        let right = RightOn(self.isa, RightSide::Weights(w));
+        self.halves_of_granules(run, (x, RowRuns::of(&all)), &right, w.out_features, addends, sink)
+    }
+
     /// Whether `x·Wᵀ` is one that [`Matmul::single_rows`] computes, and what it must have in common with others: steps and vectors of columns.
     pub(crate) fn single_row(&self, x: &Rows<'_>, w: &PackedRef<'_>) -> Option<[usize; 2]> {
         let is_narrow = w.storage == WeightStorage::Dense && (1..=PANEL).contains(&w.out_features);

@@ -137,6 +137,8 @@ pub(crate) struct Out {
     pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) accumulate: bool,
+    /// Whether it lies in a cache, where it is read again.
+    pub(super) stays_near: bool,
 }
 
 impl Out {
@@ -144,13 +146,28 @@ impl Out {
     pub(crate) fn new(matrix: &mut [f32], matrix_columns: usize, target: &Target, rows: usize, columns: usize) -> Self {
         assert!(target.first_column + columns <= matrix_columns && (target.first_row + rows) * matrix_columns <= matrix.len());
         let start = target.first_row * matrix_columns + target.first_column;
-        Out { values: SharedMut::new(matrix), start, stride: matrix_columns, rows, columns, accumulate: target.accumulate }
+        Out {
+            values: SharedMut::new(matrix),
+            start,
+            stride: matrix_columns,
+            rows,
+            columns,
+            accumulate: target.accumulate,
+            stays_near: false,
+        }
     }
 
     /// Some of its columns.
     pub(super) fn columns(&self, columns: Range<usize>) -> Out {
         assert!(columns.end <= self.columns);
         Out { start: self.start + columns.start, columns: columns.len(), ..*self }
+    }
+
+    /// What begins at row and column `(row, column)` of a result of `rows` by `columns`, in `side`, `stride` elements from one row to the next. For what `side` has room for.
+    pub(super) fn aside(rows: usize, columns: usize, side: &mut [f32], stride: usize, first: (usize, usize)) -> Out {
+        let whole =
+            Out { values: SharedMut::new(&mut []), start: 0, stride, rows, columns, accumulate: false, stays_near: true };
+        whole.on_the_side(side, stride, first)
     }
 
     /// The same, if what begins at row and column `(row, column)` lay in `side`, `stride` elements from one row to the next. For what `side` has room for.

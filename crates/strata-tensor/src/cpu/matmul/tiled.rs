@@ -15,7 +15,7 @@ use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, step
 use super::{Matmul, TASKS_PER_THREAD};
 use crate::Result;
 use crate::cpu::memory::Buffer;
-use crate::cpu::packed::{LANES, PANEL};
+use crate::cpu::packed::{LANES, PANEL, PackedRef};
 use crate::cpu::scratch::{taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
 
@@ -48,24 +48,76 @@ impl Matmul<'_> {
         addends: &Addends<'_>,
     ) -> Result<()> {
         let block_steps = if all.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_GRANULE_BLOCK_STEPS) };
+        let (num_steps, near) = (steps(left.width, left.dtype), near::kernel(self.isa));
+        self.over_tiles((left, all), out.columns, |tiles, panels, part| {
+            let accumulate = out.accumulate || tiles.steps.start > 0;
+            let product = PanelProduct { run, left: tiles, out, accumulate, block_steps, right };
+            let addends = (tiles.steps.end == num_steps).then_some(addends);
+            // SAFETY: disjoint parts of the result, in bounds by the assertions of the callers.
+            unsafe { self.panel_of_granules(&product, near, panels, part, addends) };
+        })
+    }
+
+    /// Whether [`Matmul::halves_of_granules`] has them for so many rows: where a matrix unit keeps what it adds to a panel near, and needs no more than one part of the reduction.
+    pub(super) fn has_halves(&self, rows: usize, w: &PackedRef<'_>) -> bool {
+        // What one panel alone reads is not copied.
+        let fits = w.out_features.is_multiple_of(2 * PANEL) && w.out_features > 2 * PANEL && rows >= NEAR_ROWS_MIN;
+        fits && near::kernel(self.isa).is_some() && step_ranges(TILED_ROWS_MAX, steps(w.in_features, w.dtype)).nth(1).is_none()
+    }
+
+    /// Panels of both halves of a result together, for `sink`: a row, the first of the panel's columns in the first half, and the numbers of both, which are nowhere else.
+    pub(super) fn halves_of_granules(
+        &self,
+        run: GranuleFn,
+        (left, all): (Rows<'_>, RowRuns<'_>),
+        right: &impl Right,
+        columns: usize,
+        addends: &Addends<'_>,
+        sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
+    ) -> Result<()> {
+        let near = near::kernel(self.isa).expect("it was asked for");
+        let (block_steps, half) = (NEAR_GRANULE_BLOCK_STEPS, columns / 2 / PANEL);
+        self.over_tiles((left, all), columns / 2, |tiles, (panel, next_panel), part| {
+            let bytes = halves_bytes(part.len()) + near::scratch_bytes(part.len(), block_steps) + addends.scratch_bytes();
+            with_scratch(bytes, |mut arena| {
+                let side = arena.take::<f32>(part.len() * 2 * PANEL);
+                let first_row = tiles.rows.parts(part.clone()).next().expect("there are rows").start;
+                for (i, (panel, next_panel)) in [(panel, half + panel), (half + panel, next_panel)].into_iter().enumerate() {
+                    let out = Out::aside(left.rows, columns, &mut side[i * PANEL..], 2 * PANEL, (first_row, panel * PANEL));
+                    let product = PanelProduct { run, left: tiles, out: &out, accumulate: false, block_steps, right };
+                    // SAFETY: the side has these rows of both panels, and the left side is copied if several panels read it.
+                    unsafe {
+                        product.near_panel((self, near), (panel, next_panel), part.clone(), Some(addends), arena.reborrow())
+                    };
+                }
+                for (row, sums) in (first_row..).zip(side.as_chunks().0) {
+                    sink(row, panel * PANEL, sums);
+                }
+            });
+        })
+    }
+
+    /// Runs `body` with tiles of a part of the left side, a panel of so many columns, of which it may have some rows, and the next to come.
+    fn over_tiles(
+        &self,
+        (left, all): (Rows<'_>, RowRuns<'_>),
+        columns: usize,
+        body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>) + Sync,
+    ) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
         let num_rows = all.len();
         let near = near::kernel(self.isa);
-        let panels = out.columns.div_ceil(PANEL);
+        let panels = columns.div_ceil(PANEL);
         if near.is_some()
             && let Some(chunk_rows) = self.own_rows(num_rows, num_steps, panels)
         {
             let of_chunk = |first| RowChunk::new(all.parts(first..(first + chunk_rows).min(num_rows)).collect());
             let chunks: Vec<RowChunk> = (0..num_rows).step_by(chunk_rows).map(of_chunk).collect();
             return step_ranges(chunk_rows, num_steps).try_for_each(|steps| {
-                let accumulate = out.accumulate || steps.start > 0;
-                let addends = (steps.end == num_steps).then_some(addends);
                 self.over_chunks(&chunks, panels, |rows, next_panel| {
                     let tiles = TiledLeft::of(self.pool, &left, rows, steps.clone())?;
-                    let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
                     while let Some(panel) = next_panel() {
-                        // SAFETY: disjoint parts of the result, in bounds by the assertions of the callers.
-                        unsafe { self.panel_of_granules(&product, near, (panel, panel + 1), 0..rows.len(), addends) };
+                        body(&tiles, (panel, panel + 1), 0..rows.len());
                     }
                     Ok(())
                 })
@@ -78,14 +130,9 @@ impl Matmul<'_> {
                 // What one panel alone reads is not worth a copy.
                 let in_place = if panels == 1 { TiledLeft::in_place(&left, rows, steps.clone()) } else { None };
                 let tiles = in_place.map_or_else(|| TiledLeft::of(self.pool, &left, rows, steps.clone()), Ok)?;
-                let accumulate = out.accumulate || steps.start > 0;
-                let product = PanelProduct { run, left: &tiles, out, accumulate, block_steps, right };
-                let addends = (steps.end == num_steps).then_some(addends);
-                self.over_panels(rows.len(), out.columns, granules::ROWS_MAX, |panel, part| {
+                self.over_panels(rows.len(), columns, granules::ROWS_MAX, |panel, part| {
                     // Threads take panels in turns.
-                    let next_panel = panel + self.pool.num_threads();
-                    // SAFETY: disjoint parts of the result, in bounds by the assertions of the callers.
-                    unsafe { self.panel_of_granules(&product, near, (panel, next_panel), part, addends) };
+                    body(&tiles, (panel, panel + self.pool.num_threads()), part);
                 });
             }
         }
@@ -154,8 +201,7 @@ impl Matmul<'_> {
         let is_whole = panel_columns(panel, out.columns).next_multiple_of(LANES) == PANEL;
         let added_bytes = addends.map_or(0, Addends::scratch_bytes);
         if let Some(near) = near.filter(|_| is_whole && part.len() >= NEAR_ROWS_MIN && left.is_copied()) {
-            let bytes = near::scratch_bytes(part.len()) + 2 * taken_bytes::<u32>(product.block_steps * PANEL);
-            return with_scratch(bytes + added_bytes, |arena| {
+            return with_scratch(near::scratch_bytes(part.len(), product.block_steps) + added_bytes, |arena| {
                 // SAFETY: the caller's promise.
                 unsafe { product.near_panel((self, near), (panel, next_panel), part, addends, arena) };
             });
@@ -286,9 +332,14 @@ pub(super) fn left_bytes(rows: usize, width: usize) -> usize {
         .min(TILED_BYTES_MAX)
 }
 
-/// Bytes that a panel of `rows` rows takes on its thread: two blocks, and the result on the side.
+/// Bytes that a panel of `rows` rows takes on its thread: two blocks, the result on the side, and that of two halves.
 pub(super) fn panel_scratch_bytes(rows: usize) -> usize {
-    (2 * GRANULE_BLOCK_STEPS + rows.min(TILED_ROWS_MAX)) * PANEL * 4
+    (2 * GRANULE_BLOCK_STEPS + rows.min(TILED_ROWS_MAX)) * PANEL * 4 + halves_bytes(rows.min(TILED_ROWS_MAX))
+}
+
+/// Bytes of so many rows of a panel of each half of a result.
+fn halves_bytes(rows: usize) -> usize {
+    taken_bytes::<f32>(rows * 2 * PANEL)
 }
 
 /// A product of granules with some rows and steps of its left side.

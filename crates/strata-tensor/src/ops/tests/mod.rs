@@ -7,6 +7,7 @@ mod composite;
 mod delta;
 mod embedding;
 mod encoder;
+mod gated;
 mod latent;
 mod loss;
 mod moe;

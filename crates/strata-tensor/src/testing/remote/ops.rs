@@ -51,6 +51,12 @@ impl Backend for RemoteBackend {
         self.keep_low(&low)
     }
 
+    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<()> {
+        let (x, bias) = (self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
+        self.rows.fetch_add(x.rows(), Ordering::Relaxed);
+        self.change(y, |y| self.cpu.linear_swiglu(&x, &self.far.table().linear(layer, &bias)?, y))
+    }
+
     fn linear_backward(
         &self,
         dy: &Tensor,

@@ -66,9 +66,11 @@ pub(super) fn kernel(isa: Isa) -> Option<NearFn> {
     }
 }
 
-/// What a panel of `rows` rows takes of an arena, beside blocks of the right side.
-pub(super) fn scratch_bytes(rows: usize) -> usize {
-    taken_bytes::<f32>(rows.div_ceil(TILE_ROWS) * SUMS) + taken_bytes::<f32>(ROWS_MAX * PANEL)
+/// What a panel of `rows` rows takes of an arena, with blocks of so many steps.
+pub(super) fn scratch_bytes(rows: usize, block_steps: usize) -> usize {
+    taken_bytes::<f32>(rows.div_ceil(TILE_ROWS) * SUMS)
+        + taken_bytes::<f32>(ROWS_MAX * PANEL)
+        + 2 * taken_bytes::<u32>(block_steps * PANEL)
 }
 
 impl<R: Right> PanelProduct<'_, R> {
@@ -90,8 +92,9 @@ impl<R: Right> PanelProduct<'_, R> {
         let sums = arena.take::<f32>(part.len().div_ceil(TILE_ROWS) * SUMS);
         let side = arena.take::<f32>(ROWS_MAX * PANEL);
         let mut added = addends.map(|addends| PanelAddends::new(addends, &matmul.kernel, matmul.isa, panel, &mut arena));
-        let is_streamed = addends.is_some() && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
-        let is_fetched = !is_streamed && !accumulate;
+        let is_streamed =
+            addends.is_some() && !out.stays_near && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
+        let is_fetched = !is_streamed && !out.stays_near && !accumulate;
         for first in left.steps.clone().step_by(block_steps) {
             let steps = first..(first + block_steps).min(left.steps.end);
             let (is_first, is_last) = (first == left.steps.start, steps.end == left.steps.end);
