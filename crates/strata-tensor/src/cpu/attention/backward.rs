@@ -15,14 +15,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::ahead::Ahead;
 use super::products::{Left, Products};
-use super::{PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, row_len, visible_slots, write_key};
+use super::{
+    PAGE, PANEL, bytes_of, pack_rows_as_steps, pack_step, page_row, page_row_mut, per_step, row_len, visible_slots, write_keys,
+    write_panel_rows,
+};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::kv::key_len;
 use crate::cpu::matmul::{TileKernel, widened_len};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::LANES;
-use crate::cpu::rows::convert::is_zero;
+use crate::cpu::rows::convert::{is_zero, scale};
 use crate::cpu::rows::softmax;
 use crate::cpu::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
@@ -355,33 +358,31 @@ impl<T: Element + Plain> Pass<'_, T> {
                 }
                 absent.fill(zero);
             }
-            for slot in 0..PAGE {
-                write_key(&k[slot * d..][..d], slot, keys.keys_as_columns);
-                write_key(&v[slot * value_dim..][..value_dim], slot, keys.values_as_columns);
-            }
+            write_keys(self.isa, k, (d, d), 0, keys.keys_as_columns);
+            write_keys(self.isa, v, (value_dim, value_dim), 0, keys.values_as_columns);
             pack_rows_as_steps(self.isa, k, d, keys.keys_as_rows);
         });
         let group = g.heads / g.kv_heads;
         for head in 0..group {
             // SAFETY: passed on from the caller.
             let tile = unsafe { pages.queries(unit, page, head) };
-            for part in [&mut *tile.q, &mut *tile.dout, &mut *tile.q_transposed, &mut *tile.dout_transposed] {
-                part[..].fill(zero);
-            }
-            for r in 0..rows {
+            tile.q.fill(zero);
+            tile.dout.fill(zero);
+            let rows_of = tile.q.chunks_exact_mut(row_len).zip(tile.dout.chunks_exact_mut(value_row_len));
+            for (r, (q, rounded)) in rows_of.enumerate().take(rows) {
                 let place = (first + r) * g.heads + unit.kv_head * group + head;
                 let of_values = place * value_dim..(place + 1) * value_dim;
-                let (q, dout) = (&self.inputs.q[place * d..][..d], &self.inputs.dout[of_values.clone()]);
+                let dout = &self.inputs.dout[of_values.clone()];
                 tile.log_normalizers[r] = self.inputs.log_normalizers[place];
                 tile.delta[r] = dot_mixed(self.isa, dout, &self.inputs.out[of_values]);
-                for (c, &q) in q.iter().enumerate() {
-                    (tile.q[r * row_len + c], tile.q_transposed[c * PAGE + r]) = (q, q);
-                }
-                for (c, &dout) in dout.iter().enumerate() {
-                    let dout = T::from_f32(dout);
-                    (tile.dout[r * value_row_len + c], tile.dout_transposed[c * PAGE + r]) = (dout, dout);
-                }
+                q[..d].copy_from_slice(&self.inputs.q[place * d..][..d]);
+                scale(self.isa, dout, 1.0, &mut rounded[..value_dim]);
             }
+            with_scratch(pack_scratch_bytes::<T>(g), |mut arena| {
+                let steps = arena.take(PAGE / per_step::<T>() * d.max(value_dim));
+                transpose_page(self.isa, tile.q, d, steps, tile.q_transposed);
+                transpose_page(self.isa, tile.dout, value_dim, steps, tile.dout_transposed);
+            });
             tile.is_dead[0] = u32::from(is_zero(self.isa, tile.dout) && is_zero(self.isa, &tile.delta[..rows]));
         }
     }
@@ -488,21 +489,26 @@ impl<T: Element + Plain> Pass<'_, T> {
         let (rows, first) = (unit.rows(page), unit.tokens.start + page * PAGE);
         // SAFETY: passed on from the caller.
         let keys = unsafe { pages.keys(unit, page) };
-        for slot in 0..rows {
-            let place = (first + slot) * g.kv_heads + unit.kv_head;
-            // SAFETY: each page has key heads of its own.
-            let dk = unsafe { self.dk.part(place * d..(place + 1) * d) };
-            dk.iter_mut().enumerate().for_each(|(c, dk)| *dk = keys.dk[c * PAGE + slot]);
-            let of_values = (0..value_dim).map(|c| keys.dv[c * PAGE + slot]);
-            match &self.dv {
-                Some(dv) => {
-                    // SAFETY: as above.
-                    let dv = unsafe { dv.part(place * value_dim..(place + 1) * value_dim) };
-                    dv.iter_mut().zip(of_values).for_each(|(dv, g)| *dv = g);
+        with_scratch(pack_scratch_bytes::<T>(g), |mut arena| {
+            let side = arena.take::<u32>(PAGE * PANEL);
+            let mut write = |columns: &[f32], (out, width): (&SharedMut<f32>, usize), adds: bool| {
+                for (panel, columns) in columns.chunks(PANEL * PAGE).enumerate() {
+                    write_panel_rows(self.isa, bytes_of(columns), (PAGE * 4, PAGE * 4), 0, PANEL, side);
+                    for (slot, numbers) in side.chunks_exact(PANEL).enumerate().take(rows) {
+                        let start = ((first + slot) * g.kv_heads + unit.kv_head) * width + panel * PANEL;
+                        // SAFETY: each page has key heads of its own.
+                        let out = unsafe { out.part(start..start + columns.len() / PAGE) };
+                        let numbers = numbers.iter().map(|&bits| f32::from_bits(bits));
+                        out.iter_mut().zip(numbers).for_each(|(out, number)| *out = if adds { *out + number } else { number });
+                    }
                 }
-                None => dk.iter_mut().zip(of_values).for_each(|(dk, g)| *dk += g),
+            };
+            write(keys.dk, (&self.dk, d), false);
+            match &self.dv {
+                Some(dv) => write(keys.dv, (dv, value_dim), false),
+                None => write(keys.dv, (&self.dk, d), true),
             }
-        }
+        });
         let group = g.heads / g.kv_heads;
         for head in 0..group {
             // SAFETY: passed on from the caller.
@@ -529,9 +535,38 @@ fn block_scratch_bytes<T: Element + Plain>(wide_len: usize) -> usize {
         + taken_bytes::<f32>(wide_len)
 }
 
-/// Bytes of scratch that laying out a page takes.
+/// Bytes of scratch that laying out a page takes, before and after.
 fn pack_scratch_bytes<T: Element + Plain>(g: &AttentionGeometry) -> usize {
-    taken_bytes::<T>(PAGE * g.head_dim) + taken_bytes::<T>(PAGE * g.values.width())
+    let rows = taken_bytes::<T>(PAGE * g.head_dim) + taken_bytes::<T>(PAGE * g.values.width());
+    let steps = taken_bytes::<u32>(PAGE / per_step::<T>() * g.head_dim.max(g.values.width()));
+    rows.max(steps).max(taken_bytes::<u32>(PAGE * PANEL))
+}
+
+/// The first columns of a page of rows, `[64, row_len]`, as rows: `[columns, 64]`. `steps` has room for words of all of them.
+fn transpose_page<T: Element>(isa: Isa, rows: &[T], columns: usize, steps: &mut [u32], out: &mut [T]) {
+    let (row_len, per_step) = (rows.len() / PAGE, per_step::<T>());
+    // SAFETY: plain numbers, of which whole words lie in each row; a scratch begins at a whole line.
+    let (before, words, behind) = unsafe { out.align_to_mut::<u32>() };
+    assert!(before.is_empty() && behind.is_empty(), "rows of 64 are whole words");
+    let width = PAGE / per_step;
+    if per_step == 1 {
+        let size = size_of::<T>();
+        return write_panel_rows(
+            isa,
+            &bytes_of(rows)[..((PAGE - 1) * row_len + columns) * size],
+            (columns * size, row_len * size),
+            0,
+            width,
+            words,
+        );
+    }
+    let steps = &mut steps[..width * columns];
+    for (step, rows) in steps.chunks_exact_mut(columns).zip(rows.chunks_exact(2 * row_len)) {
+        pack_step(isa, &rows[..columns], Some(&rows[row_len..][..columns]), step);
+    }
+    // SAFETY: plain numbers are readable as bytes.
+    let bytes = unsafe { std::slice::from_raw_parts(steps.as_ptr().cast::<u8>(), size_of_val(steps)) };
+    write_panel_rows(isa, bytes, (columns * 4, columns * 4), 0, width, words);
 }
 
 /// The pages of a round: of each its keys, and then the queries of the heads that share them.

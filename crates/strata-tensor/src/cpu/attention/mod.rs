@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
 use super::kv::{KvPages, key_len, own_value_len, value_len};
-use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, transpose_block, widened_len};
+use super::matmul::{Fetch, Pieces, Tile, TileKernel, bytes_of, pack_step, transpose_block, widened_len, write_panel_rows};
 use super::memory::Buffer;
 use super::packed::{LANES, PANEL, PackedRef};
 use super::rows::softmax;
@@ -85,6 +85,7 @@ fn split_steps<T: Element>(g: &AttentionGeometry) -> usize {
 /// Writes the new keys, `[tokens, kv_heads, head_dim]`, and values, unless they are a part of them, to the pages of their sequences. What lies in the rest of a page stays.
 pub(crate) fn write_pages<T: Element>(
     pool: &Pool,
+    isa: Isa,
     g: &AttentionGeometry,
     k: &[T],
     v: Option<&[T]>,
@@ -102,39 +103,55 @@ pub(crate) fn write_pages<T: Element>(
     let head_len = (key_len(d) + own_value_len(g.values)) / per_step;
     pool.run(spans.len() * g.kv_heads, &|task| {
         let (span, kv_head) = (&spans[task / g.kv_heads], task % g.kv_heads);
-        for (i, token) in span.tokens.clone().enumerate() {
-            let (page, slot) = ((span.past + i) / PAGE, (span.past + i) % PAGE);
+        let mut done = 0;
+        while done < span.tokens.len() {
+            let (page, slot) = ((span.past + done) / PAGE, (span.past + done) % PAGE);
+            let count = (PAGE - slot).min(span.tokens.len() - done);
             let page = span.pages[page] as usize;
             assert!(page < num_pages);
             let (keys, values) = head_words(g, per_step, page, kv_head);
             // SAFETY: a page that is written belongs to one sequence, and each task has one head of it.
             let head = unsafe { words.part(keys..keys + head_len) };
             let (key_words, value_words) = head.split_at_mut(values - keys);
-            let head = token * g.kv_heads + kv_head;
-            write_key(&k[head * d..][..d], slot, key_words);
+            // Rows of this head, from the first of them on.
+            let head = (span.tokens.start + done) * g.kv_heads + kv_head;
+            let rows = |width: usize| head * width..(head + (count - 1) * g.kv_heads + 1) * width;
+            write_keys(isa, &k[rows(d)], (d, g.kv_heads * d), slot, key_words);
             if let Some(v) = v {
-                write_value(&v[head * value_dim..][..value_dim], slot, value_words);
+                write_values(isa, &v[rows(value_dim)], (value_dim, g.kv_heads * value_dim), slot, value_words);
             }
+            done += count;
         }
     });
 }
 
-/// Column `slot` of a packed `head_dim → PAGE` matrix.
-fn write_key<T: Element>(key: &[T], slot: usize, words: &mut [u32]) {
-    let per_step = 4 / T::DTYPE.size_bytes();
-    for (s, pair) in key.chunks(per_step).enumerate() {
-        pack_word(pair, &mut words[s * PANEL + slot]);
-    }
+/// Columns `slot..` of a packed `head_dim → PAGE` matrix, from keys `stride` apart.
+fn write_keys<T: Element>(isa: Isa, keys: &[T], (d, stride): (usize, usize), slot: usize, words: &mut [u32]) {
+    write_panel_rows(isa, bytes_of(keys), (d * size_of::<T>(), stride * size_of::<T>()), slot, PANEL, words);
 }
 
-fn pack_word<T: Element>(pair: &[T], word: &mut u32) {
-    *word = if pair.len() == 2 {
-        pair[0].to_f32().to_bits() >> 16 | pair[1].to_f32().to_bits()
-    } else if T::DTYPE.size_bytes() == 4 {
-        pair[0].to_f32().to_bits()
-    } else {
-        pair[0].to_f32().to_bits() >> 16
-    };
+/// Rows `slot..` of a packed `PAGE → head_dim` matrix, from values `stride` apart. What else is in their steps is kept.
+fn write_values<T: Element>(isa: Isa, values: &[T], (d, stride): (usize, usize), slot: usize, words: &mut [u32]) {
+    let (per_step, num_steps) = (per_step::<T>(), PAGE / per_step::<T>());
+    let count = (values.len() + stride - d) / stride;
+    let value = |i: usize| &values[i * stride..][..d];
+    let mut i = 0;
+    while i < count {
+        let slot = slot + i;
+        if !slot.is_multiple_of(per_step) || count - i < per_step {
+            write_value(value(i), slot, words);
+            i += 1;
+            continue;
+        }
+        for panel in 0..d.div_ceil(PANEL) {
+            let columns = panel * PANEL..d.min((panel + 1) * PANEL);
+            let width = columns.len().next_multiple_of(LANES);
+            let line = &mut words[panel * PANEL * num_steps + slot / per_step * width..][..columns.len()];
+            let second = (per_step == 2).then(|| &value(i + 1)[columns.clone()]);
+            pack_step(isa, &value(i)[columns.clone()], second, line);
+        }
+        i += per_step;
+    }
 }
 
 /// Row `slot` of a packed `PAGE → head_dim` matrix; the other half of its step is kept.

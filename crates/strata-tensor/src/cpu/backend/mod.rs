@@ -307,7 +307,7 @@ impl Backend for CpuBackend {
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()> {
         with_element!(qkv.k.dtype(), T => {
             let v = qkv.v.as_ref().map(|v| v.slice()).transpose()?;
-            attention::write_pages::<T>(&self.pool, g, qkv.k.slice()?, v, spans, pages_mut(pages)?);
+            attention::write_pages::<T>(&self.pool, self.isa, g, qkv.k.slice()?, v, spans, pages_mut(pages)?);
         });
         Ok(())
     }

@@ -50,7 +50,8 @@ use kernel::{Chains, ManyPanels, PanelPairs};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, widened_len};
 pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
-pub(crate) use pack::{Given, pack_columns, pack_int4, pack_layers, pack_rows, pack_step, unpack_row};
+pub(crate) use pack::{Given, bytes_of, pack_columns, pack_int4, pack_layers, pack_rows, pack_step, unpack_row};
+pub(crate) use panels::write_rows as write_panel_rows;
 use tiled::{GRANULE_BLOCK_STEPS, NEAR_ROWS_MIN};
 pub(crate) use transpose::block as transpose_block;
 

@@ -152,7 +152,7 @@ fn pack_dense_rows<T: Element>(pool: &Pool, isa: Isa, rows: &[T], first_output: 
         let (panel_words, width) = unsafe { target.panel(panel) };
         let outputs = (panel * PANEL).max(first_output)..(panel * PANEL + PANEL).min(first_output + n);
         let own = &rows[(outputs.start - first_output) * row_bytes..(outputs.end - first_output) * row_bytes];
-        panels::write_rows(isa, own, row_bytes, outputs.start - panel * PANEL, width, panel_words);
+        panels::write_rows(isa, own, (row_bytes, row_bytes), outputs.start - panel * PANEL, width, panel_words);
     });
 }
 
@@ -248,7 +248,14 @@ pub(crate) fn pack_layers<T: Element + Plain>(pool: &Pool, isa: Isa, layers: Vec
                 for (i, some) in rows[outputs.start * k..outputs.end * k].chunks((LANES * k).max(1)).enumerate() {
                     let rounded = &mut rounded[..some.len()];
                     scale(isa, some, 1.0, rounded);
-                    panels::write_rows(isa, bytes_of(rounded), k * size_of::<T>(), i * LANES, width, words);
+                    panels::write_rows(
+                        isa,
+                        bytes_of(rounded),
+                        (k * size_of::<T>(), k * size_of::<T>()),
+                        i * LANES,
+                        width,
+                        words,
+                    );
                 }
             }),
             Given::Columns(columns) => with_scratch(taken_bytes::<T>(outputs.len() * k), |mut arena| {
@@ -266,7 +273,7 @@ pub(crate) fn pack_layers<T: Element + Plain>(pool: &Pool, isa: Isa, layers: Vec
 }
 
 /// Plain numbers as they lie.
-fn bytes_of<T: Element>(numbers: &[T]) -> &[u8] {
+pub(crate) fn bytes_of<T: Element>(numbers: &[T]) -> &[u8] {
     // SAFETY: plain numbers are readable as bytes.
     unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast::<u8>(), size_of_val(numbers)) }
 }

@@ -10,14 +10,22 @@ use crate::cpu::packed::LANES;
 // A word is two bf16 as they lie in memory, the first in its lower half.
 const _: () = assert!(cfg!(target_endian = "little"));
 
-/// Writes `rows`, of `row_bytes` each, as columns `first..` of a panel `[steps][width]` of words. What is missing of a last word is zero.
-pub(super) fn write_rows(isa: Isa, rows: &[u8], row_bytes: usize, first: usize, width: usize, panel: &mut [u32]) {
-    let (count, words) = (rows.len() / row_bytes, row_bytes / 4);
-    assert!(first + count <= width && width <= PANEL && panel.len() >= row_bytes.div_ceil(4) * width);
+/// Writes `rows`, of `row_bytes` each, `stride` apart, as columns `first..` of a panel `[steps][width]` of words. What is missing of a last word is zero.
+pub(crate) fn write_rows(
+    isa: Isa,
+    rows: &[u8],
+    (row_bytes, stride): (usize, usize),
+    first: usize,
+    width: usize,
+    panel: &mut [u32],
+) {
+    // The last row has nothing behind it.
+    let (count, words) = ((rows.len() + stride - row_bytes) / stride, row_bytes / 4);
+    assert!(row_bytes <= stride && first + count <= width && width <= PANEL && panel.len() >= row_bytes.div_ceil(4) * width);
     let mut row = 0;
     while row < count {
         let group = LANES.min(count - row);
-        let (rows, column) = (&rows[row * row_bytes..][..group * row_bytes], first + row);
+        let (rows, column) = (&rows[row * stride..][..(group - 1) * stride + row_bytes], first + row);
         #[cfg(target_arch = "x86_64")]
         let done = if isa.has_avx512() && group == LANES { words / LANES * LANES } else { 0 };
         #[cfg(not(target_arch = "x86_64"))]
@@ -25,13 +33,13 @@ pub(super) fn write_rows(isa: Isa, rows: &[u8], row_bytes: usize, first: usize, 
         #[cfg(target_arch = "x86_64")]
         if done > 0 {
             // SAFETY: the machine has the instructions; sixteen rows have so many words, and the panel a line of at least `column + 16` for each.
-            unsafe { avx512(rows, row_bytes, done, column, width, panel) };
+            unsafe { avx512(rows, stride, done, column, width, panel) };
         }
-        plain(rows, row_bytes, done..words, column, width, panel);
+        plain(rows, stride, done..words, column, width, panel);
         if words * 4 < row_bytes {
-            for (r, row) in rows.chunks_exact(row_bytes).enumerate() {
+            for (r, row) in rows.chunks(stride).enumerate() {
                 let mut word = [0; 4];
-                word[..row_bytes - words * 4].copy_from_slice(&row[words * 4..]);
+                word[..row_bytes - words * 4].copy_from_slice(&row[words * 4..row_bytes]);
                 panel[words * width + column + r] = u32::from_le_bytes(word);
             }
         }
@@ -40,10 +48,10 @@ pub(super) fn write_rows(isa: Isa, rows: &[u8], row_bytes: usize, first: usize, 
 }
 
 /// Words `words` of at most sixteen rows, with no vectors: a few lines of the panel stay in cache until all rows have written to them.
-fn plain(rows: &[u8], row_bytes: usize, words: std::ops::Range<usize>, column: usize, width: usize, panel: &mut [u32]) {
+fn plain(rows: &[u8], stride: usize, words: std::ops::Range<usize>, column: usize, width: usize, panel: &mut [u32]) {
     for start in words.clone().step_by(LANES) {
         let end = words.end.min(start + LANES);
-        for (r, row) in rows.chunks_exact(row_bytes).enumerate() {
+        for (r, row) in rows.chunks(stride).enumerate() {
             let lines = panel[start * width..end * width].chunks_exact_mut(width);
             for (word, line) in row[start * 4..end * 4].as_chunks().0.iter().zip(lines) {
                 line[column + r] = u32::from_le_bytes(*word);
@@ -58,12 +66,12 @@ fn plain(rows: &[u8], row_bytes: usize, words: std::ops::Range<usize>, column: u
 /// The machine must have AVX-512 F. `rows` has sixteen rows of at least `words` words, and `panel` that many lines of `width`, at least `column + 16`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn avx512(rows: &[u8], row_bytes: usize, words: usize, column: usize, width: usize, panel: &mut [u32]) {
+unsafe fn avx512(rows: &[u8], stride: usize, words: usize, column: usize, width: usize, panel: &mut [u32]) {
     use std::arch::x86_64::*;
     for word in (0..words).step_by(LANES) {
         // SAFETY: in bounds by the caller's promise; unaligned loads and stores.
         let r: [__m512i; 16] =
-            std::array::from_fn(|i| unsafe { _mm512_loadu_si512(rows.as_ptr().add(i * row_bytes + word * 4).cast()) });
+            std::array::from_fn(|i| unsafe { _mm512_loadu_si512(rows.as_ptr().add(i * stride + word * 4).cast()) });
         // Of each four rows `4g..4g + 4`: `u[4g + c]` has in its quarter `q` the words `4q + c`.
         let t: [__m512i; 16] = std::array::from_fn(|i| match i % 2 {
             0 => _mm512_unpacklo_epi32(r[i], r[i + 1]),
@@ -95,34 +103,39 @@ mod tests {
     #[test]
     fn a_panel_has_every_word_of_every_row_in_its_place_and_nothing_else_is_touched() {
         for isa in Isa::available() {
-            for (row_bytes, count, first, width) in [
-                (2, 1, 0, 16),
-                (64, 16, 0, 16),
-                (66, 16, 3, 32),
-                (130, 17, 5, 48),
-                (2048, 64, 0, 64),
-                (1030, 37, 27, 64),
-                (12, 64, 0, 64),
+            for (row_bytes, stride, count, first, width) in [
+                (2, 2, 1, 0, 16),
+                (64, 64, 16, 0, 16),
+                (66, 66, 16, 3, 32),
+                (66, 130, 17, 3, 32),
+                (130, 130, 17, 5, 48),
+                (256, 2048, 40, 20, 64),
+                (2048, 2048, 64, 0, 64),
+                (1030, 1030, 37, 27, 64),
+                (12, 12, 64, 0, 64),
             ] {
-                // At an address that is a multiple of two alone, as rows of bf16 may lie.
-                let bytes: Vec<u8> = (0..2 + row_bytes * count).map(|i| random::philox(7, [i as u64, 0])[0] as u8).collect();
-                let rows = &bytes[bytes.as_ptr() as usize % 4 / 2 * 2..][..row_bytes * count];
+                // At an address that is a multiple of two alone, as rows of bf16 may lie, and the last up to its end.
+                let bytes: Vec<u8> = (0..2 + stride * count).map(|i| random::philox(7, [i as u64, 0])[0] as u8).collect();
+                let rows = &bytes[bytes.as_ptr() as usize % 4 / 2 * 2..][..stride * (count - 1) + row_bytes];
                 let steps = row_bytes.div_ceil(4);
                 let mut panel = vec![0xdead_beef; steps * width];
-                write_rows(isa, rows, row_bytes, first, width, &mut panel);
+                write_rows(isa, rows, (row_bytes, stride), first, width, &mut panel);
                 for (i, &word) in panel.iter().enumerate() {
                     let (step, column) = (i / width, i % width);
                     let expected = match column.checked_sub(first).filter(|row| *row < count) {
                         None => 0xdead_beef,
                         Some(row) => {
                             let byte = |b: usize| match step * 4 + b {
-                                at if at < row_bytes => u32::from(rows[row * row_bytes + at]) << (8 * b),
+                                at if at < row_bytes => u32::from(rows[row * stride + at]) << (8 * b),
                                 _ => 0,
                             };
                             (0..4).map(byte).sum()
                         }
                     };
-                    assert_eq!(word, expected, "{isa}: {count} rows of {row_bytes} bytes, step {step}, column {column}");
+                    assert_eq!(
+                        word, expected,
+                        "{isa}: {count} rows of {row_bytes} bytes, {stride} apart, step {step}, column {column}"
+                    );
                 }
             }
         }
