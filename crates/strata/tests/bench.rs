@@ -95,7 +95,13 @@ fn sampling_from_several_adapters_is_reported_under_the_documented_keys() {
     // What comes out of differences of times may be anything on a busy machine, but it is there.
     let figures = ["prefill_tokens_per_s", "prefill_first_tokens_per_s", "prefill_mfu"];
     assert_figures(&report, &figures, &["strata"]);
-    for figure in ["decode_tokens_per_s", "decode_gb_per_s", "decode_fraction_of_bandwidth", "request_tokens_per_s"] {
+    for figure in [
+        "decode_tokens_per_s",
+        "decode_gb_per_s",
+        "decode_fraction_of_bandwidth",
+        "decode_fraction_of_bandwidth_beside_it",
+        "request_tokens_per_s",
+    ] {
         assert!(report["cases"][0]["figures"][figure].is_object(), "{figure}");
     }
 }

@@ -13,7 +13,7 @@ use super::counts::{self, ElementBytes};
 use super::engine::{Engine, Held, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, measure_reads_up_to, progress, text, timed};
+use super::{Common, least, measure_reads_up_to, median, progress, text, timed};
 use crate::base_model::Quantize;
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
@@ -80,7 +80,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let (mut times, mut peak) = (Vec::with_capacity(cells.len()), 0);
     for &cell in cells {
         forget_peak_memory();
-        let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds)?;
+        let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds, Some((&mut limits, common.threads()?)))?;
         ensure!(
             measured.step > 0.0,
             "{} new tokens took no longer than one: too few to time their steps beside whatever else runs here",
@@ -88,8 +88,6 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
         );
         times.push(measured);
         peak = peak.max(peak_memory_bytes()?);
-        // Others use the memory too, now more and now less: what they left to a cell, they may not have left before it.
-        limits.measure_reads_again(common.threads()?)?;
     }
 
     let mut peaks = vec![PeakMemory { of: "strata", bytes: peak }];
@@ -228,6 +226,8 @@ pub(super) struct Times {
     step: f64,
     /// The same by each pair of a short and a long request; noise may have made one negative.
     pub steps: Vec<f64>,
+    /// What memory gave just before or after each of them, whichever was more, in GB/s, if it was measured.
+    reads: Vec<f64>,
     /// What samples that repeat themselves guessed.
     guesses: Option<Guesses>,
     peers: Vec<peer::Sampled>,
@@ -239,14 +239,23 @@ impl Times {
         mut peer: Option<&mut Peer>,
         cell: Cell,
         rounds: Rounds,
+        mut limits: Option<(&mut Limits, usize)>,
     ) -> anyhow::Result<Self> {
         let Cell { batch, prompt } = cell;
         let Rounds { new, repeats, repeating } = rounds;
         let (period, temperature) = if repeating { (REFRAIN_TOKENS, 0.0) } else { (prompt, 1.0) };
         let before = sampler.engine.speculated();
-        let mut times =
-            Times { prefills: Vec::new(), step: f64::INFINITY, steps: Vec::new(), guesses: None, peers: Vec::new() };
+        let mut times = Times {
+            prefills: Vec::new(),
+            step: f64::INFINITY,
+            steps: Vec::new(),
+            reads: Vec::new(),
+            guesses: None,
+            peers: Vec::new(),
+        };
         let (mut shorts, mut longs) = (Vec::new(), Vec::new());
+        // Others use the memory too, now more and now less: what they leave to one round, they may not leave to the next.
+        let mut read = || limits.as_mut().map(|(limits, threads)| limits.measure_reads_again(*threads)).transpose();
         let start = Instant::now();
         for round in 0..repeats {
             if round > 0 && start.elapsed() > CELL_TIME {
@@ -258,9 +267,13 @@ impl Times {
             let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_refrain(prompt, period)).collect();
             times.prefills.push(sampler.sample(&prompts, 1, temperature)?);
             // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.
+            let before = read()?;
             for _ in 0..DECODES_PER_ROUND {
                 shorts.push(sampler.sample(&prompts, 1, temperature)?);
                 longs.push(sampler.sample(&prompts, new, temperature)?);
+            }
+            if let Some((before, after)) = before.zip(read()?) {
+                times.reads.extend([before.max(after); DECODES_PER_ROUND]);
             }
             if let Some(peer) = peer.as_deref_mut() {
                 times.peers.push(peer.call(&peer::Request::Sample { batch, prompt, new })?);
@@ -307,6 +320,13 @@ impl Times {
             )
             .beside(peers_prefill.zip(peers_step).map(whole)),
         ];
+        // Of the pairs of requests, of which noise may have made one negative.
+        let of_its_time: Vec<f64> = self.steps.iter().zip(&self.reads).map(|(&step, reads)| read_rate(step) / reads).collect();
+        if !of_its_time.is_empty() {
+            let name = "decode, median, of what memory gave beside it";
+            let beside = Figure::new("decode_fraction_of_bandwidth_beside_it", name, Unit::OfBandwidth, median(&of_its_time));
+            figures.insert(figures.len() - 1, beside);
+        }
         if let Some(Guesses { accepted, per_token }) = self.guesses {
             // Steps of several tokens read as much as those of one.
             figures.retain(|figure| !matches!(figure.unit, Unit::GbPerSecond | Unit::OfBandwidth));

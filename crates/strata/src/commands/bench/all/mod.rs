@@ -276,7 +276,8 @@ fn measure_sampling(
     }
     let (mut prefills, mut steps) = (Vec::new(), Vec::new());
     let each = |counts| {
-        let times = sample::Times::measure(sampler, None, cell, sample::Rounds { new: NEW, repeats: 1, repeating: false })?;
+        let times =
+            sample::Times::measure(sampler, None, cell, sample::Rounds { new: NEW, repeats: 1, repeating: false }, None)?;
         if counts {
             prefills.extend(times.prefills);
             steps.extend(times.steps);
