@@ -228,6 +228,23 @@ pub trait Backend: Memory + Send + Sync {
         out: &mut Qkv,
     ) -> Result<()>;
 
+    /// [`Backend::norm_rotate`] of [`Backend::linear`], to the bit: for where nothing goes back.
+    #[allow(clippy::too_many_arguments)]
+    fn linear_norm_rotate(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        norms: Option<[TensorRef<'_>; 2]>,
+        rotary: &Rotary,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        out: &mut Qkv,
+    ) -> Result<()> {
+        let mut qkv = self.scratch(&[x.rows(), layout.width], DType::F32)?;
+        self.linear(x, layer, Some(&mut qkv))?;
+        self.norm_rotate(&qkv, norms, rotary, g, layout, out)
+    }
+
     /// Gradient of [`Backend::norm_rotate`] by its input, into the dtype of `dqkv`; `gradient` is f32. Columns of gates are left alone.
     #[allow(clippy::too_many_arguments)]
     fn norm_rotate_backward(

@@ -192,7 +192,7 @@ impl Attention {
         h: &Var,
         kv: KvAccess<'_>,
     ) -> strata_tensor::Result<Var> {
-        let qkv = tape.linear(h, pass.linear((self.qkv_proj, l), self.qkv_bias, &self.qkv_modules))?;
+        let qkv = pass.linear((self.qkv_proj, l), self.qkv_bias, &self.qkv_modules);
         let input = AttentionInput {
             geometry: self.geometries[l],
             layout: self.layout,
@@ -202,7 +202,7 @@ impl Attention {
             spans: pass.inputs.spans.clone(),
             queries: pass.queries(),
         };
-        let a = tape.attention(&qkv, &input, kv, pass.dtype)?;
+        let a = tape.linear_attention(h, qkv, &input, kv, pass.dtype)?;
         pass.add_mixed(tape, residual, a, |pass| pass.linear((self.o_proj, l), self.o_bias, &[(self.o_module, 0)]))
     }
 

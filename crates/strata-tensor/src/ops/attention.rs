@@ -2,9 +2,10 @@
 
 use std::rc::Rc;
 
+use super::linear::check_layer;
 use super::{check, check_f32, check_vector};
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary, Sight};
-use crate::tape::{Tape, Var, in_f32};
+use crate::tape::{Linear, Tape, Var, in_f32};
 use crate::{DType, Error, KV_PAGE_TOKENS, KvPages, KvValues, Repeats, Result, Tensor, TensorRef};
 
 const OP: &str = "attention";
@@ -58,35 +59,13 @@ impl<'a> Tape<'a> {
     /// is also refused with a cache or a window.
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
         let (g, layout) = (input.geometry, input.layout);
-        self.backend().check_attention(&g)?;
-        check_layout(&layout, &g)?;
-        check_f32(OP, qkv.value(), layout.width)?;
         let (tokens, backend) = (qkv.value().rows(), self.backend());
-        for angles in [&input.rotary.cos, &input.rotary.sin].into_iter().filter(|_| layout.rotary_dim > 0) {
-            check_f32(OP, angles, layout.rotary_dim / 2)?;
-            if angles.rows() != tokens {
-                return Err(Error::Shape {
-                    op: OP,
-                    expected: format!("angles of {tokens} tokens"),
-                    actual: angles.shape().to_string(),
-                });
-            }
-        }
-        for norm in input.norms.iter().flatten() {
-            check_vector(OP, *norm, g.head_dim)?;
-        }
-        if let Some(sinks) = input.sinks {
-            check_vector(OP, sinks, g.heads)?;
-        }
-        check_spans(&input.spans, tokens)?;
+        check_input(backend, input, tokens)?;
+        check_f32(OP, qkv.value(), layout.width)?;
         let records = self.records(&[qkv], false);
         check_access(&input.spans, &g, dtype, &kv, records)?;
         check_queries(input.queries.as_deref(), &input.spans, &kv, records)?;
-        let mut split = Qkv {
-            q: backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?,
-            k: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
-            v: Some(backend.scratch(&[tokens, g.kv_heads, g.values.width()], dtype)?),
-        };
+        let mut split = room_for_heads(backend, &g, tokens, dtype)?;
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
         let Attended { out, log_normalizers } =
             attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.repeats(tokens))?;
@@ -114,6 +93,42 @@ impl<'a> Tape<'a> {
             pass.backend.norm_rotate_backward(&gradient, &projection, input.norms, &input.rotary, &g, &layout, &mut dqkv)?;
             pass.accumulate(node, Rc::new(dqkv))
         }))
+    }
+
+    /// [`Tape::attention`] of [`Tape::linear`], to the bit. Where nothing goes back what is between them need not be kept, nor written to memory.
+    ///
+    /// # Errors
+    /// As both.
+    pub fn linear_attention(
+        &mut self,
+        x: &Var,
+        layer: Linear<'a>,
+        input: &AttentionInput<'a>,
+        kv: KvAccess<'_>,
+        dtype: DType,
+    ) -> Result<Var> {
+        let (tokens, backend, g) = (x.value().rows(), self.backend(), input.geometry);
+        // Gates are read once more, when there is something to gate.
+        if self.is_recording() || self.repeats(tokens).is_some() || input.layout.gate.is_some() {
+            let qkv = self.linear(x, layer)?;
+            return self.attention(&qkv, input, kv, dtype);
+        }
+        check_layer(OP, x.value(), &layer)?;
+        check_input(backend, input, tokens)?;
+        if layer.weight.out_features() != input.layout.width {
+            let (expected, actual) = (input.layout.width.to_string(), layer.weight.out_features().to_string());
+            return Err(Error::Shape { op: OP, expected, actual });
+        }
+        check_access(&input.spans, &g, dtype, &kv, false)?;
+        check_queries(input.queries.as_deref(), &input.spans, &kv, false)?;
+        let mut split = room_for_heads(backend, &g, tokens, dtype)?;
+        backend.linear_norm_rotate(x.value(), &layer, input.norms, &input.rotary, &g, &input.layout, &mut split)?;
+        let attended = attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, None)?;
+        // Two ops, as on a tape that records.
+        for _ in 0..2 {
+            self.records(&[], false);
+        }
+        Ok(self.shared_constant(attended.out))
     }
 
     /// Attention of queries `[tokens, heads * head_dim]` to keys `[tokens, kv_heads * head_dim]` and values `[tokens, kv_heads * value width]`, which are `None`
@@ -271,6 +286,36 @@ pub(super) fn check_queries(
         }
     }
     Ok(())
+}
+
+/// Refuses what does not fit tokens, whatever their projection is.
+fn check_input(backend: &dyn Backend, input: &AttentionInput<'_>, tokens: usize) -> Result<()> {
+    let (g, layout) = (input.geometry, input.layout);
+    backend.check_attention(&g)?;
+    check_layout(&layout, &g)?;
+    for angles in [&input.rotary.cos, &input.rotary.sin].into_iter().filter(|_| layout.rotary_dim > 0) {
+        check_f32(OP, angles, layout.rotary_dim / 2)?;
+        if angles.rows() != tokens {
+            let (expected, actual) = (format!("angles of {tokens} tokens"), angles.shape().to_string());
+            return Err(Error::Shape { op: OP, expected, actual });
+        }
+    }
+    for norm in input.norms.iter().flatten() {
+        check_vector(OP, *norm, g.head_dim)?;
+    }
+    if let Some(sinks) = input.sinks {
+        check_vector(OP, sinks, g.heads)?;
+    }
+    check_spans(&input.spans, tokens)
+}
+
+/// Room for the heads of so many tokens.
+fn room_for_heads(backend: &dyn Backend, g: &AttentionGeometry, tokens: usize, dtype: DType) -> Result<Qkv> {
+    Ok(Qkv {
+        q: backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?,
+        k: backend.scratch(&[tokens, g.kv_heads, g.head_dim], dtype)?,
+        v: Some(backend.scratch(&[tokens, g.kv_heads, g.values.width()], dtype)?),
+    })
 }
 
 /// Refuses heads that overlap or leave columns to nobody, and turns of more or less than pairs of a head.

@@ -5,16 +5,17 @@ use std::sync::{Arc, Mutex};
 
 use super::memory::weights;
 use super::{CpuBackend, with_element};
-use crate::backend::{LoraGradient, LowProducts};
-use crate::cpu::matmul::{Addend, Addends, Out, RightSide, RowRuns, Rows, SINGLE_ROWS, Target};
+use crate::backend::{AttentionGeometry, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary};
+use crate::cpu::matmul::{Addend, Addends, Out, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{PANEL, PackedRef};
+use crate::cpu::rows::rope::{self, HeadNormRope};
 use crate::cpu::rows::{convert, swiglu};
 use crate::cpu::threads::SharedMut;
 use crate::live::live_runs;
 use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
-use crate::{DType, Result, Tensor, TensorMut};
+use crate::{DType, KvValues, Result, Tensor, TensorMut};
 
 /// Some rows and columns of a matrix `[rows, columns]`, as numbers of its dtype.
 pub(super) fn block(tensor: &Tensor, rows: Range<usize>, columns: Range<usize>) -> Result<Rows<'_>> {
@@ -187,27 +188,94 @@ impl CpuBackend {
 
     /// `silu(gate) * up` of a layer, gate first, where the sums of both come together; answers whether they do.
     pub(super) fn forward_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<bool> {
-        let (w, n) = (weights(layer.weight)?, y.shape().row_len());
-        let matmul = self.matmul_for(w.dtype);
-        if !matmul.has_forward_halves(x.rows(), &w) {
-            return Ok(false);
-        }
-        let low_products = self.forward_low(x, layer)?;
-        let pending = forward_pending(layer, &low_products)?;
-        if !pending.iter().all(Pending::can_join) {
-            return Ok(false);
-        }
-        let mut padded = Vec::new();
-        let products = addends(&pending, &mut padded)?;
-        let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
+        let n = y.shape().row_len();
         with_element!(y.dtype(), T => {
             let y = SharedMut::new(y.slice_mut::<T>()?);
-            matmul.forward_halves(whole(x)?, w, &Addends::new(bias, products), &|row, column, gate_up| {
+            self.forward_pairs(x, layer, Paired::Halves, &|row, column, gate_up| {
                 let first = row * n + column;
                 // SAFETY: each row and panel comes once.
                 swiglu::swiglu(self.isa, gate_up, PANEL, unsafe { y.part(first..first + PANEL) });
-            })?;
-        });
+            })
+        })
+    }
+
+    /// The heads of a layer with those of queries, keys and values, normalised and rotated, where the sums of a whole one come together; answers whether they do.
+    pub(super) fn forward_heads(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        norms: Option<[&[f32]; 2]>,
+        rotary: &Rotary,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        out: &mut Qkv,
+    ) -> Result<bool> {
+        const HEAD: usize = 2 * PANEL;
+        let Some(v) = out.v.as_mut().filter(|_| g.head_dim == HEAD && g.values == KvValues::Own(HEAD)) else {
+            return Ok(false);
+        };
+        // Which part of the result each pair of panels is, and which head of it.
+        let mut heads = vec![None; layout.width / HEAD];
+        for (part, columns, count) in [(0, layout.q, g.heads), (1, layout.k, g.kv_heads), (2, layout.v, g.kv_heads)] {
+            for head in 0..count {
+                let first = columns.first + head * columns.stride;
+                match heads.get_mut(first / HEAD).filter(|_| first.is_multiple_of(HEAD)) {
+                    Some(place) => *place = Some((part, head)),
+                    None => return Ok(false),
+                }
+            }
+        }
+        let (cos, sin, half) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?, layout.rotary_dim / 2);
+        with_element!(out.q.dtype(), T => {
+            let parts = [
+                (SharedMut::new(out.q.slice_mut::<T>()?), g.heads),
+                (SharedMut::new(out.k.slice_mut::<T>()?), g.kv_heads),
+                (SharedMut::new(v.slice_mut::<T>()?), g.kv_heads),
+            ];
+            self.forward_pairs(x, layer, Paired::Neighbours, &|row, column, sums| {
+                let Some((part, head)) = heads[column / HEAD] else { return };
+                let (out, count) = &parts[part];
+                let first = (row * count + head) * HEAD;
+                // SAFETY: each row and head comes once.
+                let out = unsafe { out.part(first..first + HEAD) };
+                if part == 2 {
+                    return convert::scale(self.isa, sums, 1.0, out);
+                }
+                let of_row = row * half..(row + 1) * half;
+                let turning = HeadNormRope {
+                    norm: norms.map(|norms| norms[part]),
+                    eps: g.eps,
+                    style: layout.rotary_style,
+                    cos: &cos[of_row.clone()],
+                    sin: &sin[of_row],
+                };
+                rope::head_norm_rope(self.isa, &turning, sums, out);
+            })
+        })
+    }
+
+    /// The result of a layer in pairs of panels, each of which is for `sink` alone; answers whether there are such.
+    fn forward_pairs(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        paired: Paired,
+        sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
+    ) -> Result<bool> {
+        let w = weights(layer.weight)?;
+        let matmul = self.matmul_for(w.dtype);
+        let mut rights = Vec::new();
+        for (_, p) in pairs(&layer.lora) {
+            rights.push((p.first_column, RightSide::Weights(weights(p.b)?)));
+        }
+        if !matmul.has_forward_pairs(x.rows(), &w) || !rights.iter().all(|(first, right)| Addend::can_join(*first, right)) {
+            return Ok(false);
+        }
+        let low_products = self.forward_low(x, layer)?;
+        let mut padded = Vec::new();
+        let products = addends(&forward_pending(layer, &low_products)?, &mut padded)?;
+        let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
+        matmul.forward_pairs(whole(x)?, w, &Addends::new(bias, products), paired, sink)?;
         Ok(true)
     }
 

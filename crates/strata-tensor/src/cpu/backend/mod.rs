@@ -241,6 +241,24 @@ impl Backend for CpuBackend {
         self.angles_of_axes(positions, turns, factor)
     }
 
+    fn linear_norm_rotate(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        norms: Option<[TensorRef<'_>; 2]>,
+        rotary: &Rotary,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        out: &mut Qkv,
+    ) -> Result<()> {
+        if self.forward_heads(x, layer, norm_slices(norms)?, rotary, g, layout, out)? {
+            return Ok(());
+        }
+        let mut qkv = self.scratch(&[x.rows(), layout.width], DType::F32)?;
+        self.forward_linear(x, layer, Some(&mut qkv))?;
+        self.norm_rotate(&qkv, norms, rotary, g, layout, out)
+    }
+
     fn norm_rotate(
         &self,
         qkv: &Tensor,

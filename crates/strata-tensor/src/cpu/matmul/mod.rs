@@ -52,6 +52,7 @@ pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{Given, bytes_of, pack_columns, pack_int4, pack_layers, pack_rows, pack_step, unpack_row};
 pub(crate) use panels::write_rows as write_panel_rows;
+pub(crate) use tiled::Paired;
 use tiled::{GRANULE_BLOCK_STEPS, NEAR_ROWS_MIN};
 pub(crate) use transpose::block as transpose_block;
 
@@ -156,18 +157,19 @@ impl<'a> Matmul<'a> {
         self.product((x, RowRuns::of(&all)), y, block_steps, right, addends)
     }
 
-    /// Whether there is [`Matmul::forward_halves`] of so many rows.
-    pub(crate) fn has_forward_halves(&self, rows: usize, w: &PackedRef<'_>) -> bool {
-        matches!(self.kernel, TileKernel::Granules(_)) && self.has_halves(rows, w)
+    /// Whether there is [`Matmul::forward_pairs`] of so many rows.
+    pub(crate) fn has_forward_pairs(&self, rows: usize, w: &PackedRef<'_>) -> bool {
+        matches!(self.kernel, TileKernel::Granules(_)) && self.has_pairs(rows, w)
     }
 
-    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`: of each row and each panel of columns of the first half of the result that column and the numbers
-    /// of the panel, and behind them as many of the second half. They are nowhere else.
-    pub(crate) fn forward_halves(
+    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`: of each row and each pair of panels the first column of the first, and the numbers of both. They are
+    /// nowhere else.
+    pub(crate) fn forward_pairs(
         &self,
         x: Rows<'_>,
         w: PackedRef<'_>,
         addends: &Addends<'_>,
+        paired: Paired,
         sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
     ) -> Result<()> {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
@@ -176,7 +178,7 @@ impl<'a> Matmul<'a> {
         let mut padded = None;
         let (x, all) = (x.whole_steps(&mut padded)?, 0..x.rows);
         let right = RightOn(self.isa, RightSide::Weights(w));
-        self.halves_of_granules(run, (x, RowRuns::of(&all)), &right, w.out_features, addends, sink)
+        self.pairs_of_granules(run, (x, RowRuns::of(&all)), &right, (w.out_features, paired), addends, sink)
     }
 
     /// Whether `x·Wᵀ` is one that [`Matmul::single_rows`] computes, and what it must have in common with others: steps and vectors of columns.

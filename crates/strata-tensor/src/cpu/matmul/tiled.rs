@@ -36,6 +36,15 @@ const OTHERS_PANELS_MIN: usize = 4;
 /// From so many rows on a block of the right side is read often enough to be kept near.
 pub(super) const NEAR_ROWS_MIN: usize = 64;
 
+/// Which panels of a result are computed together.
+#[derive(Clone, Copy)]
+pub(crate) enum Paired {
+    /// Those that have the same place in each half.
+    Halves,
+    /// Those side by side.
+    Neighbours,
+}
+
 impl Matmul<'_> {
     /// Left sides in tiles, a part of the rows and of the reduction at a time.
     pub(super) fn product_of_granules(
@@ -58,40 +67,44 @@ impl Matmul<'_> {
         })
     }
 
-    /// Whether [`Matmul::halves_of_granules`] has them for so many rows: where a matrix unit keeps what it adds to a panel near, and needs no more than one part of the reduction.
-    pub(super) fn has_halves(&self, rows: usize, w: &PackedRef<'_>) -> bool {
+    /// Whether [`Matmul::pairs_of_granules`] has them for so many rows: where a matrix unit keeps what it adds to a panel near, and needs no more than one part of the reduction.
+    pub(super) fn has_pairs(&self, rows: usize, w: &PackedRef<'_>) -> bool {
         // What one panel alone reads is not copied.
         let fits = w.out_features.is_multiple_of(2 * PANEL) && w.out_features > 2 * PANEL && rows >= NEAR_ROWS_MIN;
         fits && near::kernel(self.isa).is_some() && step_ranges(TILED_ROWS_MAX, steps(w.in_features, w.dtype)).nth(1).is_none()
     }
 
-    /// Panels of both halves of a result together, for `sink`: a row, the first of the panel's columns in the first half, and the numbers of both, which are nowhere else.
-    pub(super) fn halves_of_granules(
+    /// Pairs of panels of a result, for `sink`: a row, the first column of the first panel, and the numbers of both, which are nowhere else.
+    pub(super) fn pairs_of_granules(
         &self,
         run: GranuleFn,
         (left, all): (Rows<'_>, RowRuns<'_>),
         right: &impl Right,
-        columns: usize,
+        (columns, paired): (usize, Paired),
         addends: &Addends<'_>,
         sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
     ) -> Result<()> {
         let near = near::kernel(self.isa).expect("it was asked for");
         let (block_steps, half) = (NEAR_GRANULE_BLOCK_STEPS, columns / 2 / PANEL);
-        self.over_tiles((left, all), columns / 2, |tiles, (panel, next_panel), part| {
-            let bytes = halves_bytes(part.len()) + near::scratch_bytes(part.len(), block_steps) + addends.scratch_bytes();
+        let panels_of = |pair: usize| match paired {
+            Paired::Halves => [pair, half + pair],
+            Paired::Neighbours => [2 * pair, 2 * pair + 1],
+        };
+        self.over_tiles((left, all), columns / 2, |tiles, (pair, next_pair), part| {
+            let bytes = pair_bytes(part.len()) + near::scratch_bytes(part.len(), block_steps) + addends.scratch_bytes();
             with_scratch(bytes, |mut arena| {
                 let side = arena.take::<f32>(part.len() * 2 * PANEL);
                 let first_row = tiles.rows.parts(part.clone()).next().expect("there are rows").start;
-                for (i, (panel, next_panel)) in [(panel, half + panel), (half + panel, next_panel)].into_iter().enumerate() {
-                    let out = Out::aside(left.rows, columns, &mut side[i * PANEL..], 2 * PANEL, (first_row, panel * PANEL));
+                let ([first, second], [next, _]) = (panels_of(pair), panels_of(next_pair));
+                for (i, panels) in [(first, second), (second, next)].into_iter().enumerate() {
+                    let first = (first_row, panels.0 * PANEL);
+                    let out = Out::aside(left.rows, columns, &mut side[i * PANEL..], 2 * PANEL, first);
                     let product = PanelProduct { run, left: tiles, out: &out, accumulate: false, block_steps, right };
                     // SAFETY: the side has these rows of both panels, and the left side is copied if several panels read it.
-                    unsafe {
-                        product.near_panel((self, near), (panel, next_panel), part.clone(), Some(addends), arena.reborrow())
-                    };
+                    unsafe { product.near_panel((self, near), panels, part.clone(), Some(addends), arena.reborrow()) };
                 }
                 for (row, sums) in (first_row..).zip(side.as_chunks().0) {
-                    sink(row, panel * PANEL, sums);
+                    sink(row, first * PANEL, sums);
                 }
             });
         })
@@ -332,13 +345,13 @@ pub(super) fn left_bytes(rows: usize, width: usize) -> usize {
         .min(TILED_BYTES_MAX)
 }
 
-/// Bytes that a panel of `rows` rows takes on its thread: two blocks, the result on the side, and that of two halves.
+/// Bytes that a panel of `rows` rows takes on its thread: two blocks, the result on the side, and that of a pair of panels.
 pub(super) fn panel_scratch_bytes(rows: usize) -> usize {
-    (2 * GRANULE_BLOCK_STEPS + rows.min(TILED_ROWS_MAX)) * PANEL * 4 + halves_bytes(rows.min(TILED_ROWS_MAX))
+    (2 * GRANULE_BLOCK_STEPS + rows.min(TILED_ROWS_MAX)) * PANEL * 4 + pair_bytes(rows.min(TILED_ROWS_MAX))
 }
 
-/// Bytes of so many rows of a panel of each half of a result.
-fn halves_bytes(rows: usize) -> usize {
+/// Bytes of so many rows of a pair of panels.
+fn pair_bytes(rows: usize) -> usize {
     taken_bytes::<f32>(rows * 2 * PANEL)
 }
 

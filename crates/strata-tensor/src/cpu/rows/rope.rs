@@ -12,6 +12,8 @@ use crate::cpu::isa::{Fma, multiversion};
 
 /// The largest head that the kernels' scratch on the stack has room for.
 pub(crate) const MAX_HEAD_DIM: usize = 1024;
+/// The same where each head is a call, which clears that room.
+const SHORT_HEAD_DIM: usize = 128;
 
 /// Cosines and sines of the positions of `tokens` times `factor`, both `[tokens, turns]`; each axis has a position for every token of the batch. The angle is an f32
 /// product, as in the reference; its cosine and sine are rounded once, and so is their product with the factor.
@@ -68,6 +70,33 @@ multiversion! {
         k: &mut [T],
         v: &mut [T],
     ) = qkv_norm_rope_body;
+}
+
+/// What is done to one head of a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadNormRope<'a> {
+    /// Weight of its norm, if it has one.
+    pub(crate) norm: Option<&'a [f32]>,
+    /// Added to the mean square.
+    pub(crate) eps: f32,
+    /// What turns against each other.
+    pub(crate) style: RotaryStyle,
+    /// Cosines and sines of the row's position, `[rotary_dim / 2]`.
+    pub(crate) cos: &'a [f32],
+    pub(crate) sin: &'a [f32],
+}
+
+multiversion! {
+    /// Norms and rotates one head, of up to [`SHORT_HEAD_DIM`] numbers, as [`qkv_norm_rope`] does each.
+    pub(crate) fn head_norm_rope<T: Element>(params: &HeadNormRope<'_>, x: &[f32], out: &mut [T]) = head_norm_rope_body;
+}
+
+#[inline(always)]
+fn head_norm_rope_body<T: Element>(fma: impl Fma, params: &HeadNormRope<'_>, x: &[f32], out: &mut [T]) {
+    let mut scratch = [0.0; SHORT_HEAD_DIM];
+    let (columns, scratch) = (HeadColumns { first: 0, stride: x.len() }, &mut scratch[..x.len()]);
+    let angles = Angles { style: params.style, cos: params.cos, sin: params.sin };
+    heads_forward(fma, x, columns, params.norm, params.eps, angles, scratch, out);
 }
 
 multiversion! {

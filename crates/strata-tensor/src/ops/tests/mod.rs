@@ -3,11 +3,12 @@
 // A list of one sequence is what it looks like.
 #![allow(clippy::single_range_in_vec_init)]
 
+mod at_once;
 mod composite;
 mod delta;
 mod embedding;
 mod encoder;
-mod gated;
+
 mod latent;
 mod loss;
 mod moe;

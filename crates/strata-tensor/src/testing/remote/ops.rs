@@ -145,6 +145,26 @@ impl Backend for RemoteBackend {
         self.send_qkv(&here, out)
     }
 
+    fn linear_norm_rotate(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        norms: Option<[TensorRef<'_>; 2]>,
+        rotary: &Rotary,
+        g: &AttentionGeometry,
+        layout: &QkvLayout,
+        out: &mut Qkv,
+    ) -> Result<()> {
+        let (x, bias) = (self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
+        let (norms, rotary) = (self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
+        self.rows.fetch_add(x.rows(), Ordering::Relaxed);
+        let mut here = self.fetch_qkv(out)?;
+        let table = self.far.table();
+        self.cpu.linear_norm_rotate(&x, &table.linear(layer, &bias)?, views(&norms), &rotary, g, layout, &mut here)?;
+        drop(table);
+        self.send_qkv(&here, out)
+    }
+
     fn norm_rotate_backward(
         &self,
         gradient: &Qkv,

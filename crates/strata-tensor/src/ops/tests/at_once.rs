@@ -1,0 +1,169 @@
+//! Layers whose result goes into the next op at once.
+
+use super::*;
+
+/// A layer with a bias and two adapters, each with a pair for each part of its columns.
+struct Wide {
+    inputs: usize,
+    /// First column and columns of each part.
+    parts: Vec<(usize, usize)>,
+    weight: PackedStack,
+    bias: Tensor,
+    /// Of each adapter those of all parts.
+    pairs: [Vec<[PackedStack; 2]>; 2],
+}
+
+impl Wide {
+    fn new(inputs: usize, widths: &[usize]) -> Self {
+        let outputs = widths.iter().sum();
+        let parts: Vec<_> =
+            widths.iter().scan(0, |next, &width| Some((std::mem::replace(next, *next + width), width))).collect();
+        let pack =
+            |seed: u64, inputs: usize, outputs: usize| packed(&normal(inputs * outputs, seed), inputs, outputs, DType::BF16);
+        let pairs = [(10, 3), (20, 8)].map(|(seed, rank)| {
+            let pair = |(seed, &(_, width)): (u64, &(usize, usize))| [pack(seed, inputs, rank), pack(seed + 100, rank, width)];
+            (seed..).zip(&parts).map(pair).collect()
+        });
+        Wide { inputs, weight: pack(1, inputs, outputs), bias: tensor(&[outputs], DType::F32, 2), parts, pairs }
+    }
+
+    /// All tokens but some between the adapters'.
+    fn linear(&self, tokens: usize) -> Linear<'_> {
+        let projection = |adapter: usize, part: usize| LoraProjection {
+            a: self.pairs[adapter][part][0].layer(0),
+            b: self.pairs[adapter][part][1].layer(0),
+            scale: 0.5,
+            first_column: self.parts[part].0,
+            site: LoraSite { group: adapter, module: part, layer: 0 },
+        };
+        let group = |adapter: usize, tokens: Range<usize>| LoraGroup {
+            tokens: tokens.clone(),
+            sequences: [tokens].into(),
+            projections: (0..self.parts.len()).map(|part| projection(adapter, part)).collect(),
+        };
+        let groups = [group(0, 0..tokens.div_ceil(3)), group(1, tokens / 2..tokens)];
+        let lora = groups.into_iter().filter(|group| !group.tokens.is_empty()).collect();
+        Linear { weight: self.weight.layer(0), bias: Some(self.bias.as_ref()), lora }
+    }
+}
+
+/// Of each arithmetic one, and AMX where it is or is emulated.
+fn arithmetics() -> Vec<Arithmetic> {
+    let portable = Arithmetic { isa: Isa::detect(), numerics: crate::Numerics::Portable };
+    let amx = [Isa::Amx].into_iter().filter(|isa| isa.is_available()).map(Arithmetic::from);
+    amx.chain([Isa::detect().into(), portable]).collect()
+}
+
+/// Runs `check` on all of these, with up to three threads.
+fn on_backends(check: impl Fn(&CpuBackend, &str)) {
+    for (arithmetic, threads) in arithmetics().into_iter().flat_map(|a| [1, 2, 3].map(|threads| (a, threads))) {
+        check(&CpuBackend::with_isa(arithmetic, threads), &format!("{arithmetic:?}, {threads} threads"));
+    }
+}
+
+fn gated<'a>(mut tape: Tape<'a>, layer: &'a Wide, x: &Tensor, dtype: DType, at_once: bool) -> Vec<u32> {
+    let (x, linear) = (tape.constant(x.clone()), layer.linear(x.rows()));
+    let y = match at_once {
+        true => tape.linear_swiglu(&x, linear, dtype),
+        false => tape.linear(&x, linear).and_then(|gate_up| tape.swiglu(&gate_up, dtype)),
+    };
+    bits(y.unwrap().value())
+}
+
+/// Few tokens and many, which one thread copies or all share; columns that are whole panels of both halves and not; and more inputs than are added up at once.
+#[test]
+fn a_layer_that_is_gated_at_once_has_the_bits_of_both_ops_in_turn() {
+    for (inputs, n) in [(40, 64), (40, 128), (1100, 192), (33, 40), (4200, 128)] {
+        let layer = Wide::new(inputs, &[n, n]);
+        for tokens in [1, 70, 300, 600] {
+            let x = tensor(&[tokens, layer.inputs], DType::BF16, 3);
+            on_backends(|b, on| {
+                for dtype in [DType::BF16, DType::F32] {
+                    let in_turn = gated(Tape::inference(b), &layer, &x, dtype, false);
+                    let what = format!("{on}, {tokens} tokens, {inputs} → 2·{n}, {dtype:?}");
+                    assert!(gated(Tape::inference(b), &layer, &x, dtype, true) == in_turn, "{what}");
+                    assert!(gated(Tape::recording(b), &layer, &x, dtype, true) == in_turn, "{what}, recorded");
+                }
+            });
+        }
+    }
+}
+
+fn attended<'a>(mut tape: Tape<'a>, layer: &'a Wide, x: &Tensor, input: &AttentionInput<'a>, at_once: bool) -> Vec<u32> {
+    let (x, linear) = (tape.constant(x.clone()), layer.linear(x.rows()));
+    let y = match at_once {
+        true => tape.linear_attention(&x, linear, input, KvAccess::None, DType::BF16),
+        false => tape.linear(&x, linear).and_then(|qkv| tape.attention(&qkv, input, KvAccess::None, DType::BF16)),
+    };
+    bits(y.unwrap().value())
+}
+
+/// Heads that are pairs of panels and others; with norms and without, of one layout and another, that turn whole and in part.
+#[test]
+fn attention_to_a_layer_at_once_has_the_bits_of_both_ops_in_turn() {
+    for (heads, kv_heads, head_dim) in [(2, 1, 128), (4, 2, 64)] {
+        let g = AttentionGeometry { heads, kv_heads, head_dim, values: KvValues::Own(head_dim), ..GEOMETRY };
+        let layer = Wide::new(40, &[heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]);
+        let norms = [tensor(&[head_dim], DType::F32, 5), tensor(&[head_dim], DType::F32, 6)];
+        for tokens in [1, 70, 300] {
+            let x = tensor(&[tokens, layer.inputs], DType::BF16, 3);
+            let spans = [whole(0..tokens / 3), whole(tokens / 3..tokens)];
+            on_backends(|b, on| {
+                let plain = attention_input(b, g, &norms, &spans);
+                let (q, k, v) = (plain.layout.q, plain.layout.k, plain.layout.v);
+                let positions: Vec<u32> = (0..tokens as u32).collect();
+                let in_part = Rc::new(b.rotary(&positions, &frequencies(head_dim / 2), 1.0).unwrap());
+                let others = [
+                    AttentionInput { norms: None, ..plain.clone() },
+                    // Values before keys.
+                    AttentionInput { layout: QkvLayout { k: v, v: k, ..plain.layout }, ..plain.clone() },
+                    AttentionInput {
+                        layout: QkvLayout {
+                            rotary_dim: head_dim / 2,
+                            rotary_style: RotaryStyle::Interleaved,
+                            q,
+                            ..plain.layout
+                        },
+                        rotary: in_part,
+                        ..plain.clone()
+                    },
+                ];
+                for (i, input) in [plain].iter().chain(&others).enumerate() {
+                    let in_turn = attended(Tape::inference(b), &layer, &x, input, false);
+                    let what = format!("{on}, {tokens} tokens, {heads} heads of {head_dim}, input {i}");
+                    assert!(attended(Tape::inference(b), &layer, &x, input, true) == in_turn, "{what}");
+                    assert!(attended(Tape::recording(b), &layer, &x, input, true) == in_turn, "{what}, recorded");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn what_is_done_at_once_refuses_what_its_parts_refuse() {
+    let (b, layer) = (backend(), Wide::new(40, &[64, 64]));
+    let refuses = |x: Tensor, linear: Linear<'_>| {
+        let mut tape = Tape::inference(&b);
+        let x = tape.constant(x);
+        tape.linear_swiglu(&x, linear, DType::BF16).is_err()
+    };
+    let odd = packed(&normal(40 * 7, 1), 40, 7, DType::BF16);
+    assert!(!refuses(tensor(&[3, 40], DType::BF16, 1), layer.linear(3)));
+    assert!(refuses(tensor(&[3, 39], DType::BF16, 1), layer.linear(3)));
+    assert!(refuses(tensor(&[3, 40], DType::F32, 1), layer.linear(3)));
+    assert!(refuses(tensor(&[2, 40], DType::BF16, 1), layer.linear(3)));
+    assert!(refuses(tensor(&[3, 40], DType::BF16, 1), Linear { weight: odd.layer(0), bias: None, lora: Rc::from([]) }));
+
+    let g = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 128, values: KvValues::Own(128), ..GEOMETRY };
+    let norms = [tensor(&[128], DType::F32, 5), tensor(&[128], DType::F32, 6)];
+    let (layer, narrow) = (Wide::new(40, &[256, 128, 128]), Wide::new(40, &[256, 128, 64]));
+    let refuses = |x: Tensor, layer: &Wide, tokens: usize| {
+        let mut tape = Tape::inference(&b);
+        let (x, input) = (tape.constant(x), attention_input(&b, g, &norms, &[whole(0..tokens)]));
+        tape.linear_attention(&x, layer.linear(3), &input, KvAccess::None, DType::BF16).is_err()
+    };
+    assert!(!refuses(tensor(&[3, 40], DType::BF16, 1), &layer, 3));
+    assert!(refuses(tensor(&[3, 40], DType::F32, 1), &layer, 3));
+    assert!(refuses(tensor(&[3, 40], DType::BF16, 1), &layer, 2));
+    assert!(refuses(tensor(&[3, 40], DType::BF16, 1), &narrow, 3));
+}
