@@ -200,6 +200,7 @@ impl CpuBackend {
     }
 
     /// The heads of a layer with those of queries, keys and values, normalised and rotated, where the sums of a whole one come together; answers whether they do.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn forward_heads(
         &self,
         x: &Tensor,
