@@ -199,6 +199,7 @@ fn is_made_by(vendor: &[u8; 12]) -> bool {
 }
 
 /// Whether the processor is a Zen 4, the only one of AMD's family 19h that has AVX-512.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // For its kernels.
 pub(crate) fn is_zen4() -> bool {
     #[cfg(target_arch = "x86_64")]
     {

@@ -43,6 +43,7 @@ pub(super) struct Fetching {
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Own {
     Nothing,
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // What Zen 4 has.
     Hints,
     EveryLine,
 }
@@ -52,11 +53,13 @@ impl Fetching {
 
     /// Of kernels of AVX-512 that read f32 or pairs of bf16 as they are. Zen 4 reads far enough ahead of a tile of six rows by itself once it is shown the way: four rows read 95% of what memory gives without
     /// fetches, all of it with a line of four, and 70 to 83% with every line 4 KiB ahead or more (two threads, a loop that does nothing else).
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // For its kernels.
     pub(super) fn of_pairs() -> Self {
         Fetching { own: if is_zen4() { Own::Hints } else { Own::EveryLine }, meanwhile: true, streams: false }
     }
 
     /// Of kernels of AVX-512 that widen bf16.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // For its kernels.
     pub(super) fn of_widened() -> Self {
         Fetching { own: if is_zen4() { Own::Nothing } else { Own::EveryLine }, meanwhile: true, streams: true }
     }

@@ -90,6 +90,7 @@ type PanelsFn = unsafe fn(rows: usize, panels: usize, panel_bytes: usize, tile: 
 /// Tiles of one row that are computed at the same time.
 pub(crate) const SINGLE_ROWS: usize = 4;
 /// How far each of them fetches ahead of itself, in its right side.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // For its kernels.
 pub(super) const SINGLE_AHEAD_BYTES: usize = 4096;
 
 /// Computes tiles of one row by `vectors * LANES`, of which each may have fewer columns, of the same number of steps each, begun from zero: where one row waits for its last sum, others go on.
