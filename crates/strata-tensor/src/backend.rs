@@ -154,11 +154,10 @@ pub trait Backend: Memory + Send + Sync {
     /// `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in brackets rounded to the dtype of `x`. Without `y` only what its way back needs.
     fn linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts>;
 
-    /// [`Backend::swiglu`] of [`Backend::linear`], to the bit: for where nothing goes back.
-    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<()> {
-        let mut gate_up = self.scratch(&[x.rows(), layer.weight.out_features()], DType::F32)?;
-        self.linear(x, layer, Some(&mut gate_up))?;
-        self.swiglu(&gate_up, y)
+    /// [`Backend::swiglu`] of [`Backend::linear`] into `y: [tokens, out_features / 2]`, to the bit, for where nothing goes back; answers whether it did. A device that has no faster way than
+    /// both in turn leaves them to its caller, and `y` as it is.
+    fn linear_swiglu(&self, _x: &Tensor, _layer: &Linear<'_>, _y: &mut Tensor) -> Result<bool> {
+        Ok(false)
     }
 
     /// The way back of [`Backend::linear`], for `dy: [tokens, out_features]` in the dtype of `x`: `dx = dy·W + Σ (scale · dy[tokens, columns]·B)·A`, f32
@@ -228,21 +227,19 @@ pub trait Backend: Memory + Send + Sync {
         out: &mut Qkv,
     ) -> Result<()>;
 
-    /// [`Backend::norm_rotate`] of [`Backend::linear`], to the bit: for where nothing goes back.
+    /// [`Backend::norm_rotate`] of [`Backend::linear`], to the bit, under the terms of [`Backend::linear_swiglu`].
     #[allow(clippy::too_many_arguments)]
     fn linear_norm_rotate(
         &self,
-        x: &Tensor,
-        layer: &Linear<'_>,
-        norms: Option<[TensorRef<'_>; 2]>,
-        rotary: &Rotary,
-        g: &AttentionGeometry,
-        layout: &QkvLayout,
-        out: &mut Qkv,
-    ) -> Result<()> {
-        let mut qkv = self.scratch(&[x.rows(), layout.width], DType::F32)?;
-        self.linear(x, layer, Some(&mut qkv))?;
-        self.norm_rotate(&qkv, norms, rotary, g, layout, out)
+        _x: &Tensor,
+        _layer: &Linear<'_>,
+        _norms: Option<[TensorRef<'_>; 2]>,
+        _rotary: &Rotary,
+        _g: &AttentionGeometry,
+        _layout: &QkvLayout,
+        _out: &mut Qkv,
+    ) -> Result<bool> {
+        Ok(false)
     }
 
     /// Gradient of [`Backend::norm_rotate`] by its input, into the dtype of `dqkv`; `gradient` is f32. Columns of gates are left alone.

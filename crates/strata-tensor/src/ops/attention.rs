@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::linear::check_layer;
+use super::linear::{check_layer, forward};
 use super::{check, check_f32, check_vector};
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary, Sight};
 use crate::tape::{Linear, Tape, Var, in_f32};
@@ -122,7 +122,11 @@ impl<'a> Tape<'a> {
         check_access(&input.spans, &g, dtype, &kv, false)?;
         check_queries(input.queries.as_deref(), &input.spans, &kv, false)?;
         let mut split = room_for_heads(backend, &g, tokens, dtype)?;
-        backend.linear_norm_rotate(x.value(), &layer, input.norms, &input.rotary, &g, &input.layout, &mut split)?;
+        let (norms, rotary, layout) = (input.norms, &input.rotary, &input.layout);
+        if !backend.linear_norm_rotate(x.value(), &layer, norms, rotary, &g, layout, &mut split)? {
+            let (qkv, _) = forward(backend, x.value(), &layer)?;
+            backend.norm_rotate(&qkv, norms, rotary, &g, layout, &mut split)?;
+        }
         let attended = attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, None)?;
         // Two ops, as on a tape that records.
         for _ in 0..2 {

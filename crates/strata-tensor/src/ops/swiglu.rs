@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use super::check_f32;
-use super::linear::check_layer;
+use super::linear::{check_layer, forward};
 use crate::tape::{Linear, Tape, Var, in_f32};
 use crate::{DType, Error, Result};
 
@@ -22,7 +22,10 @@ impl<'a> Tape<'a> {
         let width = layer.weight.out_features();
         check_even(OP, width)?;
         let mut y = self.backend().scratch(&[x.value().rows(), width / 2], dtype)?;
-        self.backend().linear_swiglu(x.value(), &layer, &mut y)?;
+        if !self.backend().linear_swiglu(x.value(), &layer, &mut y)? {
+            let (gate_up, _) = forward(self.backend(), x.value(), &layer)?;
+            self.backend().swiglu(&gate_up, &mut y)?;
+        }
         // Two ops, as on a tape that records.
         for _ in 0..2 {
             self.records(&[], false);

@@ -14,17 +14,15 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::ahead::Ahead;
+use super::pages::write_keys;
 use super::products::{Left, Products};
-use super::{
-    PAGE, PANEL, bytes_of, pack_rows_as_steps, pack_step, page_row, page_row_mut, per_step, row_len, visible_slots, write_keys,
-    write_panel_rows,
-};
+use super::{PAGE, pack_rows_as_steps, page_row, page_row_mut, per_step, row_len, visible_slots};
 use crate::backend::{AttentionGeometry, AttentionSpan};
 use crate::cpu::isa::{Arithmetic, Fma, Isa, multiversion};
 use crate::cpu::kv::key_len;
-use crate::cpu::matmul::{TileKernel, widened_len};
+use crate::cpu::matmul::{TileKernel, bytes_of, pack_step, widened_len, write_panel_rows};
 use crate::cpu::memory::Buffer;
-use crate::cpu::packed::LANES;
+use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::rows::convert::{is_zero, scale};
 use crate::cpu::rows::softmax;
 use crate::cpu::scratch::{Arena, Plain, taken_bytes, with_scratch};

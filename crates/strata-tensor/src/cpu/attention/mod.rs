@@ -10,26 +10,29 @@
 
 mod ahead;
 mod backward;
+mod pages;
 mod products;
 #[cfg(test)]
 mod tests;
 
 use ahead::Ahead;
 pub(crate) use backward::{AttentionGradient, backward, gradient_bytes_per_token};
+pub(crate) use pages::write_pages;
+use pages::{head_words, values_not_finite, values_of, values_of_keys};
 use products::{Left, Products};
 
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
-use super::kv::{KvPages, key_len, own_value_len, value_len};
-use super::matmul::{Fetch, Pieces, Tile, TileKernel, bytes_of, pack_step, transpose_block, widened_len, write_panel_rows};
+use super::kv::{KvPages, key_len, value_len};
+use super::matmul::{Fetch, Pieces, Tile, TileKernel, pack_step, widened_len};
 use super::memory::Buffer;
-use super::packed::{LANES, PANEL, PackedRef};
+use super::packed::{LANES, PANEL};
 use super::rows::softmax;
 use super::scratch::{Arena, Plain, taken_bytes, with_scratch};
 use super::threads::{Pool, SharedMut};
 use crate::backend::{AttentionGeometry, AttentionSpan};
-use crate::{Element, KV_PAGE_TOKENS as PAGE, KvValues, Result, WeightStorage};
+use crate::{Element, KV_PAGE_TOKENS as PAGE, KvValues, Result};
 
 /// Rows of a tile of queries, at most: with two query heads to a key head, 24 positions. A multiple of the rows of kernels' tiles.
 const TILE_ROWS: usize = 48;
@@ -47,13 +50,6 @@ const SPLIT_KEYS: usize = SPLIT_PAGES * PAGE;
 const TASKS_PER_THREAD: usize = 4;
 /// The same of tiles that fetch for one another within a task.
 const FETCHING_TASKS_PER_THREAD: usize = 16;
-
-/// Where the keys and values of one page and head lie in the words of a cache.
-fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv_head: usize) -> (usize, usize) {
-    let (keys, values) = (key_len(g.head_dim) / per_step, own_value_len(g.values) / per_step);
-    let start = (page * g.kv_heads + kv_head) * (keys + values);
-    (start, start + keys)
-}
 
 /// Bytes that attention takes beside its inputs and outputs, forward or back, however many tokens there are, unless a sequence is longer than
 /// what the backward pass takes at a time.
@@ -82,145 +78,10 @@ fn split_steps<T: Element>(g: &AttentionGeometry) -> usize {
     row_len::<T>(g.head_dim).max(SPLIT_KEYS) / per_step::<T>()
 }
 
-/// Writes the new keys, `[tokens, kv_heads, head_dim]`, and values, unless they are a part of them, to the pages of their sequences. What lies in the rest of a page stays.
-pub(crate) fn write_pages<T: Element>(
-    pool: &Pool,
-    isa: Isa,
-    g: &AttentionGeometry,
-    k: &[T],
-    v: Option<&[T]>,
-    spans: &[AttentionSpan<'_>],
-    pages: &mut KvPages,
-) {
-    let (d, value_dim) = (g.head_dim, g.values.width());
-    assert_eq!(v.is_some(), matches!(g.values, KvValues::Own(_)));
-    let per_step = 4 / T::DTYPE.size_bytes();
-    let num_pages = pages.num_pages;
-    // SAFETY: the buffer is aligned to a page, and every four bytes of it are a word.
-    let words = SharedMut::new(unsafe {
-        std::slice::from_raw_parts_mut(pages.buffer.as_mut_ptr().cast::<u32>(), pages.buffer.len() / 4)
-    });
-    let head_len = (key_len(d) + own_value_len(g.values)) / per_step;
-    pool.run(spans.len() * g.kv_heads, &|task| {
-        let (span, kv_head) = (&spans[task / g.kv_heads], task % g.kv_heads);
-        let mut done = 0;
-        while done < span.tokens.len() {
-            let (page, slot) = ((span.past + done) / PAGE, (span.past + done) % PAGE);
-            let count = (PAGE - slot).min(span.tokens.len() - done);
-            let page = span.pages[page] as usize;
-            assert!(page < num_pages);
-            let (keys, values) = head_words(g, per_step, page, kv_head);
-            // SAFETY: a page that is written belongs to one sequence, and each task has one head of it.
-            let head = unsafe { words.part(keys..keys + head_len) };
-            let (key_words, value_words) = head.split_at_mut(values - keys);
-            // Rows of this head, from the first of them on.
-            let head = (span.tokens.start + done) * g.kv_heads + kv_head;
-            let rows = |width: usize| head * width..(head + (count - 1) * g.kv_heads + 1) * width;
-            write_keys(isa, &k[rows(d)], (d, g.kv_heads * d), slot, key_words);
-            if let Some(v) = v {
-                write_values(isa, &v[rows(value_dim)], (value_dim, g.kv_heads * value_dim), slot, value_words);
-            }
-            done += count;
-        }
-    });
-}
-
-/// Columns `slot..` of a packed `head_dim → PAGE` matrix, from keys `stride` apart.
-fn write_keys<T: Element>(isa: Isa, keys: &[T], (d, stride): (usize, usize), slot: usize, words: &mut [u32]) {
-    write_panel_rows(isa, bytes_of(keys), (d * size_of::<T>(), stride * size_of::<T>()), slot, PANEL, words);
-}
-
-/// Rows `slot..` of a packed `PAGE → head_dim` matrix, from values `stride` apart. What else is in their steps is kept.
-fn write_values<T: Element>(isa: Isa, values: &[T], (d, stride): (usize, usize), slot: usize, words: &mut [u32]) {
-    let (per_step, num_steps) = (per_step::<T>(), PAGE / per_step::<T>());
-    let count = (values.len() + stride - d) / stride;
-    let value = |i: usize| &values[i * stride..][..d];
-    let mut i = 0;
-    while i < count {
-        let slot = slot + i;
-        if !slot.is_multiple_of(per_step) || count - i < per_step {
-            write_value(value(i), slot, words);
-            i += 1;
-            continue;
-        }
-        for panel in 0..d.div_ceil(PANEL) {
-            let columns = panel * PANEL..d.min((panel + 1) * PANEL);
-            let width = columns.len().next_multiple_of(LANES);
-            let line = &mut words[panel * PANEL * num_steps + slot / per_step * width..][..columns.len()];
-            let second = (per_step == 2).then(|| &value(i + 1)[columns.clone()]);
-            pack_step(isa, &value(i)[columns.clone()], second, line);
-        }
-        i += per_step;
-    }
-}
-
-/// Row `slot` of a packed `PAGE → head_dim` matrix; the other half of its step is kept.
-fn write_value<T: Element>(value: &[T], slot: usize, words: &mut [u32]) {
-    let d = value.len();
-    let per_step = 4 / T::DTYPE.size_bytes();
-    let (step, half) = (slot / per_step, slot % per_step);
-    let num_steps = PAGE / per_step;
-    for (panel, columns) in value.chunks(PANEL).enumerate() {
-        let width = (d - panel * PANEL).min(PANEL).next_multiple_of(LANES);
-        let line = &mut words[panel * PANEL * num_steps + step * width..][..columns.len()];
-        for (word, &value) in line.iter_mut().zip(columns) {
-            let bits = value.to_f32().to_bits();
-            *word = match (per_step, half) {
-                (1, _) => bits,
-                (_, 0) => *word & 0xffff_0000 | bits >> 16,
-                _ => *word & 0xffff | bits,
-            };
-        }
-    }
-}
-
-/// Whether any of these words of packed values is infinite or not a number.
-fn any_not_finite<T: Element>(words: &[u32]) -> bool {
-    const EXPONENT: u32 = 0x7f80_0000;
-    let is_not_finite = |&word: &u32| match T::DTYPE {
-        crate::DType::F32 => word & EXPONENT == EXPONENT,
-        crate::DType::BF16 => word & EXPONENT == EXPONENT || word << 16 & EXPONENT == EXPONENT,
-    };
-    words.iter().fold(false, |any, word| any | is_not_finite(word))
-}
-
-/// Whether values of slots `slots` of a packed page are infinite or not a number. With two slots to a word, neighbours are looked at too.
-fn values_not_finite<T: Element>(words: &[u32], d: usize, slots: Range<usize>) -> bool {
-    let per_step = 4 / T::DTYPE.size_bytes();
-    let (steps, num_steps) = (slots.start / per_step..slots.end.div_ceil(per_step), PAGE / per_step);
-    (0..d.div_ceil(PANEL)).any(|panel| {
-        let width = (d - panel * PANEL).min(PANEL).next_multiple_of(LANES);
-        let start = panel * PANEL * num_steps;
-        any_not_finite::<T>(&words[start + steps.start * width..start + steps.end * width])
-    })
-}
-
-/// A packed page of values with zeros in place of those that are not visible.
-fn values_of<T: Element>(words: &[u32], d: usize, visible: &Range<usize>) -> Vec<u32> {
-    let mut words = words.to_vec();
-    let hidden = (0..visible.start).chain(visible.end..PAGE);
-    hidden.for_each(|slot| write_value(&vec![T::from_f32(0.0); d], slot, &mut words));
-    words
-}
-
 /// Slots of a page of keys that a query sees, given the positions that it sees; none, at either end, if it sees nothing of it.
 fn visible_slots(visible: Range<usize>, page: usize) -> Range<usize> {
     let slot = |position: usize| position.saturating_sub(page * PAGE).min(PAGE);
     slot(visible.start)..slot(visible.end)
-}
-
-/// The values of a packed page whose keys begin with them, laid out as values of their own are.
-fn values_of_keys<T: Element>(isa: Isa, keys: &[u32], g: &AttentionGeometry, values: &mut [u32]) {
-    // As weights from keys to slots, of which a product over slots reads the transposed.
-    // SAFETY: words are readable as bytes.
-    let bytes = unsafe { std::slice::from_raw_parts(keys.as_ptr().cast::<u8>(), size_of_val(keys)) };
-    let storage = WeightStorage::Dense;
-    let keys = PackedRef { in_features: g.head_dim, out_features: PAGE, dtype: T::DTYPE, storage, bytes };
-    let (width, steps) = (g.values.width(), PAGE / per_step::<T>());
-    for first in (0..width).step_by(PANEL) {
-        let inputs = first..(first + PANEL).min(width);
-        transpose_block(isa, keys, inputs, 0..steps, &mut values[first * steps..]);
-    }
 }
 
 /// What a query head attends with and to: some positions of one sequence, the query heads that share a key head, and the keys.

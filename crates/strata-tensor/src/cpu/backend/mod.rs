@@ -22,7 +22,6 @@ use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads};
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
-use crate::memory::Memory;
 use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
@@ -250,13 +249,8 @@ impl Backend for CpuBackend {
         g: &AttentionGeometry,
         layout: &QkvLayout,
         out: &mut Qkv,
-    ) -> Result<()> {
-        if self.forward_heads(x, layer, norm_slices(norms)?, rotary, g, layout, out)? {
-            return Ok(());
-        }
-        let mut qkv = self.scratch(&[x.rows(), layout.width], DType::F32)?;
-        self.forward_linear(x, layer, Some(&mut qkv))?;
-        self.norm_rotate(&qkv, norms, rotary, g, layout, out)
+    ) -> Result<bool> {
+        self.forward_heads(x, layer, norm_slices(norms)?, rotary, g, layout, out)
     }
 
     fn norm_rotate(
@@ -376,13 +370,8 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<()> {
-        if self.forward_swiglu(x, layer, y)? {
-            return Ok(());
-        }
-        let mut gate_up = self.scratch(&[x.rows(), layer.weight.out_features()], DType::F32)?;
-        self.forward_linear(x, layer, Some(&mut gate_up))?;
-        self.swiglu(&gate_up, y)
+    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<bool> {
+        self.forward_swiglu(x, layer, y)
     }
 
     fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) -> Result<()> {

@@ -51,12 +51,6 @@ impl Backend for RemoteBackend {
         self.keep_low(&low)
     }
 
-    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<()> {
-        let (x, bias) = (self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
-        self.rows.fetch_add(x.rows(), Ordering::Relaxed);
-        self.change(y, |y| self.cpu.linear_swiglu(&x, &self.far.table().linear(layer, &bias)?, y))
-    }
-
     fn linear_backward(
         &self,
         dy: &Tensor,
@@ -142,26 +136,6 @@ impl Backend for RemoteBackend {
         let (qkv, norms, rotary) = (self.fetch(qkv.as_ref())?, self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
         let mut here = self.fetch_qkv(out)?;
         self.cpu.norm_rotate(&qkv, views(&norms), &rotary, g, layout, &mut here)?;
-        self.send_qkv(&here, out)
-    }
-
-    fn linear_norm_rotate(
-        &self,
-        x: &Tensor,
-        layer: &Linear<'_>,
-        norms: Option<[TensorRef<'_>; 2]>,
-        rotary: &Rotary,
-        g: &AttentionGeometry,
-        layout: &QkvLayout,
-        out: &mut Qkv,
-    ) -> Result<()> {
-        let (x, bias) = (self.fetch(x.as_ref())?, self.fetch_bias(layer)?);
-        let (norms, rotary) = (self.fetch_norms(norms)?, self.fetch_rotary(rotary)?);
-        self.rows.fetch_add(x.rows(), Ordering::Relaxed);
-        let mut here = self.fetch_qkv(out)?;
-        let table = self.far.table();
-        self.cpu.linear_norm_rotate(&x, &table.linear(layer, &bias)?, views(&norms), &rotary, g, layout, &mut here)?;
-        drop(table);
         self.send_qkv(&here, out)
     }
 

@@ -386,3 +386,29 @@ impl Work {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_decode_is_held_against_what_memory_gave_beside_it() {
+        let work =
+            Work { sequences: 1.0, prompt_tokens: 10.0, new: 5.0, prefill_flops: 1.0, decode_flops: 1.0, decode_bytes: 10e9 };
+        // 20, 40 and 10 GB/s, where there were 40, 50 and 40.
+        let times = Times {
+            prefills: vec![1.0],
+            step: 0.25,
+            steps: vec![0.5, 0.25, 1.0],
+            reads: vec![40.0, 50.0, 40.0],
+            guesses: None,
+            peers: Vec::new(),
+        };
+        let limit = Limit { gflop_per_s: 1.0, gb_per_s: 50.0 };
+        let figure = |times: &Times, key: &str| times.figures(work, &limit).into_iter().find(|f| f.key == key).map(|f| f.ours);
+        assert_eq!(figure(&times, "decode_fraction_of_bandwidth"), Some(0.8));
+        assert_eq!(figure(&times, "decode_fraction_of_bandwidth_beside_it"), Some(0.5));
+        let unread = Times { reads: Vec::new(), ..times };
+        assert_eq!(figure(&unread, "decode_fraction_of_bandwidth_beside_it"), None);
+    }
+}
