@@ -245,7 +245,7 @@ impl Rule<'_> {
         let k = Matrix::new(inputs.k, g.key_width()).at_row(place.row).at_column(k_head_of(g, place.v_head) * g.k_dim);
         let t = Tokens::of(inputs, g, place.row, place.v_head, 0, n);
         let SharedWork { key_columns, by_keys, by_queries } = &mut back.shared;
-        transpose(k, n, g.k_dim, key_columns, CHUNK);
+        transpose(self.isa, k, [n, g.k_dim], key_columns, 0, CHUNK);
         self.products_with_keys(k, 0, n, key_columns, by_keys);
         let shared = Shared { k, q: None, key_columns, by_keys, by_queries };
         let mut carried = Carried { state: back.state, values: back.values, sums: back.sums };
@@ -290,9 +290,9 @@ impl Rule<'_> {
         // By corrected values.
         self.multiply([n, k_dim, width], k, Matrix::new(back.dstate, width), back.dvalues, width);
         rows::scale_rows(isa, to_end, width, &mut back.dvalues[..n * width]);
-        transpose(square(work.queries), n, n, back.square, CHUNK);
+        transpose(isa, square(work.queries), [n, n], back.square, 0, CHUNK);
         self.multiply_add_upper(n, back.square, dout, back.dvalues, width);
-        transpose(square(work.keys), n, n, back.square, CHUNK);
+        transpose(isa, square(work.keys), [n, n], back.square, 0, CHUNK);
         for start in (0..n).step_by(BLOCK).rev() {
             let tokens = start..(start + BLOCK).min(n);
             if tokens.end < n {
@@ -306,7 +306,7 @@ impl Rule<'_> {
         }
 
         // By the weights, and through them by the sums of decays and by products of keys and queries.
-        transpose(Matrix::new(back.values, width), n, width, back.value_columns, CHUNK);
+        transpose(isa, Matrix::new(back.values, width), [n, width], back.value_columns, 0, CHUNK);
         for tokens in blocks(0, n) {
             let shape = [tokens.len(), v_dim, tokens.end.next_multiple_of(LANES)];
             let (columns, at) = (square(back.value_columns), tokens.start * CHUNK);
@@ -319,7 +319,7 @@ impl Rule<'_> {
         rows::weighted_backward(isa, &weighted, back.dkeys, back.dqueries, back.dsums);
 
         // Through the state at the start of the chunk.
-        transpose(Matrix::new(back.state, width), k_dim, v_dim, back.turned, k_width);
+        transpose(isa, Matrix::new(back.state, width), [k_dim, v_dim], back.turned, 0, k_width);
         if k_width > k_dim {
             back.turned.chunks_exact_mut(k_width).for_each(|row| row[k_dim..].fill(0.0));
         }
@@ -335,13 +335,13 @@ impl Rule<'_> {
         // Through the products of keys and queries.
         self.multiply_add_lower(n, back.dqueries, k, back.dq, k_width);
         self.multiply_add_lower(n, back.dkeys, k, back.dk, k_width);
-        transpose(square(back.dqueries), n, n, back.square, CHUNK);
+        transpose(isa, square(back.dqueries), [n, n], back.square, 0, CHUNK);
         self.multiply_add_upper(n, back.square, q, back.dk, k_width);
-        transpose(square(back.dkeys), n, n, back.square, CHUNK);
+        transpose(isa, square(back.dkeys), [n, n], back.square, 0, CHUNK);
         self.multiply_add_upper(n, back.square, k, back.dk, k_width);
 
         // Through the state at the end of the chunk.
-        transpose(Matrix::new(back.dstate, width), k_dim, v_dim, back.turned, k_width);
+        transpose(isa, Matrix::new(back.dstate, width), [k_dim, v_dim], back.turned, 0, k_width);
         if k_width > k_dim {
             back.turned.chunks_exact_mut(k_width).for_each(|row| row[k_dim..].fill(0.0));
         }
@@ -358,7 +358,7 @@ impl Rule<'_> {
 
         // By the state at the start of the chunk.
         rows::scale(isa, end_decay, back.dstate);
-        transpose(q, n, k_dim, back.columns, CHUNK);
+        transpose(isa, q, [n, k_dim], back.columns, 0, CHUNK);
         rows::scale_columns(isa, back.columns, starts, work.scaled);
         self.multiply_add([k_dim, n, width], square(work.scaled), dout, back.dstate, width);
         rows::scale_columns(isa, back.shared.key_columns, &negative[..n], work.scaled);

@@ -22,7 +22,7 @@ pub(crate) use backward::{Gradients, backward, scratch_bytes as backward_scratch
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
-use super::matmul::{Fetch, Tile, TileKernel};
+use super::matmul::{Fetch, Tile, TileKernel, bytes_of, write_panel_rows};
 use super::packed::{LANES, PANEL};
 use super::recurrent::{RecurrentStates, SlotLayout};
 use super::rows::delta_chunk::{self as rows, Block};
@@ -200,17 +200,12 @@ fn k_head_of(g: &DeltaGeometry, v_head: usize) -> usize {
     v_head / (g.v_heads / g.k_heads)
 }
 
-/// `out[c][r] = x[r][c]` for `rows` rows of `columns` numbers.
-fn transpose(x: Matrix<'_>, rows: usize, columns: usize, out: &mut [f32], out_stride: usize) {
-    for first in (0..rows).step_by(LANES) {
-        let count = (rows - first).min(LANES);
-        for c in 0..columns {
-            let out = &mut out[c * out_stride + first..][..count];
-            for (r, out) in out.iter_mut().enumerate() {
-                *out = x.numbers[(first + r) * x.stride + c];
-            }
-        }
-    }
+/// `out[c][first + r] = x[r][c]` for `rows` rows of `columns` numbers, into rows of `width`.
+fn transpose(isa: Isa, x: Matrix<'_>, [rows, columns]: [usize; 2], out: &mut [f32], first: usize, width: usize) {
+    // SAFETY: every f32 is a word, and every word an f32.
+    let out = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<u32>(), out.len()) };
+    let bytes = bytes_of(&x.numbers[..(rows - 1) * x.stride + columns]);
+    write_panel_rows(isa, bytes, (columns * size_of::<f32>(), x.stride * size_of::<f32>()), first, width, out);
 }
 
 impl<'a> Rule<'a> {
@@ -358,10 +353,18 @@ pub(crate) fn scratch_bytes(g: &DeltaGeometry, num_threads: usize) -> usize {
 }
 
 /// Writes keys of tokens `tokens` of a span to the current chunk of its slot.
-fn write_keys(inputs: &Inputs<'_>, g: &DeltaGeometry, span: &DeltaSpan, tokens: Range<usize>, k_head: usize, keys: &mut [f32]) {
+fn write_keys(
+    isa: Isa,
+    inputs: &Inputs<'_>,
+    g: &DeltaGeometry,
+    span: &DeltaSpan,
+    tokens: Range<usize>,
+    k_head: usize,
+    keys: &mut [f32],
+) {
     let rows = Matrix::new(inputs.k, g.key_width()).at_row(span.tokens.start + tokens.start).at_column(k_head * g.k_dim);
     let first = (span.past + tokens.start) % CHUNK;
-    transpose(rows, tokens.len(), g.k_dim, &mut keys[first..], CHUNK);
+    transpose(isa, rows, [tokens.len(), g.k_dim], keys, first, CHUNK);
 }
 
 /// The rule over all sequences of a batch, into `out: [tokens, v_heads * v_dim]`. Sequences with a slot go on from what is there and leave it for their next token.
@@ -393,7 +396,7 @@ pub(crate) fn forward(
             let ((span, slot), k_head) = (kept[task / g.k_heads], task % g.k_heads);
             // SAFETY: a slot belongs to one sequence, and each task has one key head of it.
             let keys = unsafe { slots.part(part(slot, layout.keys(k_head))) };
-            write_keys(inputs, g, span, tokens_of(span), k_head, keys);
+            write_keys(rule.isa, inputs, g, span, tokens_of(span), k_head, keys);
         });
     };
     let first_chunk = |s: &DeltaSpan| 0..(CHUNK - s.past % CHUNK).min(s.tokens.len());
@@ -446,7 +449,7 @@ pub(crate) fn forward(
                         unsafe { std::slice::from_raw_parts(slots.as_ptr().add(range.start), range.len()) }
                     }
                     _ => {
-                        transpose(k, count, g.k_dim, shared_work.key_columns, CHUNK);
+                        transpose(rule.isa, k, [count, g.k_dim], shared_work.key_columns, 0, CHUNK);
                         shared_work.key_columns
                     }
                 };

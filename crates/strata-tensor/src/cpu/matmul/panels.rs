@@ -3,7 +3,6 @@
 //! Roofline: every byte is read once and written once, so memory bounds it: with AVX-512 a tile of 1 KiB is 64 shuffles, some 16 bytes a cycle of one core;
 //! without, a word is a load and a store.
 
-use super::PANEL;
 use crate::cpu::isa::Isa;
 use crate::cpu::packed::LANES;
 
@@ -21,7 +20,7 @@ pub(crate) fn write_rows(
 ) {
     // The last row has nothing behind it.
     let (count, words) = ((rows.len() + stride - row_bytes) / stride, row_bytes / 4);
-    assert!(row_bytes <= stride && first + count <= width && width <= PANEL && panel.len() >= row_bytes.div_ceil(4) * width);
+    assert!(row_bytes <= stride && first + count <= width && panel.len() >= row_bytes.div_ceil(4) * width);
     let mut row = 0;
     while row < count {
         let group = LANES.min(count - row);
