@@ -134,6 +134,9 @@ struct Place {
     row: usize,
     count: usize,
     v_head: usize,
+    /// Whether it is the sequence's first chunk, before which the state is nothing but zeros; and its last, behind which nobody asks for the state.
+    is_first: bool,
+    is_last: bool,
 }
 
 /// Gradients from `dout: [tokens, v_heads * v_dim]`.
@@ -218,14 +221,16 @@ impl Rule<'_> {
         let chunks = span.tokens.len().div_ceil(CHUNK);
         let tokens = |chunk: usize| {
             let row = span.tokens.start + chunk * CHUNK;
-            Place { row, count: (span.tokens.end - row).min(CHUNK), v_head }
+            let (is_first, is_last) = (chunk == 0, chunk + 1 == chunks);
+            Place { row, count: (span.tokens.end - row).min(CHUNK), v_head, is_first, is_last }
         };
         back.state.fill(0.0);
         for (chunk, kept) in states.chunks_exact_mut(state_len).enumerate().take(chunks) {
             kept.copy_from_slice(back.state);
-            if chunk + 1 < chunks {
-                self.chunk_again(inputs, &tokens(chunk), work, back);
-                let mut carried = Carried { state: back.state, values: back.values, sums: back.sums };
+            let place = tokens(chunk);
+            if !place.is_last {
+                self.chunk_again(inputs, &place, work, back);
+                let mut carried = Carried { state: back.state, is_blank: place.is_first, values: back.values, sums: back.sums };
                 self.finish(back.shared.key_columns, &mut carried, work);
             }
         }
@@ -248,8 +253,8 @@ impl Rule<'_> {
         transpose(self.isa, k, [n, g.k_dim], key_columns, 0, CHUNK);
         self.products_with_keys(k, 0, n, key_columns, by_keys);
         let shared = Shared { k, q: None, key_columns, by_keys, by_queries };
-        let mut carried = Carried { state: back.state, values: back.values, sums: back.sums };
-        self.advance(&t, &shared, &mut carried, work);
+        let mut carried = Carried { state: back.state, is_blank: place.is_first, values: back.values, sums: back.sums };
+        self.advance(&t, &shared, &mut carried, work, &mut []);
     }
 
     /// `c += a·b` for `a: [n, CHUNK]` whose rows are zero from the end of their block on.
@@ -288,8 +293,12 @@ impl Rule<'_> {
         let end_decay = starts[n - 1];
 
         // By corrected values.
-        self.multiply([n, k_dim, width], k, Matrix::new(back.dstate, width), back.dvalues, width);
-        rows::scale_rows(isa, to_end, width, &mut back.dvalues[..n * width]);
+        if place.is_last {
+            back.dvalues[..n * width].fill(0.0);
+        } else {
+            self.multiply([n, k_dim, width], k, Matrix::new(back.dstate, width), back.dvalues, width);
+            rows::scale_rows(isa, to_end, width, &mut back.dvalues[..n * width]);
+        }
         transpose(isa, square(work.queries), [n, n], back.square, 0, CHUNK);
         self.multiply_add_upper(n, back.square, dout, back.dvalues, width);
         transpose(isa, square(work.keys), [n, n], back.square, 0, CHUNK);
@@ -319,18 +328,23 @@ impl Rule<'_> {
         rows::weighted_backward(isa, &weighted, back.dkeys, back.dqueries, back.dsums);
 
         // Through the state at the start of the chunk.
-        transpose(isa, Matrix::new(back.state, width), [k_dim, v_dim], back.turned, 0, k_width);
-        if k_width > k_dim {
-            back.turned.chunks_exact_mut(k_width).for_each(|row| row[k_dim..].fill(0.0));
-        }
-        let turned = Matrix::new(back.turned, k_width);
-        self.multiply([n, v_dim, k_width], dout, turned, back.dq, k_width);
-        rows::add_dots(isa, starts, back.q, k_width, back.dq, k_width, k_dim, &mut back.dsums[..n]);
-        rows::scale_rows(isa, starts, k_width, &mut back.dq[..n * k_width]);
-        self.multiply([n, v_dim, k_width], Matrix::new(back.drest, width), turned, back.dk, k_width);
         let negative: [f32; CHUNK] = std::array::from_fn(|i| if i < n { -starts[i] } else { 0.0 });
-        rows::add_dots(isa, &negative[..n], back.k, k_width, back.dk, k_width, k_dim, &mut back.dsums[..n]);
-        rows::scale_rows(isa, &negative[..n], k_width, &mut back.dk[..n * k_width]);
+        if place.is_first {
+            back.dq[..n * k_width].fill(0.0);
+            back.dk[..n * k_width].fill(0.0);
+        } else {
+            transpose(isa, Matrix::new(back.state, width), [k_dim, v_dim], back.turned, 0, k_width);
+            if k_width > k_dim {
+                back.turned.chunks_exact_mut(k_width).for_each(|row| row[k_dim..].fill(0.0));
+            }
+            let turned = Matrix::new(back.turned, k_width);
+            self.multiply([n, v_dim, k_width], dout, turned, back.dq, k_width);
+            rows::add_dots(isa, starts, back.q, k_width, back.dq, k_width, k_dim, &mut back.dsums[..n]);
+            rows::scale_rows(isa, starts, k_width, &mut back.dq[..n * k_width]);
+            self.multiply([n, v_dim, k_width], Matrix::new(back.drest, width), turned, back.dk, k_width);
+            rows::add_dots(isa, &negative[..n], back.k, k_width, back.dk, k_width, k_dim, &mut back.dsums[..n]);
+            rows::scale_rows(isa, &negative[..n], k_width, &mut back.dk[..n * k_width]);
+        }
 
         // Through the products of keys and queries.
         self.multiply_add_lower(n, back.dqueries, k, back.dq, k_width);
@@ -341,28 +355,32 @@ impl Rule<'_> {
         self.multiply_add_upper(n, back.square, k, back.dk, k_width);
 
         // Through the state at the end of the chunk.
-        transpose(isa, Matrix::new(back.dstate, width), [k_dim, v_dim], back.turned, 0, k_width);
-        if k_width > k_dim {
-            back.turned.chunks_exact_mut(k_width).for_each(|row| row[k_dim..].fill(0.0));
+        if !place.is_last {
+            transpose(isa, Matrix::new(back.dstate, width), [k_dim, v_dim], back.turned, 0, k_width);
+            if k_width > k_dim {
+                back.turned.chunks_exact_mut(k_width).for_each(|row| row[k_dim..].fill(0.0));
+            }
+            let turned = Matrix::new(back.turned, k_width);
+            self.multiply([n, v_dim, k_width], Matrix::new(back.values, width), turned, back.through_state, k_width);
+            let mut said = [0.0; CHUNK];
+            rows::add_dots(isa, to_end, back.k, k_width, back.through_state, k_width, k_dim, &mut said[..n]);
+            rows::add_scaled_rows(isa, to_end, &back.through_state[..n * k_width], k_width, &mut back.dk[..n * k_width]);
+            let kept = end_decay * rows::product_sum(isa, back.state, back.dstate);
+            for (dsum, said) in back.dsums.iter_mut().zip(&said[..n]) {
+                *dsum -= said;
+            }
+            back.dsums[n - 1] += said[..n].iter().sum::<f32>() + kept;
         }
-        let turned = Matrix::new(back.turned, k_width);
-        self.multiply([n, v_dim, k_width], Matrix::new(back.values, width), turned, back.through_state, k_width);
-        let mut said = [0.0; CHUNK];
-        rows::add_dots(isa, to_end, back.k, k_width, back.through_state, k_width, k_dim, &mut said[..n]);
-        rows::add_scaled_rows(isa, to_end, &back.through_state[..n * k_width], k_width, &mut back.dk[..n * k_width]);
-        let kept = end_decay * rows::product_sum(isa, back.state, back.dstate);
-        for (dsum, said) in back.dsums.iter_mut().zip(&said[..n]) {
-            *dsum -= said;
-        }
-        back.dsums[n - 1] += said[..n].iter().sum::<f32>() + kept;
 
         // By the state at the start of the chunk.
-        rows::scale(isa, end_decay, back.dstate);
-        transpose(isa, q, [n, k_dim], back.columns, 0, CHUNK);
-        rows::scale_columns(isa, back.columns, starts, work.scaled);
-        self.multiply_add([k_dim, n, width], square(work.scaled), dout, back.dstate, width);
-        rows::scale_columns(isa, back.shared.key_columns, &negative[..n], work.scaled);
-        self.multiply_add([k_dim, n, width], square(work.scaled), Matrix::new(back.drest, width), back.dstate, width);
+        if !place.is_first {
+            rows::scale(isa, end_decay, back.dstate);
+            transpose(isa, q, [n, k_dim], back.columns, 0, CHUNK);
+            rows::scale_columns(isa, back.columns, starts, work.scaled);
+            self.multiply_add([k_dim, n, width], square(work.scaled), dout, back.dstate, width);
+            rows::scale_columns(isa, back.shared.key_columns, &negative[..n], work.scaled);
+            self.multiply_add([k_dim, n, width], square(work.scaled), Matrix::new(back.drest, width), back.dstate, width);
+        }
     }
 
     /// Adds the gradients of a chunk to those of its head.

@@ -22,7 +22,7 @@ pub(crate) use backward::{Gradients, backward, scratch_bytes as backward_scratch
 use std::ops::Range;
 
 use super::isa::{Arithmetic, Isa};
-use super::matmul::{Fetch, Tile, TileKernel, bytes_of, write_panel_rows};
+use super::matmul::{Fetch, Pieces, Tile, TileKernel, bytes_of, write_panel_rows};
 use super::packed::{LANES, PANEL};
 use super::recurrent::{RecurrentStates, SlotLayout};
 use super::rows::delta_chunk::{self as rows, Block};
@@ -117,6 +117,8 @@ struct Shared<'a> {
 struct Carried<'a> {
     /// At the start of the chunk, `[k_dim, width]`.
     state: &'a mut [f32],
+    /// Whether that is nothing but zeros: the sequence begins with this chunk.
+    is_blank: bool,
     /// Corrected values of the chunk, `[CHUNK, width]`.
     values: &'a mut [f32],
     /// Sums of the logarithms of decay, `[CHUNK]`.
@@ -208,6 +210,20 @@ fn transpose(isa: Isa, x: Matrix<'_>, [rows, columns]: [usize; 2], out: &mut [f3
     write_panel_rows(isa, bytes, (columns * size_of::<f32>(), x.stride * size_of::<f32>()), first, width, out);
 }
 
+/// Columns `columns` of rows of `stride` numbers from `first` on.
+fn rows_to_fetch(first: *const f32, stride: usize, rows: &Range<usize>, columns: Range<usize>) -> Pieces {
+    let at = first.wrapping_add(rows.start * stride + columns.start).addr();
+    Pieces::one(at, 0..size_of::<f32>() * columns.len()).repeated(rows.len(), size_of::<f32>() * stride)
+}
+
+/// Rows without what lies between them: rows of many heads are powers of two apart, which share few sets of a cache.
+fn dense<'a>(x: Matrix<'_>, [rows, columns]: [usize; 2], out: &'a mut [f32]) -> Matrix<'a> {
+    for (r, out) in out.chunks_exact_mut(columns).enumerate().take(rows) {
+        out.copy_from_slice(&x.numbers[r * x.stride..][..columns]);
+    }
+    Matrix::new(out, columns)
+}
+
 impl<'a> Rule<'a> {
     fn new(arithmetic: Arithmetic, g: &'a DeltaGeometry) -> Self {
         let kernel = TileKernel::new(arithmetic, DType::F32);
@@ -216,20 +232,30 @@ impl<'a> Rule<'a> {
 
     /// `c = a·b` of `[rows, steps, columns]`.
     fn multiply(&self, shape: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], c_stride: usize) {
-        self.product(shape, a, b, c, c_stride, false);
+        self.product(shape, [a, b], (c, c_stride), false, &mut []);
     }
 
     /// `c += a·b`, each chain begun from what is there.
     fn multiply_add(&self, shape: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], c_stride: usize) {
-        self.product(shape, a, b, c, c_stride, true);
+        self.product(shape, [a, b], (c, c_stride), true, &mut []);
     }
 
-    fn product(&self, shape: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], c_stride: usize, accumulate: bool) {
+    /// Either of them; fetches meanwhile what of `coming` there is time for, and goes past it.
+    fn product(
+        &self,
+        shape: [usize; 3],
+        [a, b]: [Matrix<'_>; 2],
+        (c, c_stride): (&mut [f32], usize),
+        accumulate: bool,
+        coming: &mut [Pieces],
+    ) {
         let [rows, steps, columns] = shape;
         assert!(rows > 0 && steps > 0 && columns.is_multiple_of(LANES));
         assert!(a.numbers.len() >= (rows - 1) * a.stride + steps && b.numbers.len() >= (steps - 1) * b.stride + columns);
         assert!(c.len() >= (rows - 1) * c_stride + columns);
         for first in (0..columns).step_by(PANEL) {
+            let mut room = [0; CHUNK];
+            let chunks = coming.iter_mut().fold(0, |listed, pieces| listed + pieces.list_chunks(&mut room[listed..]));
             let tile = Tile {
                 steps,
                 a: a.numbers.as_ptr().cast(),
@@ -240,7 +266,7 @@ impl<'a> Rule<'a> {
                 c_stride,
                 columns: (columns - first).min(PANEL),
                 accumulate,
-                fetch: Fetch::Nothing,
+                fetch: if chunks == 0 { Fetch::Nothing } else { Fetch::Chunks(&raw const room[..chunks]) },
             };
             // SAFETY: in bounds by the assertions, and columns are whole vectors.
             unsafe { self.kernel.block(rows, &tile) };
@@ -257,8 +283,15 @@ impl<'a> Rule<'a> {
         }
     }
 
-    /// Corrected values of some tokens, and what was left of theirs (`work.rest`); if queries are there also their outputs (`work.out`).
-    fn advance(&self, t: &Tokens<'_>, shared: &Shared<'_>, carried: &mut Carried<'_>, work: &mut Work<'_>) {
+    /// Corrected values of some tokens, and what was left of theirs (`work.rest`); if queries are there also their outputs (`work.out`). `coming` is what comes next in memory.
+    fn advance(
+        &self,
+        t: &Tokens<'_>,
+        shared: &Shared<'_>,
+        carried: &mut Carried<'_>,
+        work: &mut Work<'_>,
+        coming: &mut [Pieces],
+    ) {
         let (k_dim, width, n) = (self.g.k_dim, self.width, t.count);
         let end = t.first + n;
         for (i, beta) in work.beta[..n].iter_mut().enumerate() {
@@ -273,6 +306,12 @@ impl<'a> Rule<'a> {
 
         let state = Matrix::new(carried.state, width);
         match shared.q {
+            _ if carried.is_blank => {
+                work.rest[..n * width].fill(0.0);
+                if shared.q.is_some() {
+                    work.out[..n * width].fill(0.0);
+                }
+            }
             // What is read once should be read front to back.
             Some(q) if n == 1 => {
                 let (rest, out) = (&mut work.rest[..width], &mut work.out[..width]);
@@ -287,8 +326,8 @@ impl<'a> Rule<'a> {
                 );
             }
             Some(q) => {
-                self.multiply([n, k_dim, width], shared.k, state, work.rest, width);
-                self.multiply([n, k_dim, width], q, state, work.out, width);
+                self.product([n, k_dim, width], [shared.k, state], (work.rest, width), false, coming);
+                self.product([n, k_dim, width], [q, state], (work.out, width), false, coming);
             }
             None => self.multiply([n, k_dim, width], shared.k, state, work.rest, width),
         }
@@ -329,22 +368,22 @@ impl<'a> Rule<'a> {
         let mut decay = [0.0];
         rows::exponentials(self.isa, &carried.sums[CHUNK - 1..CHUNK], &mut decay);
         rows::scale_columns(self.isa, keys, decays, work.scaled);
-        rows::scale(self.isa, decay[0], carried.state);
-        let shape = [self.g.k_dim, CHUNK, self.width];
-        self.multiply_add(
-            shape,
-            Matrix::new(work.scaled, CHUNK),
-            Matrix::new(carried.values, self.width),
-            carried.state,
-            self.width,
-        );
+        let (shape, width) = ([self.g.k_dim, CHUNK, self.width], self.width);
+        let (keys, values) = (Matrix::new(work.scaled, CHUNK), Matrix::new(carried.values, width));
+        if carried.is_blank {
+            self.multiply(shape, keys, values, carried.state, width);
+        } else {
+            rows::scale(self.isa, decay[0], carried.state);
+            self.multiply_add(shape, keys, values, carried.state, width);
+        }
+        carried.is_blank = false;
     }
 }
 
 /// Bytes that a thread takes for `heads` value heads of a key head, forward.
 fn task_bytes(g: &DeltaGeometry, width: usize, heads: usize) -> usize {
     let carried = taken_bytes::<f32>(g.k_dim * width) + taken_bytes::<f32>(CHUNK * width) + taken_bytes::<f32>(CHUNK);
-    Work::bytes(g, width) + SharedWork::bytes(g) + heads * carried
+    Work::bytes(g, width) + SharedWork::bytes(g) + 2 * taken_bytes::<f32>(CHUNK * g.k_dim) + heads * carried
 }
 
 /// Bytes that the forward pass takes beside its inputs and outputs.
@@ -413,6 +452,8 @@ pub(crate) fn forward(
         with_scratch(task_bytes(g, width, heads), |mut arena| {
             let mut work = Work::take(&mut arena, g, width);
             let shared_work = SharedWork::take(&mut arena, g);
+            let (queries, keys) = (arena.take(CHUNK * g.k_dim), arena.take(CHUNK * g.k_dim));
+            let is_blank = span.past < CHUNK;
             let mut carried: Vec<Carried<'_>> = (first_head..first_head + heads)
                 .map(|v_head| match span.slot {
                     // SAFETY: a slot belongs to one sequence, and each task has some value heads of it.
@@ -420,12 +461,14 @@ pub(crate) fn forward(
                         let parts = layout.head(v_head);
                         Carried {
                             state: slots.part(part(slot, parts.state)),
+                            is_blank,
                             values: slots.part(part(slot, parts.values)),
                             sums: slots.part(part(slot, parts.sums)),
                         }
                     },
                     None => Carried {
                         state: arena.take(g.k_dim * width),
+                        is_blank,
                         values: arena.take(CHUNK * width),
                         sums: arena.take(CHUNK),
                     },
@@ -440,8 +483,10 @@ pub(crate) fn forward(
                 let first = (span.past + done) % CHUNK;
                 let count = (CHUNK - first).min(span.tokens.len() - done);
                 let row = span.tokens.start + done;
+                let tokens = row..row + count;
+                let next = tokens.end..span.tokens.end.min(tokens.end + CHUNK);
                 let head = |x| Matrix::new(x, g.key_width()).at_row(row).at_column(k_head * g.k_dim);
-                let (q, k) = (head(inputs.q), head(inputs.k));
+                let (q, k) = (dense(head(inputs.q), [count, g.k_dim], queries), dense(head(inputs.k), [count, g.k_dim], keys));
                 let key_columns: &[f32] = match span.slot {
                     Some(slot) if done == 0 => {
                         let range = part(slot, layout.keys(k_head));
@@ -459,7 +504,19 @@ pub(crate) fn forward(
                 let shared = Shared { k, q: Some(q), key_columns, by_keys, by_queries };
                 for (v_head, carried) in (first_head..).zip(&mut carried) {
                     let t = Tokens::of(inputs, g, row, v_head, first, count);
-                    rule.advance(&t, &shared, carried, &mut work);
+                    let columns = |v_head: usize| v_head * g.v_dim..(v_head + 1) * g.v_dim;
+                    let values = |tokens: &Range<usize>, v_head: usize| {
+                        rows_to_fetch(inputs.v.as_ptr(), g.value_width(), tokens, columns(v_head))
+                    };
+                    let outputs = rows_to_fetch(out.as_ptr(), g.value_width(), &tokens, columns(v_head));
+                    let mut coming = if v_head + 1 < first_head + heads {
+                        [outputs, values(&tokens, v_head + 1), Pieces::default(), Pieces::default()]
+                    } else {
+                        let columns = k_head * g.k_dim..(k_head + 1) * g.k_dim;
+                        let keys = |x: &[f32]| rows_to_fetch(x.as_ptr(), g.key_width(), &next, columns.clone());
+                        [outputs, values(&next, first_head), keys(inputs.q), keys(inputs.k)]
+                    };
+                    rule.advance(&t, &shared, carried, &mut work, &mut coming);
                     for (i, from) in work.out.chunks_exact(width).enumerate().take(count) {
                         let at = (row + i) * g.value_width() + v_head * g.v_dim;
                         // SAFETY: each task has some heads of its tokens.

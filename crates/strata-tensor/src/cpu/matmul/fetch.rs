@@ -102,6 +102,12 @@ pub(super) fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usiz
     chunks.chunks((steps / CHUNK_STEPS).max(1)).nth(i).unwrap_or(&[])
 }
 
+/// Fetches what lies there into the second-level cache.
+#[inline]
+pub(crate) fn fetch_numbers(numbers: &[f32]) {
+    numbers.chunks(LINE_BYTES / size_of::<f32>()).for_each(|line| fetch_line(line.as_ptr().addr()));
+}
+
 /// Fetches a line into the second-level cache.
 #[inline]
 fn fetch_line(address: usize) {

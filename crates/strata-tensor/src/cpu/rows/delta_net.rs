@@ -4,10 +4,11 @@
 use std::ops::Range;
 
 use super::exp::exp_f32;
-use super::lanes::{dot, dot3};
+use super::lanes::{LANES, dot, dot3};
 use super::norm::inverse_rms;
 use crate::Element;
 use crate::cpu::isa::{Fma, multiversion};
+use crate::cpu::matmul::fetch_numbers;
 
 /// The most tokens that a convolution may see.
 pub(crate) const MAX_KERNEL: usize = 8;
@@ -56,7 +57,7 @@ impl Conv<'_> {
         taps
     }
 
-    /// `Σ_j w_j x_{t - kernel + 1 + j}`, one chain from the oldest input to the newest.
+    /// `Σ_j w_j x_{t - kernel + 1 + j}`, one chain from the oldest input to the newest; `finish` makes of it what is written.
     #[inline(always)]
     fn sums(
         &self,
@@ -65,13 +66,30 @@ impl Conv<'_> {
         row: usize,
         channels: &Range<usize>,
         out: &mut [f32],
+        finish: impl Fn(f32) -> f32,
     ) {
-        out.fill(0.0);
-        for (j, tap) in taps[..self.kernel].iter().enumerate() {
-            let x = self.input(row, self.kernel - 1 - j, channels);
-            for ((out, &w), &x) in out.iter_mut().zip(tap).zip(x) {
-                *out = fma.fma(w, x, *out);
+        let n = channels.len();
+        let inputs: [&[f32]; MAX_KERNEL] = std::array::from_fn(|j| match self.kernel.checked_sub(1 + j) {
+            Some(back) => self.input(row, back, channels),
+            None => &[],
+        });
+        let (inputs, taps) = (&inputs[..self.kernel], &taps[..self.kernel]);
+        let (vectors, rest) = out[..n].as_chunks_mut::<LANES>();
+        let done = vectors.len() * LANES;
+        for (v, out) in vectors.iter_mut().enumerate() {
+            let mut sums = [0.0; LANES];
+            for (tap, x) in taps.iter().zip(inputs) {
+                let (tap, x) = (&tap.as_chunks::<LANES>().0[v], &x.as_chunks::<LANES>().0[v]);
+                for l in 0..LANES {
+                    sums[l] = fma.fma(tap[l], x[l], sums[l]);
+                }
             }
+            for l in 0..LANES {
+                out[l] = finish(sums[l]);
+            }
+        }
+        for (c, out) in (done..).zip(rest) {
+            *out = finish(taps.iter().zip(inputs).fold(0.0, |sum, (tap, x)| fma.fma(tap[c], x[c], sum)));
         }
     }
 }
@@ -153,11 +171,13 @@ fn inverse_length(fma: impl Fma, x: &[f32]) -> f32 {
 fn conv_head_body(fma: impl Fma, conv: &Conv<'_>, head: &ConvHead, out: &mut [f32]) {
     let taps = conv.taps(&head.channels);
     for (row, out) in head.rows.clone().zip(out.chunks_exact_mut(head.stride)) {
-        let out = &mut out[head.column..][..head.channels.len()];
-        conv.sums(fma, &taps, row, &head.channels, out);
-        for out in out.iter_mut() {
-            *out /= 1.0 + exp_f32(fma, -*out);
-        }
+        // A row of a head is too short for a processor to look ahead: what the next head reads and writes.
+        let n = head.channels.len();
+        let (out, next) = out[head.column..].split_at_mut(n);
+        fetch_numbers(&next[..n.min(next.len())]);
+        let next = &conv.x[row * conv.stride..][head.channels.end..conv.channels];
+        fetch_numbers(&next[..n.min(next.len())]);
+        conv.sums(fma, &taps, row, &head.channels, out, |sum| sum / (1.0 + exp_f32(fma, -sum)));
         if let Some(length) = head.length {
             let inverse = inverse_length(fma, out);
             for out in out.iter_mut() {
@@ -175,7 +195,7 @@ fn conv_head_backward_body(fma: impl Fma, conv: &Conv<'_>, head: &ConvHead, grad
     let (sums, values) = (&mut sums[..n], &mut values[..n]);
     for (row, gradient) in head.rows.clone().zip(gradient.chunks_exact_mut(head.stride)) {
         let gradient = &mut gradient[head.column..][..n];
-        conv.sums(fma, &taps, row, &head.channels, sums);
+        conv.sums(fma, &taps, row, &head.channels, sums, |sum| sum);
         if let Some(length) = head.length {
             for (value, &sum) in values.iter_mut().zip(&*sums) {
                 *value = sum / (1.0 + exp_f32(fma, -sum));
