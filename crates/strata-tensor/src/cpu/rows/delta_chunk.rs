@@ -202,16 +202,32 @@ fn scale_columns_body(_: impl Fma, x: &[f32], factors: &[f32], out: &mut [f32]) 
 #[inline(always)]
 fn add_rows(fma: impl Fma, weights: &[f32], rows: &[f32], width: usize, out: &mut [f32]) {
     assert!(rows.len() >= weights.len() * width && out.len() == width);
-    for (v, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-        let mut sums = *out;
-        for (&w, row) in weights.iter().zip(rows.chunks_exact(width)) {
-            let row = &row.as_chunks::<LANES>().0[v];
-            for l in 0..LANES {
-                sums[l] = fma.fma(w, row[l], sums[l]);
-            }
-        }
-        *out = sums;
+    if weights.is_empty() {
+        return;
     }
+    // While a chain waits for its last sum, others go on.
+    const AT_ONCE: usize = 4 * LANES;
+    let (wide, narrow) = out.as_chunks_mut::<AT_ONCE>();
+    let first_narrow = wide.len() * AT_ONCE;
+    for (i, out) in wide.iter_mut().enumerate() {
+        add_columns(fma, weights, &rows[i * AT_ONCE..], width, out);
+    }
+    for (i, out) in narrow.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        add_columns(fma, weights, &rows[first_narrow + i * LANES..], width, out);
+    }
+}
+
+/// [`add_rows`] of as many columns as `out` has, of rows `width` apart.
+#[inline(always)]
+fn add_columns<const N: usize>(fma: impl Fma, weights: &[f32], rows: &[f32], width: usize, out: &mut [f32; N]) {
+    let mut sums = *out;
+    for (&w, row) in weights.iter().zip(rows.chunks(width)) {
+        let row = &row.as_chunks::<N>().0[0];
+        for (sum, &x) in sums.iter_mut().zip(row) {
+            *sum = fma.fma(w, x, *sum);
+        }
+    }
+    *out = sums;
 }
 
 #[inline(always)]
