@@ -77,6 +77,12 @@ impl Limits {
         Ok(now)
     }
 
+    /// Operations a second, in units of 1e9, that the fastest instructions for this dtype do at this moment on this many threads: neighbours on a machine take their part, now more and now less.
+    pub fn arithmetic_now(&self, inputs: Inputs, threads: usize) -> f64 {
+        let fastest = self.fastest(inputs);
+        arithmetic::now(fastest.instructions, threads).unwrap_or(fastest.gflop_per_s)
+    }
+
     /// The better of two measurements of one machine, limit by limit.
     pub fn max(self, other: &Limits) -> Limits {
         let better = |(a, b): (Arithmetic, &Arithmetic)| Arithmetic { gflop_per_s: a.gflop_per_s.max(b.gflop_per_s), ..a };
@@ -130,5 +136,9 @@ mod tests {
         assert!(limits.arithmetic().iter().all(|a| a.gflop_per_s > 0.0 && a.gflop_per_s.is_finite()));
         assert!(limits.fastest(Inputs::F32).inputs == Inputs::F32);
         assert!(limits.read_gb_per_s > 0.0 && limits.read_gb_per_s.is_finite());
+        for inputs in [Inputs::F32, Inputs::Bf16] {
+            let (now, best) = (limits.arithmetic_now(inputs, 2), limits.fastest(inputs).gflop_per_s);
+            assert!(now > 0.0 && now < 2.0 * best, "{inputs:?}: {now} of {best} GFLOP/s");
+        }
     }
 }

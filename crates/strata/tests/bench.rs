@@ -76,6 +76,7 @@ fn training_is_reported_under_the_documented_keys() {
         "forward_backward_first_tokens_per_s",
         "useful_gflop_per_s",
         "mfu",
+        "mfu_beside_it",
         "forward_backward_recomputed_tokens_per_s",
         "hfu",
         "optim_step_seconds",
@@ -93,7 +94,7 @@ fn sampling_from_several_adapters_is_reported_under_the_documented_keys() {
     let settings = serde_json::json!({ "batch": 3, "prompt": 40, "new": 64, "ranks": [32, 1] });
     assert_eq!(report["cases"][0]["settings"], settings);
     // What comes out of differences of times may be anything on a busy machine, but it is there.
-    let figures = ["prefill_tokens_per_s", "prefill_first_tokens_per_s", "prefill_mfu"];
+    let figures = ["prefill_tokens_per_s", "prefill_first_tokens_per_s", "prefill_mfu", "prefill_mfu_beside_it"];
     assert_figures(&report, &figures, &["strata"]);
     for figure in [
         "decode_tokens_per_s",

@@ -47,6 +47,27 @@ fn measure_reads_up_to(fastest_gb_per_s: f64, limits: &mut Limits, threads: usiz
     Ok(())
 }
 
+/// How a benchmark finds out what arithmetic gives at this moment, in GFLOP/s, if it does.
+type ArithmeticNow<'a> = Option<&'a dyn Fn() -> f64>;
+
+/// Runs `body`; answers with what arithmetic gave before or after it, whichever was more.
+fn beside_arithmetic<T>(now: ArithmeticNow<'_>, body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Option<f64>)> {
+    let before = now.map(|now| now());
+    let done = body()?;
+    Ok((done, now.map(|now| now()).zip(before).map(|(after, before)| after.max(before))))
+}
+
+/// The median of how much of what arithmetic gave beside them some times were, `limits` in GFLOP/s, all but the first if there are more; nothing if that was not measured.
+fn median_of_arithmetic(flops: f64, seconds: &[f64], limits: &[f64]) -> Option<f64> {
+    let fractions: Vec<f64> = seconds.iter().zip(limits).map(|(seconds, limit)| flops / seconds / 1e9 / limit).collect();
+    (!fractions.is_empty()).then(|| median(later(&fractions)))
+}
+
+/// All but the first, if there are more.
+fn later(values: &[f64]) -> &[f64] {
+    if values.len() > 1 { &values[1..] } else { values }
+}
+
 /// What to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {

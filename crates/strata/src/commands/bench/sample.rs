@@ -6,14 +6,14 @@ use anyhow::ensure;
 use serde_json::json;
 use strata_engine::Speculated;
 use strata_engine::api::{Request, Response, SampleRequest, Stop, TrainOp};
-use strata_limits::Limits;
+use strata_limits::{Inputs, Limits};
 
 use super::adapters::Adapters;
 use super::counts::{self, ElementBytes};
 use super::engine::{Engine, Held, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, measure_reads_up_to, median, progress, text, timed};
+use super::{Common, beside_arithmetic, least, measure_reads_up_to, median, median_of_arithmetic, progress, text, timed};
 use crate::base_model::Quantize;
 
 /// After this long a cell has enough rounds, however many were asked for: long prompts take a minute each.
@@ -80,7 +80,8 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let (mut times, mut peak) = (Vec::with_capacity(cells.len()), 0);
     for &cell in cells {
         forget_peak_memory();
-        let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds, Some((&mut limits, common.threads()?)))?;
+        let beside = Beside { limits: &mut limits, inputs: common.dtype.into(), threads: common.threads()? };
+        let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds, Some(beside))?;
         ensure!(
             measured.step > 0.0,
             "{} new tokens took no longer than one: too few to time their steps beside whatever else runs here",
@@ -218,10 +219,19 @@ fn request(prompt: Vec<i64>, seed: u64, new: usize, temperature: f32) -> SampleR
     }
 }
 
+/// What measures the limits beside what is timed: others use the machine too, and what they leave to one round, they may not leave to the next.
+pub(super) struct Beside<'a> {
+    limits: &'a mut Limits,
+    inputs: Inputs,
+    threads: usize,
+}
+
 /// Seconds of one cell, ours and the peer's in turns, so that noise hits both.
 pub(super) struct Times {
     /// Requests for one token after prompts that nobody has seen.
     pub prefills: Vec<f64>,
+    /// What arithmetic gave beside each of them, in GFLOP/s, if it was measured.
+    arithmetic: Vec<f64>,
     /// A token of each sequence of the batch.
     step: f64,
     /// The same by each pair of a short and a long request; noise may have made one negative.
@@ -239,7 +249,7 @@ impl Times {
         mut peer: Option<&mut Peer>,
         cell: Cell,
         rounds: Rounds,
-        mut limits: Option<(&mut Limits, usize)>,
+        mut beside: Option<Beside<'_>>,
     ) -> anyhow::Result<Self> {
         let Cell { batch, prompt } = cell;
         let Rounds { new, repeats, repeating } = rounds;
@@ -247,6 +257,7 @@ impl Times {
         let before = sampler.engine.speculated();
         let mut times = Times {
             prefills: Vec::new(),
+            arithmetic: Vec::new(),
             step: f64::INFINITY,
             steps: Vec::new(),
             reads: Vec::new(),
@@ -254,8 +265,6 @@ impl Times {
             peers: Vec::new(),
         };
         let (mut shorts, mut longs) = (Vec::new(), Vec::new());
-        // Others use the memory too, now more and now less: what they leave to one round, they may not leave to the next.
-        let mut read = || limits.as_mut().map(|(limits, threads)| limits.measure_reads_again(*threads)).transpose();
         let start = Instant::now();
         for round in 0..repeats {
             if round > 0 && start.elapsed() > CELL_TIME {
@@ -265,8 +274,13 @@ impl Times {
             // As in a server whose cache has been full: memory that the system has to find first is shown by the first round.
             sampler.engine.forget_prefixes();
             let prompts: Vec<_> = (0..batch).map(|_| sampler.engine.new_refrain(prompt, period)).collect();
-            times.prefills.push(sampler.sample(&prompts, 1, temperature)?);
+            let now = beside.as_ref().map(|b| || b.limits.arithmetic_now(b.inputs, b.threads));
+            let now = now.as_ref().map(|now| now as &dyn Fn() -> f64);
+            let (seconds, arithmetic) = beside_arithmetic(now, || sampler.sample(&prompts, 1, temperature))?;
+            times.prefills.push(seconds);
+            times.arithmetic.extend(arithmetic);
             // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.
+            let mut read = || beside.as_mut().map(|b| b.limits.measure_reads_again(b.threads)).transpose();
             let before = read()?;
             for _ in 0..DECODES_PER_ROUND {
                 shorts.push(sampler.sample(&prompts, 1, temperature)?);
@@ -320,6 +334,10 @@ impl Times {
             )
             .beside(peers_prefill.zip(peers_step).map(whole)),
         ];
+        if let Some(mfu) = median_of_arithmetic(work.prefill_flops, &self.prefills, &self.arithmetic) {
+            let name = "MFU of prefill, of arithmetic beside it";
+            figures.insert(3, Figure::new("prefill_mfu_beside_it", name, Unit::OfArithmetic, mfu));
+        }
         // Of the pairs of requests, of which noise may have made one negative.
         let of_its_time: Vec<f64> = self.steps.iter().zip(&self.reads).map(|(&step, reads)| read_rate(step) / reads).collect();
         if !of_its_time.is_empty() {
@@ -392,23 +410,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_decode_is_held_against_what_memory_gave_beside_it() {
+    fn each_round_is_held_against_what_the_machine_gave_beside_it() {
         let work =
-            Work { sequences: 1.0, prompt_tokens: 10.0, new: 5.0, prefill_flops: 1.0, decode_flops: 1.0, decode_bytes: 10e9 };
-        // 20, 40 and 10 GB/s, where there were 40, 50 and 40.
+            Work { sequences: 1.0, prompt_tokens: 10.0, new: 5.0, prefill_flops: 60e9, decode_flops: 1.0, decode_bytes: 10e9 };
+        // Prefills of 60, of which the first does not count, 20, 30 and 60 GFLOP/s, where there were 60, 40, 40 and 120; decodes of 20, 40 and 10 GB/s, where there were 40, 50 and 40.
         let times = Times {
-            prefills: vec![1.0],
+            prefills: vec![1.0, 3.0, 2.0, 1.0],
+            arithmetic: vec![60.0, 40.0, 40.0, 120.0],
             step: 0.25,
             steps: vec![0.5, 0.25, 1.0],
             reads: vec![40.0, 50.0, 40.0],
             guesses: None,
             peers: Vec::new(),
         };
-        let limit = Limit { gflop_per_s: 1.0, gb_per_s: 50.0 };
+        let limit = Limit { gflop_per_s: 100.0, gb_per_s: 50.0 };
         let figure = |times: &Times, key: &str| times.figures(work, &limit).into_iter().find(|f| f.key == key).map(|f| f.ours);
         assert_eq!(figure(&times, "decode_fraction_of_bandwidth"), Some(0.8));
         assert_eq!(figure(&times, "decode_fraction_of_bandwidth_beside_it"), Some(0.5));
-        let unread = Times { reads: Vec::new(), ..times };
+        assert_eq!((figure(&times, "prefill_mfu"), figure(&times, "prefill_mfu_beside_it")), (Some(0.6), Some(0.5)));
+        let unread = Times { reads: Vec::new(), arithmetic: Vec::new(), ..times };
         assert_eq!(figure(&unread, "decode_fraction_of_bandwidth_beside_it"), None);
+        assert_eq!(figure(&unread, "prefill_mfu_beside_it"), None);
     }
 }

@@ -12,7 +12,7 @@ use super::counts::{self, TrainFlops};
 use super::engine::{Engine, Held, adapter_name, wait};
 use super::peer::{self, Peer};
 use super::report::{Case, Figure, PeakMemory, Report, Unit, forget_peak_memory, peak_memory_bytes};
-use super::{Common, least, progress, text, timed};
+use super::{ArithmeticNow, Common, beside_arithmetic, later, least, median_of_arithmetic, progress, text, timed};
 
 /// Settings of the training benchmark.
 #[derive(Debug, clap::Args)]
@@ -84,7 +84,9 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     check_room(&engine, cells)?;
     let mut trainer = Trainer::start(&engine, &ranks)?;
     let mut peer = common.start_peer(&peer::MODEL_MODULES, &ranks)?;
-    let limits = Limits::measure(common.threads()?)?;
+    let threads = common.threads()?;
+    let limits = Limits::measure(threads)?;
+    let arithmetic_now = || limits.arithmetic_now(common.dtype.into(), threads);
     forget_peak_memory();
 
     // The peer's peak only grows: what needs less memory goes first.
@@ -95,7 +97,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
             false => ("strata", "peer, not checkpointed"),
         };
         engine.compute_activations_again(again);
-        let rounds = |&cell| Rounds::new(&mut trainer, peer.as_mut(), cell, steps, again);
+        let rounds = |&cell| Rounds::new(&mut trainer, peer.as_mut(), cell, steps, again, Some(&arithmetic_now));
         let rounds: Vec<Rounds> = cells.iter().map(rounds).collect::<anyhow::Result<_>>()?;
         peaks.push(PeakMemory { of: ours, bytes: peak_memory_bytes()? });
         let of_peer = rounds.iter().flat_map(|rounds| &rounds.peers).map(|trained| trained.peak_memory_bytes).max();
@@ -105,7 +107,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], step
     let recomputed = all_rounds(true)?;
     let runs = all_rounds(false)?;
 
-    let limits = limits.max(&Limits::measure(common.threads()?)?);
+    let limits = limits.clone().max(&Limits::measure(threads)?);
     let gflop_per_s = limits.fastest(common.dtype.into()).gflop_per_s;
     let mut report = Report::new("train", common, limits)?;
     report.kernels = Some(engine.info().backend.clone());
@@ -220,6 +222,8 @@ fn datum(engine: &Engine, Cell { seq_len: len, prompt, .. }: Cell, shared: Optio
 /// Steps of ours and of the peer in turns, so that noise hits both.
 pub(super) struct Rounds {
     pub seconds: Vec<f64>,
+    /// What arithmetic gave beside each of them, in GFLOP/s, if it was measured.
+    arithmetic: Vec<f64>,
     optimizer_seconds: Vec<f64>,
     peers: Vec<peer::Trained>,
 }
@@ -231,11 +235,15 @@ impl Rounds {
         cell: Cell,
         steps: usize,
         checkpointing: bool,
+        arithmetic_now: ArithmeticNow<'_>,
     ) -> anyhow::Result<Self> {
-        let mut rounds = Rounds { seconds: Vec::new(), optimizer_seconds: Vec::new(), peers: Vec::new() };
+        let mut rounds =
+            Rounds { seconds: Vec::new(), arithmetic: Vec::new(), optimizer_seconds: Vec::new(), peers: Vec::new() };
         for step in 1..=steps {
             progress(format_args!("training {} × {} tokens, step {step} of {steps}", cell.batch, cell.seq_len));
-            rounds.seconds.push(trainer.forward_backward(cell)?);
+            let (seconds, arithmetic) = beside_arithmetic(arithmetic_now, || trainer.forward_backward(cell))?;
+            rounds.seconds.push(seconds);
+            rounds.arithmetic.extend(arithmetic);
             rounds.optimizer_seconds.push(trainer.optim_step()?);
             if let Some(peer) = peer.as_deref_mut() {
                 rounds.peers.push(peer.call(&peer::Request::Train {
@@ -258,7 +266,7 @@ impl Rounds {
         let mean = later(&self.seconds).iter().sum::<f64>() / later(&self.seconds).len() as f64;
         let rate = |seconds| num_tokens / seconds;
         let mfu = |seconds| flops.model / seconds / 1e9 / gflop_per_s;
-        vec![
+        let mut figures = vec![
             Figure::new("forward_backward_tokens_per_s", "forward_backward, best", Unit::TokensPerSecond, rate(best))
                 .beside(beside(&peers, &rate))
                 .in_table(),
@@ -274,7 +282,12 @@ impl Rounds {
             Figure::new("mfu", "MFU: useful work", Unit::OfArithmetic, mfu(best)).beside(beside(&peers, &mfu)).in_table(),
             Figure::new("optim_step_seconds", "optim_step, best", Unit::Seconds, least(&self.optimizer_seconds))
                 .beside(beside(&peers_optimizer, &|seconds| seconds)),
-        ]
+        ];
+        if let Some(mfu) = median_of_arithmetic(flops.model, &self.seconds, &self.arithmetic) {
+            let name = "MFU, of arithmetic beside it";
+            figures.insert(figures.len() - 1, Figure::new("mfu_beside_it", name, Unit::OfArithmetic, mfu));
+        }
+        figures
     }
 
     /// Of rounds in which both sides compute activations again.
@@ -291,9 +304,4 @@ impl Rounds {
             figure("hfu", "HFU of that: with what is recomputed", Unit::OfArithmetic, &hfu),
         ]
     }
-}
-
-/// All but the first, if there are more.
-fn later(seconds: &[f64]) -> &[f64] {
-    if seconds.len() > 1 { &seconds[1..] } else { seconds }
 }

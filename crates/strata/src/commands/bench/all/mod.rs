@@ -240,7 +240,7 @@ fn measure_training(
     progress(format_args!("{setting:?}"));
     let mut seconds = Vec::new();
     let each = |counts| {
-        let measured = train::Rounds::new(trainer, None, cell, 1, false)?;
+        let measured = train::Rounds::new(trainer, None, cell, 1, false, None)?;
         if counts {
             seconds.extend(measured.seconds);
         }
