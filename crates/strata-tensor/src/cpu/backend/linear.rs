@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use super::memory::weights;
 use super::{CpuBackend, with_element};
 use crate::backend::{AttentionGeometry, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary};
-use crate::cpu::matmul::{Addend, Addends, Out, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target};
+use crate::cpu::matmul::{Addend, Addends, Out, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target, fetch_to_write};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{PANEL, PackedRef};
 use crate::cpu::rows::rope::{self, HeadNormRope};
@@ -16,6 +16,9 @@ use crate::live::live_runs;
 use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{DType, KvValues, Result, Tensor, TensorMut};
+
+/// How many rows ahead lines are fetched that an op after a product writes.
+const ROWS_AHEAD: usize = 8;
 
 /// Some rows and columns of a matrix `[rows, columns]`, as numbers of its dtype.
 pub(super) fn block(tensor: &Tensor, rows: Range<usize>, columns: Range<usize>) -> Result<Rows<'_>> {
@@ -193,6 +196,7 @@ impl CpuBackend {
             let y = SharedMut::new(y.slice_mut::<T>()?);
             self.forward_pairs(x, layer, Paired::Halves, &|row, column, gate_up| {
                 let first = row * n + column;
+                fetch_to_write(y.as_ptr().wrapping_add(first + ROWS_AHEAD * n), PANEL);
                 // SAFETY: each row and panel comes once.
                 swiglu::swiglu(self.isa, gate_up, PANEL, unsafe { y.part(first..first + PANEL) });
             })
@@ -237,6 +241,7 @@ impl CpuBackend {
                 let Some((part, head)) = heads[column / HEAD] else { return };
                 let (out, count) = &parts[part];
                 let first = (row * count + head) * HEAD;
+                fetch_to_write(out.as_ptr().wrapping_add(first + ROWS_AHEAD * count * HEAD), HEAD);
                 // SAFETY: each row and head comes once.
                 let out = unsafe { out.part(first..first + HEAD) };
                 if part == 2 {

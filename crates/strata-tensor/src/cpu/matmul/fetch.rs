@@ -108,6 +108,20 @@ pub(crate) fn fetch_numbers(numbers: &[f32]) {
     numbers.chunks(LINE_BYTES / size_of::<f32>()).for_each(|line| fetch_line(line.as_ptr().addr()));
 }
 
+/// Fetches what is to be written, for this core alone.
+#[inline]
+pub(crate) fn fetch_to_write<T>(first: *const T, count: usize) {
+    for line in (0..count * size_of::<T>()).step_by(LINE_BYTES) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: any address will do, and a processor that does not know the instruction does nothing.
+        unsafe {
+            std::arch::asm!("prefetchw [{}]", in(reg) first.wrapping_byte_add(line), options(nostack, preserves_flags, readonly))
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (first, line);
+    }
+}
+
 /// Fetches a line into the second-level cache.
 #[inline]
 fn fetch_line(address: usize) {

@@ -11,6 +11,7 @@ use super::{PanelProduct, fill_up};
 use crate::cpu::isa::Isa;
 use crate::cpu::matmul::Matmul;
 use crate::cpu::matmul::addends::{Addends, PanelAddends};
+use crate::cpu::matmul::fetch::fetch_to_write;
 use crate::cpu::matmul::granules::{ROWS_MAX, STEPS, TILE_ROWS};
 use crate::cpu::matmul::operands::{Right, panel_columns};
 use crate::cpu::packed::{LANES, PANEL};
@@ -123,7 +124,7 @@ impl<R: Right> PanelProduct<'_, R> {
                         let before = |step: usize| TILE_ROWS * (step - left.steps.start) / left.steps.len();
                         let first = places.start + i * TILE_ROWS;
                         let of_block = first + before(steps.start)..(first + before(steps.end)).min(places.end);
-                        left.rows.parts(of_block).flatten().for_each(|row| to_be_written(out.at(row, panel * PANEL)));
+                        left.rows.parts(of_block).flatten().for_each(|row| fetch_to_write(out.at(row, panel * PANEL), PANEL));
                     }
                     // SAFETY: the tiles have these rows and granules, the block its steps, the side its rows.
                     unsafe {
@@ -201,20 +202,6 @@ impl<R: Right> PanelProduct<'_, R> {
             }
         }
     }
-}
-
-/// Fetches a row of a panel of a result, to be written.
-#[inline]
-fn to_be_written(row: *mut f32) {
-    #[cfg(target_arch = "x86_64")]
-    for line in 0..PANEL / LANES {
-        // SAFETY: any address will do, and who has tiles has the instruction.
-        unsafe {
-            std::arch::asm!("prefetchw [{}]", in(reg) row.wrapping_add(line * LANES), options(nostack, preserves_flags, readonly))
-        };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = row;
 }
 
 /// Writes numbers where they belong, past the caches if they are a whole panel's and lie in whole lines.
