@@ -104,8 +104,8 @@ pub(super) fn chunks_of_tile(chunks: &[usize], i: usize, steps: usize) -> &[usiz
 
 /// Fetches what lies there into the second-level cache.
 #[inline]
-pub(crate) fn fetch_numbers(numbers: &[f32]) {
-    numbers.chunks(LINE_BYTES / size_of::<f32>()).for_each(|line| fetch_line(line.as_ptr().addr()));
+pub(crate) fn fetch_numbers<T>(numbers: &[T]) {
+    numbers.chunks(LINE_BYTES / size_of::<T>()).for_each(|line| fetch_line(line.as_ptr().addr()));
 }
 
 /// Fetches what is to be written, for this core alone.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::Matmul;
 use super::addends::Addends;
-use super::fetch::Pieces;
+use super::fetch::{Pieces, fetch_numbers};
 use super::granules;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns};
 use super::pack::pack_step;
@@ -108,7 +108,10 @@ impl TokenPanels {
                 // SAFETY: each task has a granule of its own.
                 let lines = unsafe { words.part(start..start + steps * width) };
                 let row = |token: Option<usize>| token.map(|t| &x.row::<T>(t)[columns.start + panel * PANEL..][..count]);
+                // What the next panel has of a row: too little, and too far from the next row's, for a processor to look ahead.
+                let behind = columns.start + panel * PANEL + count..(columns.start + (panel + 2) * PANEL).min(columns.end);
                 for (line, tokens) in lines.chunks_exact_mut(width).zip(tokens.chunks_exact(per_step)) {
+                    tokens.iter().flatten().for_each(|&t| fetch_numbers(&x.row::<T>(t)[behind.clone()]));
                     match row(tokens[0]) {
                         Some(first) => {
                             pack_step(isa, first, row(tokens[per_step - 1]).filter(|_| per_step == 2), &mut line[..count])
