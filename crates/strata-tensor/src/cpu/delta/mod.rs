@@ -535,3 +535,40 @@ pub(crate) fn forward(
         end - (total % CHUNK).min(end - first_chunk(s).end)..end
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Numerics;
+    use crate::testing::normal;
+
+    #[test]
+    fn what_is_fetched_of_a_head_is_where_its_numbers_are() {
+        let (stride, x) = (48, normal(9 * 48, 1));
+        for (rows, columns) in [(0..9, 0..48), (2..7, 16..32), (8..9, 40..48)] {
+            let pieces = rows_to_fetch(x.as_ptr(), stride, &rows, columns.clone()).each();
+            let there = rows.map(|row| x[row * stride..][columns.clone()].as_ptr_range());
+            assert_eq!(pieces, there.map(|range| range.start.addr()..range.end.addr()).collect::<Vec<_>>());
+        }
+        assert!(rows_to_fetch(x.as_ptr(), stride, &(9..9), 0..48).each().is_empty(), "behind the last chunk there is nothing");
+    }
+
+    #[test]
+    fn products_go_past_what_they_fetch_and_have_the_bits_of_those_that_fetch_nothing() {
+        let g = DeltaGeometry { k_heads: 1, v_heads: 1, k_dim: 128, v_dim: 128, kernel: 4 };
+        let (a, b) = (normal(CHUNK * 128, 1), normal(128 * 128, 2));
+        for isa in Isa::available() {
+            let rule = Rule::new(Arithmetic { isa, numerics: Numerics::Fast }, &g);
+            let product = |coming: &mut [Pieces]| {
+                let mut c = vec![9.0; CHUNK * 128];
+                rule.product([CHUNK, 128, 128], [Matrix::new(&a, 128), Matrix::new(&b, 128)], (&mut c, 128), false, coming);
+                c
+            };
+            // Two panels, with room for a chunk of tokens each: of three times as many rows a third is left.
+            let mut coming =
+                [rows_to_fetch(a.as_ptr(), 128, &(0..CHUNK), 0..128), rows_to_fetch(b.as_ptr(), 128, &(0..2 * CHUNK), 0..128)];
+            assert_eq!(product(&mut coming), product(&mut []), "{isa}");
+            assert_eq!(coming.map(|left| left.each().len()), [0, CHUNK], "{isa}");
+        }
+    }
+}

@@ -112,6 +112,7 @@ mod tests {
                 (2048, 2048, 64, 0, 64),
                 (1030, 1030, 37, 27, 64),
                 (12, 12, 64, 0, 64),
+                (192, 256, 100, 16, 128),
             ] {
                 // At an address that is a multiple of two alone, as rows of bf16 may lie, and the last up to its end.
                 let bytes: Vec<u8> = (0..2 + stride * count).map(|i| random::philox(7, [i as u64, 0])[0] as u8).collect();
