@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Every sum is one chain of multiply-adds in the order of its index, begun from the term before it, so that the matrix products of many rows have the bits of one row. A
-//! decode step is one more row of this, from the same state at the start of the chunk: nothing depends on how a sequence was cut.
+//! decode step is one more row of this, from the same state at the start of the chunk: nothing depends on how a sequence was cut. Before the first chunk the state is zeros, with
+//! which nothing is multiplied.
 //!
 //! A task has the value heads of one key head of one sequence, or one of them. Roofline: a chunk of a head of 128 does 4 million multiply-adds on 160 KiB in cache: bound by arithmetic. A decode step reads
 //! the state and half a chunk of values and keys: bound by memory.
