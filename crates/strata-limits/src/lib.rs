@@ -78,9 +78,11 @@ impl Limits {
     }
 
     /// Operations a second, in units of 1e9, that the fastest instructions for this dtype do at this moment on this many threads: neighbours on a machine take their part, now more and now less.
+    ///
+    /// # Panics
+    /// If these are limits of another machine, whose instructions this one does not have.
     pub fn arithmetic_now(&self, inputs: Inputs, threads: usize) -> f64 {
-        let fastest = self.fastest(inputs);
-        arithmetic::now(fastest.instructions, threads).unwrap_or(fastest.gflop_per_s)
+        arithmetic::now(self.fastest(inputs).instructions, threads).expect("what was measured once can be again")
     }
 
     /// The better of two measurements of one machine, limit by limit.

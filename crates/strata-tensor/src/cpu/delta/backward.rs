@@ -121,14 +121,6 @@ pub(crate) fn scratch_bytes(g: &DeltaGeometry, tokens: usize, num_threads: usize
     states + num_threads * (Work::bytes(g, widths(g).0) + Back::bytes(g))
 }
 
-/// Copies `count` rows of `len` numbers to rows of `width`, filled up with zeros.
-fn widen(x: Matrix<'_>, count: usize, len: usize, width: usize, out: &mut [f32]) {
-    for (i, out) in out.chunks_exact_mut(width).enumerate().take(count) {
-        out[..len].copy_from_slice(&x.numbers[i * x.stride..][..len]);
-        out[len..].fill(0.0);
-    }
-}
-
 /// One head of a chunk on its way back, in rows of the batch.
 struct Place {
     row: usize,

@@ -217,12 +217,12 @@ fn rows_to_fetch(first: *const f32, stride: usize, rows: &Range<usize>, columns:
     Pieces::one(at, 0..size_of::<f32>() * columns.len()).repeated(rows.len(), size_of::<f32>() * stride)
 }
 
-/// Rows without what lies between them: rows of many heads are powers of two apart, which share few sets of a cache.
-fn dense<'a>(x: Matrix<'_>, [rows, columns]: [usize; 2], out: &'a mut [f32]) -> Matrix<'a> {
-    for (r, out) in out.chunks_exact_mut(columns).enumerate().take(rows) {
-        out.copy_from_slice(&x.numbers[r * x.stride..][..columns]);
+/// Copies `count` rows of `len` numbers to rows of `width`, filled up with zeros.
+fn widen(x: Matrix<'_>, count: usize, len: usize, width: usize, out: &mut [f32]) {
+    for (i, out) in out.chunks_exact_mut(width).enumerate().take(count) {
+        out[..len].copy_from_slice(&x.numbers[i * x.stride..][..len]);
+        out[len..].fill(0.0);
     }
-    Matrix::new(out, columns)
 }
 
 impl<'a> Rule<'a> {
@@ -453,7 +453,7 @@ pub(crate) fn forward(
         with_scratch(task_bytes(g, width, heads), |mut arena| {
             let mut work = Work::take(&mut arena, g, width);
             let shared_work = SharedWork::take(&mut arena, g);
-            let (queries, keys) = (arena.take(CHUNK * g.k_dim), arena.take(CHUNK * g.k_dim));
+            let (queries, keys) = (arena.take::<f32>(CHUNK * g.k_dim), arena.take::<f32>(CHUNK * g.k_dim));
             let is_blank = span.past < CHUNK;
             let mut carried: Vec<Carried<'_>> = (first_head..first_head + heads)
                 .map(|v_head| match span.slot {
@@ -487,7 +487,10 @@ pub(crate) fn forward(
                 let tokens = row..row + count;
                 let next = tokens.end..span.tokens.end.min(tokens.end + CHUNK);
                 let head = |x| Matrix::new(x, g.key_width()).at_row(row).at_column(k_head * g.k_dim);
-                let (q, k) = (dense(head(inputs.q), [count, g.k_dim], queries), dense(head(inputs.k), [count, g.k_dim], keys));
+                // Rows of many heads are powers of two apart, which share few sets of a cache.
+                widen(head(inputs.q), count, g.k_dim, g.k_dim, queries);
+                widen(head(inputs.k), count, g.k_dim, g.k_dim, keys);
+                let (q, k) = (Matrix::new(queries, g.k_dim), Matrix::new(keys, g.k_dim));
                 let key_columns: &[f32] = match span.slot {
                     Some(slot) if done == 0 => {
                         let range = part(slot, layout.keys(k_head));

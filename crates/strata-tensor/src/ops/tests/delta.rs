@@ -124,6 +124,8 @@ fn a_gated_delta_net_equals_its_recurrence() {
         (Net::new(1, 1, 16, 32, 1), &[130]),
         (Net::new(2, 2, 33, 17, 8), &[65, 5]),
         (Net::new(1, 2, 128, 128, 4), &[150, 63]),
+        // More vectors than go together, and one that goes alone.
+        (Net::new(1, 1, 20, 80, 2), &[70]),
     ] {
         let x = net.projection(lens.iter().sum(), 7);
         let expected = net.reference(&wide(&x), lens);

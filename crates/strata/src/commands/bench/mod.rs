@@ -241,3 +241,18 @@ fn median(seconds: &[f64]) -> f64 {
 fn least(seconds: &[f64]) -> f64 {
     seconds.iter().copied().fold(f64::INFINITY, f64::min)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_arithmetic_gave_beside_something_is_the_more_of_before_and_after() {
+        for (before, after) in [(1.0, 2.0), (2.0, 1.0)] {
+            let gave = std::cell::Cell::new(before);
+            let (done, beside) = beside_arithmetic(Some(&|| gave.get()), || Ok(gave.replace(after))).unwrap();
+            assert_eq!((done, beside), (before, Some(2.0)));
+        }
+        assert_eq!(beside_arithmetic(None, || Ok(7)).unwrap(), (7, None));
+    }
+}
