@@ -22,11 +22,28 @@ pub(super) struct Block(pub(super) [u64; BLOCK_BYTES / 8]);
 /// A way to read a block, in which nothing is worth computing.
 pub(super) type Reader = fn(&Block);
 
-/// Measures every way to read, and answers with the best.
+/// Bytes read a second in units of 1e9, all threads together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Reads {
+    /// In the best of all windows.
+    pub best: f64,
+    /// In the middle of the windows of the way to read that has most there.
+    pub median: f64,
+}
+
+impl Reads {
+    /// Of what each way read in its windows: at least one of each.
+    fn of(windows: &[Vec<f64>]) -> Self {
+        let best = windows.iter().flatten().copied().fold(0.0, f64::max);
+        Reads { best, median: windows.iter().map(|of_one| median(of_one)).fold(0.0, f64::max) }
+    }
+}
+
+/// Measures every way to read.
 ///
 /// # Errors
 /// If there is no memory to read.
-pub(super) fn read_gb_per_s(num_threads: usize) -> Result<f64, NoMemory> {
+pub(super) fn measure(num_threads: usize) -> Result<Reads, NoMemory> {
     let bytes = BUFFER_BYTES.min(memory_bytes() / BUFFER_SHARE);
     let buffer = Buffer::touched((bytes as usize / BLOCK_BYTES).max(num_threads))?;
     let blocks = buffer.blocks();
@@ -46,7 +63,18 @@ pub(super) fn read_gb_per_s(num_threads: usize) -> Result<f64, NoMemory> {
         });
         done.iter().map(|d| d.work / d.elapsed.as_secs_f64()).sum::<f64>()
     };
-    Ok(readers().into_iter().flat_map(|read| (0..WINDOWS).map(move |i| (read, i))).map(window).fold(0.0, f64::max))
+    let windows_of = |read| (0..WINDOWS).map(|i| window((read, i))).collect();
+    Ok(Reads::of(&readers().into_iter().map(windows_of).collect::<Vec<_>>()))
+}
+
+/// The middle one, or the mean of the two there; NaN if there are none.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::NAN,
+        len => f64::midpoint(sorted[(len - 1) / 2], sorted[len / 2]),
+    }
 }
 
 fn readers() -> Vec<Reader> {
@@ -124,6 +152,13 @@ impl Drop for Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_best_window_of_all_counts_and_the_middle_one_of_the_way_that_has_most_there() {
+        // The best of all is a way's that mostly reads less than the other.
+        let reads = Reads::of(&[vec![20.0, 60.0, 10.0], vec![30.0, 50.0, 40.0, 0.0]]);
+        assert_eq!(reads, Reads { best: 60.0, median: 35.0 });
+    }
 
     #[test]
     fn blocks_begin_on_huge_pages_and_every_reader_reads_them() {

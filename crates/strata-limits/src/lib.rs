@@ -5,7 +5,7 @@
 //! - Bandwidth: plain vector reads of a buffer many times any cache, on all threads at once.
 //!
 //! Others may use the machine too. Arithmetic is counted against the time that the processor gave the loops, which nobody else can
-//! shorten; reads are tried often and briefly, and the best counts.
+//! shorten; reads are tried often and briefly, and the best counts. What the middle of those tries read says how rare the best is.
 
 mod arithmetic;
 mod bandwidth;
@@ -54,8 +54,10 @@ pub struct NoMemory {
 pub struct Limits {
     /// One for each instruction set that the processor has; never empty.
     arithmetic: Vec<Arithmetic>,
-    /// Bytes read from memory a second in units of 1e9, all threads together.
+    /// Bytes read from memory a second in units of 1e9, all threads together, in the best of many short windows.
     pub read_gb_per_s: f64,
+    /// Likewise in the middle of the windows, of each time that they were measured; never empty.
+    read_medians: Vec<f64>,
 }
 
 impl Limits {
@@ -64,7 +66,9 @@ impl Limits {
     /// # Errors
     /// If there is no memory to measure.
     pub fn measure(threads: usize) -> Result<Limits, NoMemory> {
-        Ok(Limits { arithmetic: arithmetic::measure(threads), read_gb_per_s: bandwidth::read_gb_per_s(threads)? })
+        let arithmetic = arithmetic::measure(threads);
+        let reads = bandwidth::measure(threads)?;
+        Ok(Limits { arithmetic, read_gb_per_s: reads.best, read_medians: vec![reads.median] })
     }
 
     /// Measures bandwidth once more; the better counts. Answers what it is at this moment.
@@ -72,9 +76,16 @@ impl Limits {
     /// # Errors
     /// If there is no memory to measure.
     pub fn measure_reads_again(&mut self, threads: usize) -> Result<f64, NoMemory> {
-        let now = bandwidth::read_gb_per_s(threads)?;
-        self.read_gb_per_s = self.read_gb_per_s.max(now);
-        Ok(now)
+        let now = bandwidth::measure(threads)?;
+        self.read_gb_per_s = self.read_gb_per_s.max(now.best);
+        self.read_medians.push(now.median);
+        Ok(now.best)
+    }
+
+    /// Bytes read from memory a second in units of 1e9, all threads together, in the middle of those windows, and of the times that they were measured. Where neighbours use the memory too it is far below
+    /// the best: what a program that reads for longer than a window can expect.
+    pub fn read_median_gb_per_s(&self) -> f64 {
+        bandwidth::median(&self.read_medians)
     }
 
     /// Operations a second, in units of 1e9, that the fastest instructions for this dtype do at this moment on this many threads: neighbours on a machine take their part, now more and now less.
@@ -85,12 +96,14 @@ impl Limits {
         arithmetic::now(self.fastest(inputs).instructions, threads).expect("what was measured once can be again")
     }
 
-    /// The better of two measurements of one machine, limit by limit.
-    pub fn max(self, other: &Limits) -> Limits {
+    /// The better of two measurements of one machine, limit by limit. The middle of the windows is that of both.
+    pub fn max(mut self, other: &Limits) -> Limits {
+        self.read_medians.extend_from_slice(&other.read_medians);
         let better = |(a, b): (Arithmetic, &Arithmetic)| Arithmetic { gflop_per_s: a.gflop_per_s.max(b.gflop_per_s), ..a };
         Limits {
             arithmetic: self.arithmetic.into_iter().zip(&other.arithmetic).map(better).collect(),
             read_gb_per_s: self.read_gb_per_s.max(other.read_gb_per_s),
+            read_medians: self.read_medians,
         }
     }
 
@@ -115,7 +128,8 @@ mod tests {
 
     fn limits(rates: [f64; 2], read_gb_per_s: f64) -> Limits {
         let named = |instructions, inputs, gflop_per_s| Arithmetic { instructions, inputs, gflop_per_s };
-        Limits { arithmetic: vec![named("f32", Inputs::F32, rates[0]), named("bf16", Inputs::Bf16, rates[1])], read_gb_per_s }
+        let arithmetic = vec![named("f32", Inputs::F32, rates[0]), named("bf16", Inputs::Bf16, rates[1])];
+        Limits { arithmetic, read_gb_per_s, read_medians: vec![read_gb_per_s / 2.0] }
     }
 
     #[test]
@@ -127,17 +141,20 @@ mod tests {
 
     #[test]
     fn the_better_of_two_measurements_counts_limit_by_limit() {
-        let both = limits([1.0, 4.0], 5.0).max(&limits([2.0, 3.0], 6.0));
+        let both = limits([1.0, 4.0], 5.0).max(&limits([2.0, 3.0], 6.0)).max(&limits([1.0, 1.0], 7.0));
         let rates: Vec<f64> = both.arithmetic().iter().map(|a| a.gflop_per_s).collect();
-        assert_eq!((rates, both.read_gb_per_s), (vec![2.0, 4.0], 6.0));
+        assert_eq!((rates, both.read_gb_per_s), (vec![2.0, 4.0], 7.0));
+        assert_eq!(both.read_median_gb_per_s(), 3.0, "of 2.5, 3 and 3.5");
     }
 
     #[test]
     fn this_machine_has_limits() {
-        let limits = Limits::measure(2).unwrap();
+        let mut limits = Limits::measure(2).unwrap();
         assert!(limits.arithmetic().iter().all(|a| a.gflop_per_s > 0.0 && a.gflop_per_s.is_finite()));
         assert!(limits.fastest(Inputs::F32).inputs == Inputs::F32);
+        limits.measure_reads_again(2).unwrap();
         assert!(limits.read_gb_per_s > 0.0 && limits.read_gb_per_s.is_finite());
+        assert!(limits.read_median_gb_per_s() > 0.0 && limits.read_median_gb_per_s() <= limits.read_gb_per_s);
         for inputs in [Inputs::F32, Inputs::Bf16] {
             let (now, best) = (limits.arithmetic_now(inputs, 2), limits.fastest(inputs).gflop_per_s);
             assert!(now > 0.0 && now < 2.0 * best, "{inputs:?}: {now} of {best} GFLOP/s");

@@ -66,7 +66,8 @@ fn training_is_reported_under_the_documented_keys() {
     assert!(
         limits["fastest"]["instructions"].is_string()
             && limits["fastest"]["gflop_per_s"].is_f64()
-            && limits["read_gb_per_s"].is_f64()
+            && limits["read_median_gb_per_s"].as_f64() <= limits["read_gb_per_s"].as_f64()
+            && limits["read_median_gb_per_s"].as_f64() > Some(0.0)
     );
     let settings = serde_json::json!({ "batch": 2, "seq_len": 16, "prompt": 5, "weightless_logprobs": true, "shared_prompt": false, "ranks": [4], "steps": 2 });
     assert_eq!(report["cases"][0]["settings"], settings);

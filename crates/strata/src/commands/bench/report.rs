@@ -33,6 +33,8 @@ pub(super) struct LimitsReport {
     /// The one that counts for the dtype of the benchmark.
     pub fastest: Arithmetic,
     pub read_gb_per_s: f64,
+    /// In the middle of the windows of which the best counts.
+    pub read_median_gb_per_s: f64,
 }
 
 /// The most memory that a process had up to a point of the run.
@@ -122,6 +124,7 @@ impl Report {
                 fastest: limits.fastest(common.dtype.into()).clone(),
                 arithmetic: limits.arithmetic().to_vec(),
                 read_gb_per_s: limits.read_gb_per_s,
+                read_median_gb_per_s: limits.read_median_gb_per_s(),
             },
             cases: Vec::new(),
             peak_memory_bytes: Vec::new(),

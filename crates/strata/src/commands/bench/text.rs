@@ -50,7 +50,8 @@ fn render_limits(text: &mut String, report: &Report) {
         let (name, rate) = (arithmetic.instructions, arithmetic.gflop_per_s);
         line(text, format_args!("  {:<46} {rate:>9.1} GFLOP/s{chosen}", format!("arithmetic, {name}")));
     }
-    line(text, format_args!("  {:<46} {:>9.1} GB/s", "memory, read", limits.read_gb_per_s));
+    let (best, middle) = (limits.read_gb_per_s, limits.read_median_gb_per_s);
+    line(text, format_args!("  {:<46} {best:>9.1} GB/s, in the middle of many windows {middle:.1}", "memory, read"));
 }
 
 fn render_case(text: &mut String, case: &Case) {
