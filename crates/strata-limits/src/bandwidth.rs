@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{NoMemory, memory_bytes, threads};
+use super::{NoMemory, median, memory_bytes, threads};
 
 /// Bytes to read over and over, many times any cache; on a small machine a share of its memory.
 const BUFFER_BYTES: u64 = 1 << 30;
@@ -65,16 +65,6 @@ pub(super) fn measure(num_threads: usize) -> Result<Reads, NoMemory> {
     };
     let windows_of = |read| (0..WINDOWS).map(|i| window((read, i))).collect();
     Ok(Reads::of(&readers().into_iter().map(windows_of).collect::<Vec<_>>()))
-}
-
-/// The middle one, or the mean of the two there; NaN if there are none.
-pub(super) fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    match sorted.len() {
-        0 => f64::NAN,
-        len => f64::midpoint(sorted[(len - 1) / 2], sorted[len / 2]),
-    }
 }
 
 fn readers() -> Vec<Reader> {

@@ -85,7 +85,7 @@ impl Limits {
     /// Bytes read from memory a second in units of 1e9, all threads together, in the middle of those windows, and of the times that they were measured. Where neighbours use the memory too it is far below
     /// the best: what a program that reads for longer than a window can expect.
     pub fn read_median_gb_per_s(&self) -> f64 {
-        bandwidth::median(&self.read_medians)
+        median(&self.read_medians)
     }
 
     /// Operations a second, in units of 1e9, that the fastest instructions for this dtype do at this moment on this many threads: neighbours on a machine take their part, now more and now less.
@@ -122,6 +122,16 @@ impl Limits {
     }
 }
 
+/// The middle one of some values, or between the two in the middle.
+///
+/// # Panics
+/// If there are none.
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    f64::midpoint(sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,6 +163,7 @@ mod tests {
         assert!(limits.arithmetic().iter().all(|a| a.gflop_per_s > 0.0 && a.gflop_per_s.is_finite()));
         assert!(limits.fastest(Inputs::F32).inputs == Inputs::F32);
         limits.measure_reads_again(2).unwrap();
+        assert_eq!(limits.read_medians.len(), 2, "the middle is of both times");
         assert!(limits.read_gb_per_s > 0.0 && limits.read_gb_per_s.is_finite());
         assert!(limits.read_median_gb_per_s() > 0.0 && limits.read_median_gb_per_s() <= limits.read_gb_per_s);
         for inputs in [Inputs::F32, Inputs::Bf16] {

@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use strata_limits::{Inputs, Limits};
+use strata_limits::{Inputs, Limits, median};
 use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
 use strata_tensor::{CpuBackend, DType, Memory, Tensor, random};
 
@@ -228,13 +228,6 @@ fn uniform(backend: &CpuBackend, seed: u64, shape: &[usize], dtype: DType) -> an
     let mut values = vec![0.0; shape.iter().product()];
     random::fill_uniform([seed, 0], 0, 1.0, &mut values);
     Ok(backend.tensor(&values, shape, dtype)?)
-}
-
-/// The middle one of some times, or between the two in the middle; there has to be one.
-fn median(seconds: &[f64]) -> f64 {
-    let mut sorted = seconds.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0
 }
 
 /// The least of some times; infinite if there are none.

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::output::{self, say};
 
-use super::report::{Case, Figure, Report, Unit};
+use super::report::{Case, Figure, LimitsReport, Report, Unit};
 
 /// Prints a report.
 ///
@@ -25,7 +25,7 @@ fn render(report: &Report) -> String {
     let mut text = String::new();
     let kernels = report.kernels.as_ref().map_or(String::new(), |kernels| format!(" on {kernels}"));
     line(&mut text, format_args!("{} {} {}{kernels}", report.benchmark, report.shape, report.dtype));
-    render_limits(&mut text, report);
+    render_limits(&mut text, &report.limits, report.threads);
     match &report.cases[..] {
         [] => {}
         [case] => render_case(&mut text, case),
@@ -42,9 +42,8 @@ fn render(report: &Report) -> String {
     text
 }
 
-fn render_limits(text: &mut String, report: &Report) {
-    let limits = &report.limits;
-    line(text, format_args!("limits of this machine, {} threads:", report.threads));
+fn render_limits(text: &mut String, limits: &LimitsReport, threads: usize) {
+    line(text, format_args!("limits of this machine, {threads} threads:"));
     for arithmetic in &limits.arithmetic {
         let chosen = if arithmetic.instructions == limits.fastest.instructions { ", the limit" } else { "" };
         let (name, rate) = (arithmetic.instructions, arithmetic.gflop_per_s);
@@ -162,6 +161,16 @@ mod tests {
         assert!(lines[1].trim_start().starts_with("strata"), "{text}");
         assert!(lines[2].ends_with("10.0       5.0   2.00 tokens/s"), "{text}");
         assert!(lines[3].contains("50.0") && lines[3].ends_with("% of arithmetic"), "{text}");
+    }
+
+    #[test]
+    fn the_best_window_of_memory_stands_before_the_middle_one() {
+        let fastest = strata_limits::Arithmetic { instructions: "fma", inputs: strata_limits::Inputs::F32, gflop_per_s: 1.0 };
+        let limits =
+            LimitsReport { arithmetic: vec![fastest.clone()], fastest, read_gb_per_s: 60.0, read_median_gb_per_s: 34.0 };
+        let mut text = String::new();
+        render_limits(&mut text, &limits, 2);
+        assert!(text.contains("60.0 GB/s, in the middle of many windows 34.0\n"), "{text}");
     }
 
     #[test]
