@@ -1,6 +1,8 @@
 //! Attention against softmax attention in f64, written plainly; and its bits against themselves.
 
+mod fetched;
 mod whole;
+mod window;
 
 use std::ops::Range;
 
@@ -586,85 +588,6 @@ fn the_reference_gradient_is_that_of_the_reference() {
 }
 
 #[test]
-fn nothing_before_the_window_reaches_a_token_be_it_infinite_or_of_a_page_that_is_gone() {
-    let len = 230;
-    let values = [KvValues::Own(20), KvValues::PrefixOfKey(16)];
-    let cases = [3, 64, 70].into_iter().flat_map(|w| DTYPES.map(|d| (w, d))).flat_map(|(w, d)| values.map(|v| (w, d, v)));
-    for (window, dtype, values) in cases {
-        let mut layer = Layer::new((1, 2, 20), Some(window), false);
-        layer.g.values = values;
-        let g = layer.g;
-        let qkv = random_qkv(&g, len, dtype);
-        for isa in Arithmetic::available() {
-            let b = CpuBackend::with_isa(isa, 2);
-            let finite = attend_whole(&b, &layer, &qkv, &packed(&[len])).map(|t| bits(&t));
-            for bad in [0, 5, 63, 64, 100, 127] {
-                let spoil = |t: &Tensor| {
-                    let mut values = t.to_f32_vec();
-                    values[..(bad + 1) * g.head_dim].fill(f32::NAN);
-                    values[bad * g.head_dim] = f32::INFINITY;
-                    Tensor::from_f32(&values, t.shape().dims(), dtype).unwrap()
-                };
-                let spoiled = Qkv { q: qkv.q.clone(), k: spoil(&qkv.k), v: qkv.v.as_ref().map(spoil) };
-                let whole = attend_whole(&b, &layer, &spoiled, &packed(&[len])).map(|t| bits(&t));
-                for (whole, finite) in whole.iter().zip(&finite) {
-                    let from = (bad + window) * finite.len() / len;
-                    assert_eq!(whole[from..], finite[from..], "{isa} {dtype} window {window}: NaN up to {bad}");
-                    assert!(whole[..from].iter().all(|&b| f32::from_bits(b).is_nan()), "those that see it have it");
-                }
-            }
-            // A decode step looks at no page before its window: the number of one that is not there would be out of bounds.
-            let past = 200;
-            let first_page = g.first_visible(past) / KV_PAGE_TOKENS;
-            let mut pages = poisoned_pages(&g, 4, dtype);
-            let write = AttentionSpan { tokens: 0..past, past: 0, pages: &[0, 1, 2, 3] };
-            b.write_kv(&part(&qkv, 0..past), &g, &[write], &mut pages).unwrap();
-            let table: Vec<u32> = (0..4).map(|page| if (page as usize) < first_page { u32::MAX } else { page }).collect();
-            let step = AttentionSpan { tokens: 0..1, past, pages: &table };
-            let results = attend(&b, &layer, &part(&qkv, past..past + 1), &[step], &mut pages);
-            for (result, finite) in results.iter().zip(&finite) {
-                let row = finite.len() / len;
-                assert_eq!(bits(result), finite[past * row..(past + 1) * row], "{isa} {dtype} window {window}");
-            }
-        }
-    }
-}
-
-#[test]
-fn a_window_as_long_as_the_sequence_and_a_sink_of_no_weight_change_no_bit() {
-    let (lengths, shape) = ([300, 65], (1, 2, 16));
-    let sequences = packed(&lengths);
-    for dtype in DTYPES {
-        let plain = Layer::plain(shape);
-        let qkv = random_qkv(&plain.g, 365, dtype);
-        let dout = random_dout(&plain.g, qkv.q.rows());
-        let b = CpuBackend::with_isa(Isa::detect(), 2);
-        let all = |layer: &Layer| {
-            let forward = attend_whole(&b, layer, &qkv, &sequences).map(|t| bits(&t));
-            (forward, go_back(&b, layer, &qkv, &dout, &sequences).iter().map(bits).collect::<Vec<_>>())
-        };
-        let no_weight = Tensor::from_f32(&[f32::NEG_INFINITY; 2], &[2], DType::F32).unwrap();
-        for window in [300, 301, usize::MAX] {
-            let layer = Layer { sinks: Some(no_weight.clone()), ..Layer::new(shape, Some(window), false) };
-            assert!(all(&layer) == all(&plain), "{dtype} window {window}");
-        }
-        assert!(all(&Layer::new(shape, Some(299), false)) != all(&plain));
-    }
-}
-
-#[test]
-fn a_sink_that_outweighs_all_keys_leaves_nothing_of_them() {
-    let layer = Layer { sinks: Some(Tensor::from_f32(&[300.0, 0.0], &[2], DType::F32).unwrap()), ..Layer::plain((1, 2, 16)) };
-    let qkv = random_qkv(&layer.g, 70, DType::F32);
-    let [out, log_normalizers] =
-        attend_whole(&CpuBackend::with_isa(Isa::detect(), 1), &layer, &qkv, &packed(&[70])).map(|t| t.to_f32_vec());
-    for (out, log_normalizers) in out.chunks(32).zip(log_normalizers.chunks(2)) {
-        assert!(out[..16].iter().all(|&v| v == 0.0) && out[16..].iter().all(|&v| v != 0.0 && v.is_finite()));
-        assert!(log_normalizers[0] == 300.0 && log_normalizers[1] > 0.0);
-    }
-}
-
-#[test]
 fn a_latent_is_in_its_pages_once() {
     let latent = Layer::with_values((1, 128, 576), KvValues::PrefixOfKey(512)).g;
     let b = CpuBackend::with_isa(Isa::detect(), 1);
@@ -672,83 +595,5 @@ fn a_latent_is_in_its_pages_once() {
     assert!(b.check_attention(&latent).is_ok());
     for values in [KvValues::PrefixOfKey(577), KvValues::PrefixOfKey(0), KvValues::Own(0), KvValues::Own(1025)] {
         assert!(b.check_attention(&AttentionGeometry { values, ..latent }).is_err(), "{values:?}");
-    }
-}
-
-#[test]
-fn what_is_fetched_is_what_is_read_in_the_order_in_which_it_is() {
-    for (dtype, window) in DTYPES.into_iter().flat_map(|dtype| [None, Some(100)].map(|window| (dtype, window))) {
-        match dtype {
-            DType::F32 => check_areas::<f32>(window),
-            DType::BF16 => check_areas::<bf16>(window),
-        }
-    }
-}
-
-fn check_areas<T: Element + super::Plain>(window: Option<usize>) {
-    let g = Layer::new((2, 2, 80), window, false).g;
-    let isa = Isa::detect();
-    let backend = CpuBackend::with_isa(isa, 1);
-    let mut pages = backend.kv_pages(20, g.kv_layout(), T::DTYPE).unwrap();
-    let pages = pages.storage.get_mut::<super::KvPages>().unwrap();
-    // SAFETY: as in `write_pages`.
-    let words = unsafe { std::slice::from_raw_parts(pages.buffer.as_ptr().cast::<u32>(), pages.buffer.len() / 4) };
-    let per_step = 4 / size_of::<T>();
-    let own: Vec<u32> = (0..20).rev().collect();
-    for past in [0, 15, 63, 64, 140, 511, 512, 1000] {
-        let span = AttentionSpan { tokens: 0..1, past, pages: &own };
-        let forward = super::Forward::<T> {
-            isa,
-            kernel: super::TileKernel::new(Arithmetic { isa, numerics: crate::Numerics::Fast }, T::DTYPE),
-            g: &g,
-            q: &[],
-            sinks: None,
-            words,
-            out: super::SharedMut::new(&mut []),
-            log_normalizers: super::SharedMut::new(&mut []),
-        };
-        for kv_head in 0..2 {
-            let tile = super::QueryTile { span: &span, kv_head, positions: 0..1 };
-            let visible = tile.visible(&g, 0);
-            let mut expected = Vec::new();
-            for split in tile.splits(&g) {
-                let positions: Vec<usize> = (split * super::SPLIT_KEYS..(split + 1) * super::SPLIT_KEYS)
-                    .filter(|position| (visible.start / KV_PAGE_TOKENS * KV_PAGE_TOKENS..visible.end).contains(position))
-                    .collect();
-                let head = |position: usize| super::head_words(&g, per_step, own[position / KV_PAGE_TOKENS] as usize, kv_head);
-                let keys = |&position: &usize| {
-                    let word = move |step: usize| head(position).0 + step * KV_PAGE_TOKENS + position % KV_PAGE_TOKENS;
-                    (0..80 / per_step).map(word)
-                };
-                // Two panels, of 64 columns and of 16.
-                let values = |&position: &usize| {
-                    let (step, steps) = (position % KV_PAGE_TOKENS / per_step, KV_PAGE_TOKENS / per_step);
-                    let first = head(position).1;
-                    (0..64).map(move |i| first + step * 64 + i).chain((0..16).map(move |i| first + 64 * steps + step * 16 + i))
-                };
-                let mut lines: Vec<usize> = positions.iter().flat_map(keys).map(|word| word * 4 / 64).collect();
-                expected.push(lines.clone());
-                lines = positions.iter().flat_map(values).map(|word| word * 4 / 64).collect();
-                expected.push(lines);
-            }
-            expected.iter_mut().for_each(|lines| {
-                lines.sort_unstable();
-                lines.dedup();
-            });
-            let start = words.as_ptr().addr();
-            let areas = tile.splits(&g).flat_map(|split| forward.areas(&tile, split));
-            let fetched =
-                areas.flat_map(|pieces| pieces.each()).flat_map(|bytes| bytes.step_by(64)).map(|at| (at - start) / 64);
-            let mut fetched: Vec<usize> = fetched.collect();
-            // Splits one after another, in each the keys first.
-            let mut rest = &mut fetched[..];
-            for lines in expected {
-                let (these, others) = rest.split_at_mut(lines.len());
-                these.sort_unstable();
-                assert_eq!(these, lines, "{past} tokens, window {window:?}");
-                rest = others;
-            }
-            assert!(rest.is_empty());
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! The backend of the processor: splits each op over threads and picks the element type.
 //!
-//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`encoder`] what encoders of images have beside decoders, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`experts`] mixtures
+//! [`memory`] has what belongs to memory, [`delta`] layers of gated delta rule, [`embedding`] rows of tables, [`encoder`] what encoders of images have beside decoders, [`linear`] linear layers with their low-rank additions, [`heads`] those of which each head has a part, [`rotation`] norms, rotation and gates of heads, [`experts`] mixtures
 //! of experts, [`logits`] what is asked of logits.
 
 mod delta;
@@ -11,14 +11,14 @@ mod heads;
 mod linear;
 mod logits;
 mod memory;
+mod rotation;
 
 use std::ops::Range;
 
 use super::attention::{self, AttentionGradient};
 use super::isa::{Arithmetic, Isa, Numerics};
 use super::matmul::{self, Matmul, TileKernel};
-use super::rows::gate::{self, Gates};
-use super::rows::rope::{self, MAX_HEAD_DIM, QkvNormRope, TurningHeads};
+use super::rows::rope::MAX_HEAD_DIM;
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
@@ -26,6 +26,7 @@ use crate::moe::{Dispatch, Experts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 use memory::{pages, pages_mut};
+use rotation::norm_slices;
 
 /// What the fused projection of a model has.
 const OWN_VALUES: &str = "a fused projection has values of its own";
@@ -262,27 +263,7 @@ impl Backend for CpuBackend {
         layout: &QkvLayout,
         out: &mut Qkv,
     ) -> Result<()> {
-        let (n, d, half) = (layout.width, g.head_dim, layout.rotary_dim / 2);
-        let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
-        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
-        let norms = norm_slices(norms)?;
-        with_element!(out.q.dtype(), T => {
-            let (q, k, v) = (
-                SharedMut::new(out.q.slice_mut::<T>()?),
-                SharedMut::new(out.k.slice_mut::<T>()?),
-                SharedMut::new(out.v.as_mut().expect(OWN_VALUES).slice_mut::<T>()?),
-            );
-            self.over_rows(num_rows, n, |rows| {
-                let angles = rows.start * half..rows.end * half;
-                let params = params(g, layout, norms, &cos[angles.clone()], &sin[angles]);
-                // SAFETY: tasks have rows of their own.
-                let (q, k, v) = unsafe {
-                    (rows_mut(&q, &rows, g.heads * d), rows_mut(&k, &rows, g.kv_heads * d), rows_mut(&v, &rows, g.kv_heads * g.values.width()))
-                };
-                rope::qkv_norm_rope(self.isa, &params, &qkv[rows.start * n..rows.end * n], q, k, v);
-            });
-        });
-        Ok(())
+        self.norm_and_rotate(qkv, norms, rotary, g, layout, out)
     }
 
     fn norm_rotate_backward(
@@ -295,25 +276,7 @@ impl Backend for CpuBackend {
         layout: &QkvLayout,
         dqkv: &mut Tensor,
     ) -> Result<()> {
-        let (n, d, half) = (layout.width, g.head_dim, layout.rotary_dim / 2);
-        let (num_rows, qkv) = (qkv.rows(), qkv.slice::<f32>()?);
-        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
-        let norms = norm_slices(norms)?;
-        let dv = gradient.v.as_ref().expect(OWN_VALUES).slice::<f32>()?;
-        let (dq, dk) = (gradient.q.slice::<f32>()?, gradient.k.slice::<f32>()?);
-        with_element!(dqkv.dtype(), T => {
-            let dqkv = SharedMut::new(dqkv.slice_mut::<T>()?);
-            self.over_rows(num_rows, n, |rows| {
-                let angles = rows.start * half..rows.end * half;
-                let params = params(g, layout, norms, &cos[angles.clone()], &sin[angles]);
-                let part = |width: usize| rows.start * width..rows.end * width;
-                let (dq, dk, dv) = (&dq[part(g.heads * d)], &dk[part(g.kv_heads * d)], &dv[part(g.kv_heads * g.values.width())]);
-                // SAFETY: tasks have rows of their own.
-                let dqkv = unsafe { rows_mut(&dqkv, &rows, n) };
-                rope::qkv_norm_rope_backward(self.isa, &params, dq, dk, dv, &qkv[part(n)], dqkv);
-            });
-        });
-        Ok(())
+        self.norm_and_rotate_backward(gradient, qkv, norms, rotary, g, layout, dqkv)
     }
 
     fn write_kv(&self, qkv: &Qkv, g: &AttentionGeometry, spans: &[AttentionSpan<'_>], pages: &mut KvPages) -> Result<()> {
@@ -511,18 +474,7 @@ impl Backend for CpuBackend {
         layout: &QkvLayout,
         y: &mut Tensor,
     ) -> Result<()> {
-        let gates = Gates::new(g, layout);
-        let (width, n, num_rows, qkv) = (layout.width, g.out_width(), qkv.rows(), qkv.slice::<f32>()?);
-        with_element!(y.dtype(), T => {
-            let (attended, y) = (attended.slice::<T>()?, SharedMut::new(y.slice_mut::<T>()?));
-            self.over_rows(num_rows, n, |rows| {
-                // SAFETY: tasks have rows of their own.
-                let y = unsafe { rows_mut(&y, &rows, n) };
-                let (attended, qkv) = (&attended[rows.start * n..rows.end * n], &qkv[rows.start * width..rows.end * width]);
-                gate::gate_heads(self.isa, &gates, attended, qkv, y);
-            });
-        });
-        Ok(())
+        self.gate_of_heads(attended, qkv, g, layout, y)
     }
 
     fn gate_heads_backward(
@@ -535,20 +487,7 @@ impl Backend for CpuBackend {
         dattended: &mut Tensor,
         dqkv: &mut Tensor,
     ) -> Result<()> {
-        let gates = Gates::new(g, layout);
-        let (width, n, num_rows) = (layout.width, g.out_width(), qkv.rows());
-        let (dy, qkv) = (dy.slice::<f32>()?, qkv.slice::<f32>()?);
-        let dattended = SharedMut::new(dattended.slice_mut::<f32>()?);
-        with_element!(dqkv.dtype(), T => {
-            let (attended, dqkv) = (attended.slice::<T>()?, SharedMut::new(dqkv.slice_mut::<T>()?));
-            self.over_rows(num_rows, n, |rows| {
-                // SAFETY: tasks have rows of their own.
-                let (dattended, dqkv) = unsafe { (rows_mut(&dattended, &rows, n), rows_mut(&dqkv, &rows, width)) };
-                let (narrow, wide) = (rows.start * n..rows.end * n, rows.start * width..rows.end * width);
-                gate::gate_heads_backward(self.isa, &gates, &dy[narrow.clone()], &attended[narrow], &qkv[wide], dattended, dqkv);
-            });
-        });
-        Ok(())
+        self.gate_of_heads_backward(dy, attended, qkv, g, layout, dattended, dqkv)
     }
 
     fn route(&self, logits: &Tensor, routing: &Routing<'_>, weights: &mut Tensor) -> Result<Vec<u32>> {
@@ -608,36 +547,11 @@ impl Backend for CpuBackend {
         turn: Turn,
         y: &mut Tensor,
     ) -> Result<()> {
-        let (x_columns, y_columns, half) = (x.shape().row_len(), y.shape().row_len(), heads.width / 2);
-        let (num_rows, x) = (x.rows(), x.slice::<f32>()?);
-        let (cos, sin) = (rotary.cos.slice::<f32>()?, rotary.sin.slice::<f32>()?);
-        with_element!(y.dtype(), T => {
-            let y = SharedMut::new(y.slice_mut::<T>()?);
-            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
-                let angles = rows.start * half..rows.end * half;
-                let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
-                let params = TurningHeads { heads: *heads, style, turn, cos, sin };
-                // SAFETY: tasks have rows of their own.
-                let y = unsafe { rows_mut(&y, &rows, y_columns) };
-                rope::rotate_heads(self.isa, &params, &x[rows.start * x_columns..rows.end * x_columns], x_columns, y, y_columns);
-            });
-        });
-        Ok(())
+        self.turn_heads(x, heads, rotary, style, turn, y)
     }
 
     fn norm_heads(&self, x: &Tensor, heads: &HeadMove, weight: TensorRef<'_>, eps: f32, y: &mut Tensor) -> Result<()> {
-        let (x_columns, y_columns, weight) = (x.shape().row_len(), y.shape().row_len(), weight.slice::<f32>()?);
-        let (num_rows, x) = (x.rows(), x.slice::<f32>()?);
-        with_element!(y.dtype(), T => {
-            let y = SharedMut::new(y.slice_mut::<T>()?);
-            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
-                let x = &x[rows.start * x_columns..rows.end * x_columns];
-                // SAFETY: tasks have rows of their own.
-                let y = unsafe { rows_mut(&y, &rows, y_columns) };
-                norm::norm_heads(self.isa, heads, x, x_columns, weight, eps, y, y_columns);
-            });
-        });
-        Ok(())
+        self.norm_of_heads(x, heads, weight, eps, y)
     }
 
     fn norm_heads_backward(
@@ -649,19 +563,7 @@ impl Backend for CpuBackend {
         eps: f32,
         dx: &mut Tensor,
     ) -> Result<()> {
-        let (x_columns, dy_columns, weight) = (x.shape().row_len(), dy.shape().row_len(), weight.slice::<f32>()?);
-        let (num_rows, x, dy) = (x.rows(), x.slice::<f32>()?, dy.slice::<f32>()?);
-        with_element!(dx.dtype(), T => {
-            let dx = SharedMut::new(dx.slice_mut::<T>()?);
-            self.over_rows(num_rows, heads.heads * heads.width, |rows| {
-                let x = &x[rows.start * x_columns..rows.end * x_columns];
-                let dy = &dy[rows.start * dy_columns..rows.end * dy_columns];
-                // SAFETY: tasks have rows of their own.
-                let dx = unsafe { rows_mut(&dx, &rows, x_columns) };
-                norm::norm_heads_backward(self.isa, heads, dy, dy_columns, x, weight, eps, dx, x_columns);
-            });
-        });
-        Ok(())
+        self.norm_of_heads_backward(dy, x, heads, weight, eps, dx)
     }
 
     fn head_linear(&self, x: &Tensor, layer: &Linear<'_>, part: &HeadPart, side: HeadSide, y: &mut Tensor) -> Result<()> {
@@ -758,30 +660,4 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         self.gate_and_norm_backward(dy, x, projection, weight, eps, g, dx, dprojection)
     }
-}
-
-fn params<'a>(
-    g: &AttentionGeometry,
-    layout: &QkvLayout,
-    norms: Option<[&'a [f32]; 2]>,
-    cos: &'a [f32],
-    sin: &'a [f32],
-) -> QkvNormRope<'a> {
-    QkvNormRope {
-        layout: *layout,
-        heads: g.heads,
-        kv_heads: g.kv_heads,
-        head_dim: g.head_dim,
-        value_dim: g.values.width(),
-        q_norm: norms.map(|n| n[0]),
-        k_norm: norms.map(|n| n[1]),
-        eps: g.eps,
-        cos,
-        sin,
-    }
-}
-
-/// The weights of the norms of queries and keys.
-fn norm_slices(norms: Option<[TensorRef<'_>; 2]>) -> Result<Option<[&[f32]; 2]>> {
-    norms.map(|[q, k]| Ok([q.slice()?, k.slice()?])).transpose()
 }
