@@ -193,7 +193,8 @@ pub struct SaveTarget {
     pub name: String,
     /// Whether a directory of this name may be replaced.
     pub overwrite: bool,
-    /// Written into the same directory as [`METADATA_FILE`], for the caller's own use. A string `save_id` in it is the identity of this save.
+    /// Written into the same directory as [`METADATA_FILE`], for the caller's own use. A string `save_id` in it is the identity of this save; what it has as `lora` becomes the [`LoraSpec`] of the
+    /// adapter that is written, which may have been loaded after the save was asked for.
     pub metadata: serde_json::Value,
     /// Keys that every other file is encrypted to, as [`crate::age::Recipient`] reads them; none: files as they are.
     pub recipients: Vec<String>,
@@ -289,7 +290,7 @@ impl Default for AdamParams {
 }
 
 /// When a sample ends before its token limit.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Hash)]
 pub enum Stop {
     /// At the model's end-of-sequence tokens.
     EndOfSequence,
@@ -338,7 +339,7 @@ pub struct SampleRequest {
 
 /// Token ids whose log-probabilities are wanted at positions of a prompt: a matrix whose row `i` belongs to position `i + 1`, because nothing
 /// predicts the first. Nothing in it has been checked.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Hash)]
 pub struct PromptTargets {
     /// `[prompt tokens - 1, k]`.
     pub shape: [usize; 2],
@@ -349,7 +350,7 @@ pub struct PromptTargets {
 }
 
 /// Which cells of a matrix are listed.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Hash)]
 pub enum Cells {
     /// All of them.
     All,
@@ -405,6 +406,8 @@ pub enum Response {
         dir: PathBuf,
         /// Bytes of its files.
         size_bytes: u64,
+        /// The adapter that it holds.
+        lora: LoraSpec,
     },
     /// A checkpoint was loaded into a tenant.
     Loaded,

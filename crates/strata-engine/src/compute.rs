@@ -123,11 +123,11 @@ pub(crate) trait Compute {
     /// Bytes it would take.
     fn state_bytes(&self, state: &Self::State) -> AdapterBytes;
 
-    /// Whether a checkpoint can take the place of what a learner holds.
+    /// Whether a checkpoint can take the place of the adapter that was asked for.
     ///
     /// # Errors
     /// A message for the user if it has another shape.
-    fn check_shape(&self, learner: &Self::Learner, state: &Self::State) -> Result<(), String>;
+    fn check_shape(&self, asked: &LoraSpec, state: &Self::State) -> Result<(), String>;
 
     /// What a checkpoint is to hold.
     ///

@@ -465,11 +465,15 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 self.fair.charge(&client, Work::Training, c.now().saturating_sub(start));
                 reply.send(norm.map(|norm| Response::OptimStep { metrics: vec![("optim/grad_norm".into(), norm)] }));
             }
-            Op::Save { target, with_optimizer } => {
+            Op::Save { mut target, with_optimizer } => {
                 let state = match c.capture(learner, with_optimizer) {
                     Ok(state) => state,
                     Err(failure) => return reply.send(Err(failure)),
                 };
+                let lora = LoraSpec { seed: tenant.lora.seed, ..c.spec_of(&state) };
+                if let Some(recorded) = target.metadata.get_mut("lora") {
+                    *recorded = serde_json::json!(lora);
+                }
                 let bytes = c.state_bytes(&state).captured;
                 let captured = self.files.try_capture(bytes);
                 if !captured {
@@ -477,7 +481,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                     tenant.saving = Some(ticket);
                     self.intake.keep(ticket, model_id, bytes);
                 }
-                let save_for = SaveFor { dir: target.dir.clone(), reply, captured_bytes: if captured { bytes } else { 0 } };
+                let captured_bytes = if captured { bytes } else { 0 };
+                let save_for = SaveFor { dir: target.dir.clone(), lora, reply, captured_bytes };
                 let client = tenant.client.clone();
                 self.files.save(&client, Save { ticket, state, target, bytes }, save_for);
                 self.files.dispatch(&mut self.storage);

@@ -148,7 +148,8 @@ fn policy_inputs(datum: &Datum, loss: Loss, shape: &[usize]) -> Result<LossInput
     if shape.len() != 1 {
         return Err(format!("target_tokens has shape {shape:?}; policy losses take one target per token"));
     }
-    let given = |name: &str| datum.loss_inputs.contains_key(name);
+    // Inputs that a loss does not read are passed over.
+    let given = |name: &str| loss.clips() && datum.loss_inputs.contains_key(name);
     let (low_name, high_name) = ("clip_low_threshold", "clip_high_threshold");
     let clip = match (given(low_name), given(high_name)) {
         (false, false) => None,
@@ -295,6 +296,20 @@ mod tests {
             ("sequence_ratio_mask", reals(&[0.0], &[1])),
         ];
         assert!(refusal("gspo", datum(&[1], inputs)).contains("selects no token"));
+        let bounds = |names: &[&'static str]| {
+            let of_all = ["advantages", "logprobs", "sequence_ratio_mask"].map(|name| (name, reals(&[1.0], &[1])));
+            let bounds = names.iter().map(|name| (*name, reals(&[f32::NAN], &[1])));
+            let inputs = [("target_tokens", ids(&[1], &[1]))].into_iter().chain(of_all).chain(bounds).collect();
+            datum(&[1], inputs)
+        };
+        let (low, high) = ("clip_low_threshold", "clip_high_threshold");
+        for loss in ["ppo", "cispo", "gspo"] {
+            assert!(refusal(loss, bounds(&[low])).contains("only one is given"), "{loss}");
+            assert!(refusal(loss, bounds(&[low, high])).contains("clip_low_threshold[0] is NaN"), "{loss}");
+        }
+        for loss in ["importance_sampling", "dro", "stable_reinforce"] {
+            assert!(prepare(vec![bounds(&[low]), bounds(&[low, high])], &spec(loss), LIMITS).is_ok(), "{loss}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_model::lora::{Adapter, LoraConfig, LoraParams, Part};
+use strata_model::lora::{Adapter, LoraParams, Part};
 use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage};
 use strata_tensor::{RowReply, RowRequest};
 
@@ -103,20 +103,27 @@ impl Compute for Device {
         learner::adapter_bytes(&self.model, &state.config)
     }
 
-    fn check_shape(&self, learner: &Learner, state: &LearnerState) -> Result<(), String> {
-        let (ours, theirs) = (&learner.config, &state.config);
-        let has = |config: &LoraConfig, part| config.trains(part);
-        let parts = [Part::Attention, Part::Mlp, Part::Unembed, Part::Embedding];
-        // One that was made elsewhere may leave modules out or scale them otherwise; it takes the place of the model's.
-        let within = ours.rank == theirs.rank && parts.into_iter().all(|part| has(ours, part) || !has(theirs, part));
-        let bytes = |config| learner::adapter_bytes(&self.model, config).training;
-        if ours == theirs || within && bytes(theirs) <= bytes(ours) {
-            return Ok(());
+    fn check_shape(&self, asked: &LoraSpec, state: &LearnerState) -> Result<(), String> {
+        let (ours, theirs) = (&learner::config_of(asked, &self.model)?, &state.config);
+        if theirs.rank != ours.rank {
+            return Err(format!("the checkpoint's adapter has rank {}, and the model's {}", theirs.rank, ours.rank));
         }
-        Err(format!(
-            "the checkpoint holds an adapter of another shape ({:?}) than the model's ({:?})",
-            state.config, learner.config
-        ))
+        // One that was made elsewhere may leave modules out or scale them otherwise; it takes the place of the model's.
+        let parts = [Part::Attention, Part::Mlp, Part::Unembed, Part::Embedding];
+        if let Some(part) = parts.into_iter().find(|&part| theirs.trains(part) && !ours.trains(part)) {
+            let part = match part {
+                Part::Attention => "attention",
+                Part::Mlp => "MLP",
+                Part::Unembed => "unembedding",
+                Part::Embedding => "embedding",
+            };
+            return Err(format!("the checkpoint's adapter has pairs of the {part}, and the model's was made without"));
+        }
+        let [ours, theirs] = [ours, theirs].map(|config| learner::adapter_bytes(&self.model, config).training);
+        if theirs > ours {
+            return Err(format!("the checkpoint's adapter takes {theirs} bytes, and the model was given {ours}"));
+        }
+        Ok(())
     }
 
     fn capture(&self, learner: &mut Learner, with_optimizer: bool) -> Result<LearnerState, Failure> {

@@ -56,6 +56,7 @@ pub(crate) struct Save<S> {
 /// Whom a save is for.
 pub(crate) struct SaveFor {
     pub(crate) dir: std::path::PathBuf,
+    pub(crate) lora: LoraSpec,
     pub(crate) reply: PendingReply,
     /// What is given back when it is written; 0 if its model waits for it instead.
     pub(crate) captured_bytes: u64,

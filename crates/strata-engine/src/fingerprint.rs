@@ -32,10 +32,29 @@ impl TrainOp {
 }
 
 impl SampleRequest {
-    /// As [`TrainOp::fingerprint`], of the text of its prompt and how many sequences are wanted: pictures may not be there yet, and a seed may be drawn each time.
+    /// As [`TrainOp::fingerprint`], of all but its pictures, which may not be there yet, and its seed, which may be drawn each time.
     pub fn fingerprint(&self) -> u64 {
+        let SampleRequest {
+            prompt,
+            images: _,
+            num_samples,
+            max_tokens,
+            seed: _,
+            stop,
+            temperature,
+            top_k,
+            top_p,
+            prompt_logprobs,
+            prompt_logprobs_last_n,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+        } = self;
         let mut hasher = DefaultHasher::new();
-        (&self.prompt, self.num_samples).hash(&mut hasher);
+        (prompt, num_samples, max_tokens, stop, temperature.to_bits(), top_k, top_p.to_bits()).hash(&mut hasher);
+        (prompt_logprobs, prompt_logprobs_last_n, topk_prompt_logprobs, topk_sample_logprobs).hash(&mut hasher);
+        (target_prompt_logprobs, prompt_alt_tokens_k).hash(&mut hasher);
         hasher.finish()
     }
 }
@@ -59,7 +78,7 @@ fn hash_datum(datum: &Datum, hasher: &mut impl Hasher) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::{CheckpointSource, LossInput, LossSpec, SaveTarget};
+    use crate::api::{Cells, CheckpointSource, LossInput, LossSpec, PromptTargets, SaveTarget, Stop};
 
     fn pass(tokens: &[i64], weights: &[f32]) -> TrainOp {
         let input = LossInput { shape: vec![weights.len()], values: LossValues::F32(weights.to_vec()) };
@@ -109,5 +128,49 @@ mod tests {
         let snapshot = |name: &str| TrainOp::Snapshot { sampler_id: name.into(), replace: false };
         assert_eq!(snapshot("a").fingerprint(), snapshot("b").fingerprint());
         assert_eq!(TrainOp::Refused("no".into()).fingerprint(), None);
+    }
+
+    #[test]
+    fn samples_that_ask_for_different_things_differ_and_one_with_another_seed_does_not() {
+        let plain = || SampleRequest {
+            prompt: vec![1, 2],
+            images: vec![],
+            num_samples: 1,
+            max_tokens: None,
+            seed: 1,
+            stop: Stop::EndOfSequence,
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            prompt_logprobs: false,
+            prompt_logprobs_last_n: None,
+            topk_prompt_logprobs: 0,
+            topk_sample_logprobs: 0,
+            target_prompt_logprobs: None,
+            prompt_alt_tokens_k: 0,
+        };
+        let targets = PromptTargets { shape: [1, 1], cells: Cells::All, ids: vec![7] };
+        let all = [
+            plain(),
+            SampleRequest { prompt: vec![1, 3], ..plain() },
+            SampleRequest { num_samples: 2, ..plain() },
+            SampleRequest { max_tokens: Some(0), ..plain() },
+            SampleRequest { stop: Stop::Tokens(vec![]), ..plain() },
+            SampleRequest { temperature: 0.5, ..plain() },
+            SampleRequest { top_k: Some(1), ..plain() },
+            SampleRequest { top_p: 0.5, ..plain() },
+            SampleRequest { prompt_logprobs: true, ..plain() },
+            SampleRequest { prompt_logprobs_last_n: Some(0), ..plain() },
+            SampleRequest { topk_prompt_logprobs: 1, ..plain() },
+            SampleRequest { topk_sample_logprobs: 1, ..plain() },
+            SampleRequest { target_prompt_logprobs: Some(targets), ..plain() },
+            SampleRequest { prompt_alt_tokens_k: 1, ..plain() },
+        ];
+        for (i, a) in all.iter().enumerate() {
+            for (j, b) in all.iter().enumerate() {
+                assert_eq!(a.fingerprint() == b.fingerprint(), i == j, "{a:?} and {b:?}");
+            }
+        }
+        assert_eq!(SampleRequest { seed: 2, ..plain() }.fingerprint(), plain().fingerprint());
     }
 }

@@ -125,6 +125,11 @@ impl Loss {
     pub(crate) fn needs_sequence_ratio(&self) -> bool {
         matches!(self, Loss::Gspo { .. })
     }
+
+    /// Whether each target may have bounds of the ratio of its own.
+    pub(crate) fn clips(&self) -> bool {
+        matches!(self, Loss::Ppo { .. } | Loss::Cispo { .. } | Loss::Gspo { .. })
+    }
 }
 
 /// Refuses clip thresholds that no ratio lies between.

@@ -30,7 +30,8 @@ fn a_tenant_resumes_from_a_checkpoint_to_the_same_bits() {
     let engine = engine();
     create(&engine, "m", 8, 1);
     rounds(&engine, "m", 1, 0..2);
-    let Ok(Response::Saved { size_bytes, dir: saved_dir }) = ask(&engine, train("m", 5, TrainOp::SaveState(save(&checkpoint))))
+    let Ok(Response::Saved { size_bytes, dir: saved_dir, .. }) =
+        ask(&engine, train("m", 5, TrainOp::SaveState(save(&checkpoint))))
     else {
         panic!("not saved")
     };
@@ -101,6 +102,37 @@ fn a_sampler_checkpoint_samples_as_the_snapshot_does() {
 }
 
 #[test]
+fn an_adapter_of_fewer_parts_is_recorded_as_that_and_makes_room_for_all_of_them_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine();
+    let [mlp, all, narrowed] = ["mlp", "all", "narrowed"].map(|name| dir.path().join(name));
+    let of_mlp = LoraSpec { train_attn: false, train_unembed: false, ..lora(8, 3) };
+    ask(&engine, Request::CreateModel { model_id: "small".into(), lora: of_mlp.clone() }).unwrap();
+    create(&engine, "m", 8, 1);
+    let save_as = |path: &Path| TrainOp::SaveState(SaveTarget { metadata: serde_json::json!({ "lora": "any" }), ..save(path) });
+    ask(&engine, train("small", 1, save_as(&mlp))).unwrap();
+    ask(&engine, train("m", 1, save_as(&all))).unwrap();
+    let load = |path: &Path| TrainOp::LoadState { source: source(path), with_optimizer: true };
+    // The save is asked for before the load is over.
+    let [loaded, saved] = [load(&mlp), save_as(&narrowed)]
+        .into_iter()
+        .zip(2..)
+        .map(|(op, seq)| submit(&engine, train("m", seq, op)))
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    assert!(matches!(loaded.recv().unwrap(), Ok(Response::Loaded)));
+    let Ok(Response::Saved { lora: told, .. }) = saved.recv().unwrap() else { panic!("not saved") };
+    assert_eq!(told, LoraSpec { seed: 1, ..of_mlp });
+    let written: serde_json::Value = serde_json::from_slice(&std::fs::read(narrowed.join("strata.json")).unwrap()).unwrap();
+    assert_eq!(written, serde_json::json!({ "lora": told }));
+    let message = user_error(ask(&engine, train("small", 2, load(&all))));
+    assert!(message.contains("has pairs of the attention, and the model's was made without"), "{message}");
+    assert!(matches!(ask(&engine, train("m", 4, load(&all))), Ok(Response::Loaded)));
+    rounds(&engine, "m", 5, 0..1);
+}
+
+#[test]
 fn names_that_exist_are_replaced_only_if_asked() {
     let dir = tempfile::tempdir().unwrap();
     let target = dir.path().join("one");
@@ -130,7 +162,7 @@ fn checkpoints_that_do_not_fit_are_refused_and_leave_the_tenant_as_it_was() {
     create(&engine, "m", 8, 1);
     let before = saved_bytes(&engine, "m", 1);
     let load = |dir: &Path| TrainOp::LoadState { source: source(dir), with_optimizer: false };
-    assert!(user_error(ask(&engine, train("m", 2, load(&target)))).contains("another shape"));
+    assert!(user_error(ask(&engine, train("m", 2, load(&target)))).contains("adapter has rank 4, and the model's 8"));
     user_error(ask(&engine, train("m", 3, load(&dir.path().join("nothing")))));
     assert!(before == saved_bytes(&engine, "m", 4));
     user_error(from_checkpoint(&engine, "x", &dir.path().join("nothing"), false));

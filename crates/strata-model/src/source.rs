@@ -90,9 +90,13 @@ impl ModelSource {
     /// The configuration, read and checked.
     ///
     /// # Errors
-    /// If a file cannot be read, or [`ModelConfig::from_json`] refuses it.
+    /// If a file cannot be read, or [`ModelConfig::from_json`] refuses it; which checkpoint's it is, is said too.
     pub fn config(&self) -> Result<ModelConfig> {
-        ModelConfig::from_json(&self.config_json()?, self.generation_config_json()?.as_deref())
+        let config = ModelConfig::from_json(&self.config_json()?, self.generation_config_json()?.as_deref());
+        config.map_err(|error| match (error, self.directory()) {
+            (error @ Error::Config(_), Some(dir)) => Error::Checkpoint { path: dir.into(), message: error.to_string() },
+            (error, _) => error,
+        })
     }
 
     /// The text of `config.json`.

@@ -180,6 +180,19 @@ impl StreamDecoder {
         Ok(&self.text[start..])
     }
 
+    /// The text that waits for more tokens, but for a character at its end of which some bytes are missing.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode it.
+    pub fn waiting(&self, tokenizer: &Tokenizer) -> Result<String> {
+        if self.pending.is_empty() {
+            return Ok(String::new());
+        }
+        let mut text = self.pending_text(tokenizer, self.pending.len())?;
+        text.truncate(text.trim_end_matches(char::REPLACEMENT_CHARACTER).len());
+        Ok(text)
+    }
+
     /// Ends the sequence; returns the text that was waiting for more tokens.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ pub struct Base {
 }
 
 /// Which of the base models something belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BaseId(usize);
 
 /// The base models of a server, at least one. The first is the one that stands for all where it does not matter.

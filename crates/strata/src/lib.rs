@@ -1,6 +1,7 @@
 //! The `strata` command line: one module for each command under `commands`. It is a library so that cargo compiles it while the crates below
 //! it are still being optimised; the binary does no more than to call it.
 
+mod arguments;
 mod base_model;
 mod client;
 mod commands;
@@ -49,7 +50,7 @@ enum Command {
 /// Runs the command that the arguments of this process ask for.
 pub fn run() -> ExitCode {
     machine::keep_little_freed_memory();
-    let result = match Cli::parse().command {
+    let result = match arguments::parse::<Cli>().command {
         Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Trace(args) => trace::run(args),

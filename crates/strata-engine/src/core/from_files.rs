@@ -14,8 +14,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             }
         }
         self.intake.release(ticket);
-        let Some(SaveFor { dir, reply, .. }) = self.files.saved(ticket) else { return };
-        reply.send(result.map(|size_bytes| Response::Saved { dir, size_bytes }));
+        let Some(SaveFor { dir, lora, reply, .. }) = self.files.saved(ticket) else { return };
+        reply.send(result.map(|size_bytes| Response::Saved { dir, size_bytes, lora }));
     }
 
     pub(super) fn loaded(&mut self, c: &C, ticket: u64, result: Result<C::State, Failure>) {
@@ -52,7 +52,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let Some((_, reply)) = tenant.loading.take_if(|(at, _)| *at == ticket) else { return };
         let checked = result.and_then(|state| {
             let fits = match &tenant.learner {
-                Some(learner) => c.check_shape(learner, &state),
+                Some(_) => c.check_shape(&tenant.lora, &state),
                 None => fits(c, &state, &tenant.lora),
             };
             fits.map(|()| state).map_err(Failure::User)

@@ -85,7 +85,7 @@ impl Plan {
             top_p: request.top_p,
             report_topk: topk_samples,
         };
-        let plan = Plan {
+        let mut plan = Plan {
             page_tokens: limits.page_tokens,
             num_samples: request.num_samples,
             max_tokens,
@@ -93,11 +93,12 @@ impl Plan {
             stop: StopRule::new(&request.stop, limits)?,
             wanted: Wanted::new(request, length, limits.vocab_size)?,
             report_samples_topk: topk_samples > 0,
-            is_long: length + max_tokens > limits.short_sequence_max,
+            is_long: false,
             states: limits.cache.states.min(1),
             prompt,
             pictures,
         };
+        plan.is_long = plan.length_max() > limits.short_sequence_max;
         // The partly filled page of a prompt is there twice: for the prompt and for its first sample.
         let need = plan.prompt_room() + plan.own_room();
         if !need.fits(limits.cache) {
@@ -111,9 +112,9 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Tokens of a whole sample, prompt included, at most.
+    /// Tokens of a whole sample that are inputs, those of the prompt included, at most: its last token never is.
     pub(crate) fn length_max(&self) -> usize {
-        self.prompt.len() + self.max_tokens
+        self.prompt.len() + self.max_tokens - 1
     }
 
     /// What precedes the first page, computed with `weights`.
@@ -137,8 +138,7 @@ impl Plan {
 
     /// What a whole sample needs, prompt included.
     pub(crate) fn sequence_room(&self) -> Room {
-        // The last token of a sample is never an input.
-        Room { pages: (self.prompt.len() + self.max_tokens - 1).div_ceil(self.page_tokens), states: self.states }
+        Room { pages: self.length_max().div_ceil(self.page_tokens), states: self.states }
     }
 
     /// Full pages in so many tokens.
@@ -449,5 +449,50 @@ impl Sequence {
             topk: plan.report_samples_topk.then_some(self.topk),
             stop_reason,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::Stop;
+
+    #[test]
+    fn a_sample_is_as_long_as_its_inputs_may_come_to_be() {
+        let limits = SamplerLimits {
+            vocab_size: 10,
+            max_context_tokens: 100,
+            short_sequence_max: 48,
+            eos_token_ids: vec![],
+            page_tokens: 16,
+            cache: Room { pages: 20, states: 0 },
+            tokenizer: None,
+            eyes: None,
+        };
+        let of = |prompt: usize, max_tokens: Option<usize>| {
+            let request = SampleRequest {
+                prompt: vec![1; prompt],
+                images: vec![],
+                num_samples: 1,
+                max_tokens,
+                seed: 0,
+                stop: Stop::EndOfSequence,
+                temperature: 0.0,
+                top_k: None,
+                top_p: 1.0,
+                prompt_logprobs: false,
+                prompt_logprobs_last_n: None,
+                topk_prompt_logprobs: 0,
+                topk_sample_logprobs: 0,
+                target_prompt_logprobs: None,
+                prompt_alt_tokens_k: 0,
+            };
+            let plan = Plan::new(&request, &limits).unwrap();
+            (plan.length_max(), plan.is_long)
+        };
+        // The last token is drawn and never read.
+        assert_eq!([of(40, Some(9)), of(48, Some(1)), of(47, Some(2))], [(48, false); 3]);
+        assert_eq!([of(40, Some(10)), of(49, Some(1))], [(49, true); 2]);
+        assert_eq!([of(40, None), of(100, Some(1))], [(99, true), (100, true)]);
     }
 }

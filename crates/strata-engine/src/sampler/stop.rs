@@ -69,8 +69,11 @@ impl StopRule {
                 if progress.decoder.push(tokenizer, last).is_err() {
                     return false;
                 }
+                // A token may complete a string and begin a character of several bytes.
+                let waiting = progress.decoder.waiting(tokenizer).unwrap_or_default();
                 let text = progress.decoder.text();
-                let ends = strings.iter().any(|s| text[progress.searched_bytes..].contains(s.as_str()));
+                let rest = [&text[progress.searched_bytes..], &waiting].concat();
+                let ends = strings.iter().any(|s| rest.contains(s.as_str()));
                 let mut next = (text.len() + 1).saturating_sub(*longest_bytes).max(progress.searched_bytes);
                 while !text.is_char_boundary(next) {
                     next -= 1;
@@ -127,6 +130,29 @@ mod tests {
     fn a_string_of_characters_of_several_bytes_is_found() {
         assert_eq!(end_of("aé→b", strings(&["é→"])), Some(6));
         assert_eq!(end_of("日本", strings(&["本"])), Some(6));
+    }
+
+    #[test]
+    fn a_string_is_found_in_a_token_that_goes_on_with_part_of_a_character() {
+        // Bytes as GPT-2 writes them: `a`, `.` with the first two bytes of a quotation mark, and its third.
+        let tokenizer = serde_json::json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+            "truncation": null, "padding": null, "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+            "model": {"type": "BPE", "vocab": {"a": 0, ".\u{e2}\u{122}": 1, "\u{13f}": 2}, "merges": []}
+        });
+        let tokenizer = Arc::new(Tokenizer::from_json(&tokenizer.to_string()).unwrap());
+        assert_eq!(tokenizer.decode(&[0, 1, 2], SpecialTokens::Keep).unwrap(), "a.\u{201d}");
+        let end = |stop: &str| {
+            let rule =
+                StopRule::new(&strings(&[stop]), &SamplerLimits { tokenizer: Some(tokenizer.clone()), ..limits() }).unwrap();
+            let mut progress = StopProgress::default();
+            (1..=3).find(|&n| rule.ends(&[0, 1, 2][..n], &mut progress))
+        };
+        assert_eq!(
+            [end("a"), end("."), end("a."), end("\u{201d}"), end(".\u{201d}")],
+            [Some(1), Some(2), Some(2), Some(3), Some(3)]
+        );
+        assert_eq!(end("\u{fffd}"), None, "what is not whole yet is no text");
     }
 
     #[test]

@@ -129,7 +129,7 @@ impl Int4Tensors {
         }
         // AutoGPTQ writes biases of layers that have none.
         let bias = self.named("bias");
-        if reader.is_zero(&bias) {
+        if reader.shape(&bias) == Some(&[self.outputs]) && reader.is_zero(&bias) {
             reader.ignore(&bias);
         }
     }
@@ -155,12 +155,12 @@ impl Int4Tensors {
         let name = self.named("weight_shape");
         let Some(extents) = reader.require_plain(&name, &[Dtype::I64, Dtype::I32], &[2]) else { return };
         let expected = [self.outputs, self.inputs].map(|extent| extent as i64);
-        let is_expected = match extents.as_chunks::<8>() {
-            (extents, []) if extents.len() == 2 => extents.iter().map(|&b| i64::from_le_bytes(b)).eq(expected),
-            _ => extents.as_chunks().0.iter().map(|&b| i64::from(i32::from_le_bytes(b))).eq(expected),
+        let extents: Vec<i64> = match extents.as_chunks::<8>() {
+            (extents, []) if extents.len() == 2 => extents.iter().map(|&b| i64::from_le_bytes(b)).collect(),
+            _ => extents.as_chunks().0.iter().map(|&b| i32::from_le_bytes(b).into()).collect(),
         };
-        if !is_expected {
-            reader.refuse(format!("tensor {name} is not {expected:?}"));
+        if extents != expected {
+            reader.refuse(format!("tensor {name} is {extents:?}, not {expected:?}"));
         }
     }
 

@@ -39,7 +39,11 @@ pub(crate) fn write_by_one(path: &Path, write: impl FnOnce(&File) -> Result<()>)
     let own = file.metadata().map_err(io_error)?;
     // Between the two calls another may have finished: what is open here is then what it has made, under its name.
     let is_there = fs::symlink_metadata(&hidden).is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino()));
-    if !own.is_file() || !is_there {
+    if !own.is_file() {
+        // Nobody who writes here has made it, and so nobody will take it away.
+        return Err(Error::Checkpoint { path: hidden, message: "is no file, and stands where one is to be written".into() });
+    }
+    if !is_there {
         return Ok(false);
     }
     let put = file.set_len(0).map_err(io_error).and_then(|()| write(&file)).and_then(|()| {
@@ -94,5 +98,14 @@ mod tests {
         std::os::unix::fs::symlink(&target, dir.path().join(".file.new")).unwrap();
         assert!(write_by_one(&dir.path().join("file"), |_| Ok(())).is_err());
         assert_eq!(fs::read(&target).unwrap(), b"kept");
+    }
+
+    #[test]
+    fn what_is_no_file_and_in_the_way_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let hidden = dir.path().join(".file.new");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &hidden, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).unwrap();
+        let error = write_by_one(&dir.path().join("file"), |_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains(".file.new") && error.contains("is no file"), "{error}");
     }
 }

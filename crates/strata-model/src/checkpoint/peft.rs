@@ -144,9 +144,9 @@ impl OpenAdapter {
         let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
         let layers = modules.iter().zip(&layouts).map(|(module, layout)| match layout {
             Some(layout) => settings.layers_of(module, *layout, &tensors),
-            None => Vec::new(),
+            None => Ok(Vec::new()),
         });
-        let layers = layers.collect();
+        let layers = layers.collect::<std::result::Result<_, _>>().map_err(refused)?;
         Ok(OpenAdapter { path, settings, checkpoint, of_composite, layouts, layers })
     }
 
@@ -162,7 +162,7 @@ pub struct PlannedAdapter<'m> {
     config: LoraConfig,
 }
 
-/// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers or in those that `layers_to_transform` lists; the
+/// Reads an adapter for a model with these modules into memory of `backend`. Any subset of modules may carry LoRA, each in all of its layers or in those that `target_modules`, `exclude_modules` and `layers_to_transform` leave it; the
 /// adapter is widened to f32 if it is narrower. Of experts whose gate and up share an A, each gets a copy of it. Layers that carry nothing are zeros on both sides, which training leaves at that.
 ///
 /// # Errors
@@ -199,10 +199,8 @@ impl<'m> PlannedAdapter<'m> {
             let Some(layout) = layouts[index] else { continue };
             let mut unlisted = module.layers.iter().filter(|number| !layers[index].contains(number));
             if let Some(number) = unlisted.find(|number| tensors.holds_layer(module, layout, **number)) {
-                let path = module.path;
-                return Err(refused(format!(
-                    "layers_to_transform is without layer {number}, and the adapter holds tensors for {path} there"
-                )));
+                let (left_out, path) = (settings.leave_out(module, *number), module.path);
+                return Err(refused(format!("{left_out}, and the adapter holds tensors for {path} there")));
             }
         }
         for (index, module) in modules.iter().enumerate() {

@@ -103,13 +103,17 @@ impl<'a> CheckpointReader<'a> {
     pub fn finish(self) -> Result<()> {
         /// Misshapen tensors that are described; where there are more, one reason explains them all.
         const MALFORMED_MAX: usize = 100;
-        let mut problems = self.malformed;
+        let mut problems = Vec::with_capacity(self.malformed.len());
+        let mut told = BTreeSet::new();
+        problems.extend(self.malformed.iter().filter(|problem| told.insert(*problem)).cloned());
         if let Some(more @ 1..) = problems.len().checked_sub(MALFORMED_MAX) {
             problems.truncate(MALFORMED_MAX);
             problems.push(format!("{more} more like these"));
         }
         if !self.missing.is_empty() {
-            let names: Vec<_> = self.missing.iter().map(String::as_str).collect();
+            // Two of a model's parameters may be one tensor of the file.
+            let mut told = BTreeSet::new();
+            let names: Vec<_> = self.missing.iter().map(String::as_str).filter(|name| told.insert(*name)).collect();
             problems.push(format!("missing tensors: {}", list_names(&names)));
         }
         if !self.unused.is_empty() {

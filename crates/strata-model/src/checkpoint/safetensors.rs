@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::tensor::TensorInfo;
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use sha2::Digest;
 
 use super::limits::open_regular;
@@ -338,7 +339,7 @@ impl Checkpoint {
         let error = |message: String| Error::Checkpoint { path: path.into(), message };
         let data = bytes.bytes();
         check_header(data, max).map_err(error)?;
-        let file = SafeTensors::deserialize(data).map_err(|e| error(format!("not a whole safetensors file: {e}")))?;
+        let file = SafeTensors::deserialize(data).map_err(|e| error(what_is_wrong(data, &e)))?;
         let mut names = BTreeSet::new();
         for (name, view) in file.iter() {
             let start = view.data().as_ptr() as usize - data.as_ptr() as usize;
@@ -384,6 +385,37 @@ fn map(path: &Path) -> Result<(ShardBytes, Option<FileIdentity>)> {
     let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
     let identity = FileIdentity::of(&file.metadata().map_err(io_error)?);
     Ok((ShardBytes::Mapped(map, AtomicUsize::new(0)), Some(identity)))
+}
+
+/// What is wrong with a file that is not a whole safetensors file: of a tensor its name, of a file that has been cut off how long it should be.
+fn what_is_wrong(data: &[u8], error: &SafeTensorError) -> String {
+    let more = match (error, entries_of(data)) {
+        (SafeTensorError::TensorInvalidInfo, Some((entries, _))) => entries.iter().find_map(|(name, info)| {
+            let (start, end) = info.data_offsets;
+            let elements = info.shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n))?;
+            let bytes = elements.checked_mul(info.dtype.bitsize())? / 8;
+            let is_wrong = end.checked_sub(start) != Some(bytes);
+            is_wrong.then(|| {
+                format!("tensor {name} of {:?} {:?} is {bytes} bytes, and lies in {start}..{end}", info.dtype, info.shape)
+            })
+        }),
+        (SafeTensorError::MetadataIncompleteBuffer, Some((entries, first))) => {
+            let end = entries.iter().map(|(_, info)| info.data_offsets.1).max().unwrap_or(0);
+            Some(format!("it has {} bytes where its header says {}", data.len(), first.saturating_add(end)))
+        }
+        _ => None,
+    };
+    format!("not a whole safetensors file: {}", more.unwrap_or_else(|| error.to_string()))
+}
+
+/// The tensors of a header by name, whatever it says of them, and where the first would begin.
+fn entries_of(data: &[u8]) -> Option<(Vec<(String, TensorInfo)>, usize)> {
+    let (length, rest) = data.split_first_chunk()?;
+    let header = rest.get(..usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+    let all: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
+    let tensors = all.into_iter().filter(|(name, _)| name != "__metadata__");
+    let entries = tensors.map(|(name, info)| Some((name, serde_json::from_value(info).ok()?))).collect::<Option<_>>()?;
+    Some((entries, data.len() - rest.len() + header.len()))
 }
 
 /// Refuses a header that would take much memory to parse, before it is.

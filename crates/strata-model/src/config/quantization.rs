@@ -68,9 +68,21 @@ fn check_fp8(settings: &Fields<'_>) -> Result<()> {
     only(settings, KEY, "weight_block_size", &[json!([FP8_BLOCK, FP8_BLOCK])])?;
     only(settings, KEY, "fmt", &[json!("e4m3")])?;
     only(settings, KEY, "activation_scheme", &[json!("dynamic")])?;
-    // What is not converted has another dtype in the file, and the format of scales is that of their tensors.
-    let known = ["quant_method", "weight_block_size", "fmt", "activation_scheme", "modules_to_not_convert", "scale_fmt"];
-    match settings.map.iter().find(|(key, _)| !known.contains(&key.as_str())) {
+    only(settings, KEY, "expert_dtype", &[json!("fp8")])?;
+    // What is not converted, or is beside linear layers, has its dtype in the file, and the format of scales is that of their tensors. All is computed with as the numbers that it stands for,
+    // as `dequantize` asks for.
+    let known = [
+        "quant_method",
+        "weight_block_size",
+        "fmt",
+        "activation_scheme",
+        "modules_to_not_convert",
+        "ignored_layers",
+        "scale_fmt",
+        "dequantize",
+        "expert_dtype",
+    ];
+    match settings.map.iter().find(|(key, value)| !known.contains(&key.as_str()) && !value.is_null()) {
         Some((key, other)) => Err(unsupported(&format!("{KEY}.{key}"), other, &known.join(", "))),
         None => Ok(()),
     }

@@ -490,6 +490,29 @@ fn the_dtype_is_read_from_either_key_and_half_precision_is_widened() {
 }
 
 #[test]
+fn matrices_in_bytes_are_read_as_transformers_writes_what_it_says_of_them() {
+    let with = |changes: Value| {
+        // `FineGrainedFP8Config().to_dict()` of transformers 5.24.
+        let mut all = json!({
+            "quant_method": "fp8", "modules_to_not_convert": null, "modules_to_convert": null, "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128], "dequantize": false, "scale_fmt": "float", "expert_dtype": "fp8"
+        });
+        changes.as_object().unwrap().iter().for_each(|(key, value)| all[key] = value.clone());
+        read_with(json!({ "quantization_config": all })).map(|_| ()).map_err(|error| error.to_string())
+    };
+    for same in [json!({}), json!({"dequantize": true}), json!({"ignored_layers": ["lm_head"]}), json!({"fmt": "e4m3"})] {
+        assert_eq!(with(same.clone()), Ok(()), "{same}");
+    }
+    for (other, named) in [
+        (json!({"expert_dtype": "fp4"}), "quantization_config.expert_dtype \"fp4\""),
+        (json!({"modules_to_convert": ["embed_tokens"]}), "quantization_config.modules_to_convert [\"embed_tokens\"]"),
+        (json!({"activation_scheme": "static"}), "quantization_config.activation_scheme \"static\""),
+    ] {
+        assert!(with(other).is_err_and(|error| error.contains(named)), "{named}");
+    }
+}
+
+#[test]
 fn hostile_values_are_refused_by_key_and_value() {
     for (changes, expected) in [
         (json!({"model_type": "gpt2"}), "model_type \"gpt2\""),

@@ -69,8 +69,8 @@ fn save_named(
         Err(reason) => (None, Err(reason)),
     };
     training::accept(app, head, op, move |app, response| match (response, record) {
-        (Response::Saved { size_bytes, .. }, Some(mut record)) => {
-            record.size_bytes = size_bytes;
+        (Response::Saved { size_bytes, lora, .. }, Some(mut record)) => {
+            (record.size_bytes, record.lora) = (size_bytes, lora);
             let path = record.id().tinker_path();
             app.store.insert(record);
             let kind = match kind {
@@ -192,7 +192,8 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let source = app.store.source(&record);
     let answer = json!({ "type": "load_weights", "path": path });
     let lora = record.lora.clone();
-    training::create(&app, (session_id, model_seq_id), (base, record.lora), metadata, answer, |model_id| {
+    let wanted = (record.id().tinker_path(), asked.optimizer);
+    training::create(&app, (session_id, model_seq_id), (base, record.lora), wanted, metadata, answer, |model_id| {
         Request::CreateModelFromCheckpoint { model_id, source, lora, with_optimizer: asked.optimizer }
     })
 }

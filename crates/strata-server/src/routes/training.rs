@@ -3,6 +3,7 @@
 //! An operation is acknowledged as soon as its model and its place in the order are known. Whatever else is wrong with it becomes
 //! the outcome of its future, and it still takes its place: the operations behind it must not wait for ever.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use axum::Json;
@@ -20,7 +21,7 @@ use crate::limits;
 use crate::names::shown;
 use crate::payload::{Operation, Payload, op_head};
 use crate::provenance::{self, Sources, Spans};
-use crate::registry::{Metadata, State as ModelState};
+use crate::registry::{Metadata, State as ModelState, model_id};
 use crate::wire::budget::Budget;
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
 use crate::wire::{guard, head, proto};
@@ -35,6 +36,8 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let Some(lora) = asked.lora_config else {
         return Err(ApiError::bad("lora_config is missing; this server trains LoRA adapters, not whole models"));
     };
+    let seed = lora.seed.as_ref().map(ToString::to_string);
+    let wanted = (base, lora.rank, seed, [lora.train_attn, lora.train_mlp, lora.train_unembed]);
     let lora = LoraSpec {
         rank: lora.rank,
         seed: wire::seed(lora.seed.as_ref()).map_err(ApiError::BadRequest)?,
@@ -45,26 +48,33 @@ pub async fn create_model(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     };
     let metadata = wire::metadata(asked.user_metadata);
     let (place, adapter) = ((&*asked.session_id.0, asked.model_seq_id), (base, lora.clone()));
-    create(&app, place, adapter, metadata, json!({ "type": "create_model" }), |model_id| Request::CreateModel {
+    create(&app, place, adapter, wanted, metadata, json!({ "type": "create_model" }), |model_id| Request::CreateModel {
         model_id,
         lora,
     })
 }
 
-/// Makes a model in whichever way `request` says; `answer` is what its future resolves to, with the model's id put in.
+/// Makes a model in whichever way `request` says; `wanted` tells it from another that takes its number, and `answer` is what its future resolves to, with the model's id put in.
 pub fn create(
     app: &Arc<App>,
     (session_id, model_seq_id): (&str, u64),
     (base, lora): (BaseId, LoraSpec),
+    wanted: impl Hash,
     metadata: Metadata,
     mut answer: Value,
     request: impl FnOnce(ModelId) -> Request,
 ) -> ApiResult<Json<Value>> {
     let client = app.registry.client(session_id)?;
     let (entry, future) = (app.charge(&client, limits::SESSION_BYTES)?, app.charge(&client, limits::FUTURE_BYTES)?);
+    let mut hasher = DefaultHasher::new();
+    wanted.hash(&mut hasher);
+    let fingerprint = Some(hasher.finish());
+    let request_id = format!("{}:0", model_id(session_id, model_seq_id));
+    if app.futures.is_known(&request_id, fingerprint)? {
+        return Ok(acknowledged(&request_id));
+    }
     let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
-    let request_id = format!("{model_id}:0");
-    let completer = match app.futures.begin(&request_id, &client) {
+    let completer = match app.futures.begin_for(&request_id, &client, fingerprint, None)? {
         Some(completer) if is_new => completer,
         _ => return Ok(acknowledged(&request_id)),
     };

@@ -184,5 +184,6 @@ fn save(target: &SaveTarget) -> Outcome {
     }
     fs::create_dir_all(&target.dir).unwrap();
     fs::write(target.dir.join("strata.json"), target.metadata.to_string()).unwrap();
-    Ok(Response::Saved { dir: target.dir.clone(), size_bytes: 123 })
+    let lora = serde_json::from_value(target.metadata["lora"].clone()).unwrap();
+    Ok(Response::Saved { dir: target.dir.clone(), size_bytes: 123, lora })
 }

@@ -123,6 +123,17 @@ async fn a_number_that_another_request_took_is_refused_and_one_sent_again_is_not
         let detail = other.json()["detail"].to_string();
         assert!(detail.contains(&format!("{model_id}:{seq_id} was sent before and asked for something else")), "{detail}");
     }
+    // So is a model that takes the number of another.
+    let mut of_rank_1 = create_model_body(&session_id, 0);
+    of_rank_1["lora_config"]["rank"] = json!(1);
+    let path = format!("tinker://{model_id}/weights/a");
+    let load = json!({ "session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": true, "type": "load_weights" });
+    server.ok("create_model", create_model_body(&session_id, 0)).await;
+    for other in [server.post("create_model", of_rank_1).await, server.post("load_weights", load).await] {
+        let detail = other.json()["detail"].to_string();
+        assert_eq!(other.status, StatusCode::BAD_REQUEST, "{detail}");
+        assert!(detail.contains(&format!("{model_id}:0 was sent before and asked for something else")), "{detail}");
+    }
     // The name that the last would have made is free.
     let body = json!({ "model_id": model_id, "sampling_session_seq_id": 7, "kind": "snapshot", "seq_id": 3 });
     let saved = server.outcome("save_weights_for_sampler", body.clone()).await;

@@ -121,10 +121,18 @@ fn csr_cells(indices: &CsrIndices, rows: usize, columns: usize, num_values: usiz
     }
     let mut cells = Vec::with_capacity(num_values);
     for (row, bounds) in indices.row_offsets.windows(2).enumerate() {
-        for &column in &indices.columns[bounds[0] as usize..bounds[1] as usize] {
+        let listed = &indices.columns[bounds[0] as usize..bounds[1] as usize];
+        for &column in listed {
             match usize::try_from(column) {
                 Ok(column) if column < columns => cells.push(row * columns + column),
                 _ => return Err(format!("column index {column} in row {row} is outside 0..{columns}")),
+            }
+        }
+        if !listed.is_sorted_by(|a, b| a < b) {
+            let mut listed = listed.to_vec();
+            listed.sort_unstable();
+            if let Some(twice) = listed.windows(2).find(|pair| pair[0] == pair[1]) {
+                return Err(format!("row {row} has column index {} twice", twice[0]));
             }
         }
     }
@@ -160,6 +168,16 @@ mod tests {
     }
 
     #[test]
+    fn columns_of_a_row_come_in_any_order_and_once() {
+        let of = |columns: &[i64]| loss_input(LossValues::F32(vec![1.0, 2.0, 3.0]), &[1, 4], csr(&[0, 3], columns));
+        let LossValues::F32(dense) = of(&[3, 0, 2]).unwrap().values else { panic!("dtype is kept") };
+        assert_eq!(dense, [2.0, 0.0, 3.0, 1.0]);
+        for (columns, twice) in [([1, 1, 2], 1), ([2, 0, 2], 2)] {
+            assert!(of(&columns).unwrap_err().contains(&format!("row 0 has column index {twice} twice")));
+        }
+    }
+
+    #[test]
     fn shapes_and_indices_that_lie_are_refused() {
         let values = || LossValues::I64(vec![7, 8]);
         let refused = |shape: &[i64], sparse| loss_input(values(), shape, sparse).unwrap_err();
@@ -167,7 +185,7 @@ mod tests {
         assert!(refused(&[-2], None).contains("negative"));
         assert!(refused(&[1, 1, 2], None).contains("dimensions"));
         assert!(refused(&[i64::MAX, i64::MAX], None).contains("overflows"));
-        assert!(refused(&[101, 1], csr(&[vec![0; 101], vec![2]].concat(), &[0, 0])).contains("800 bytes"));
+        assert!(refused(&[51, 2], csr(&[vec![0; 51], vec![2]].concat(), &[0, 1])).contains("800 bytes"));
         assert!(refused(&[2], csr(&[0, 2], &[0, 0])).contains("two dimensions"));
         assert!(refused(&[2, 2], csr(&[0, 2], &[0, 0])).contains("row pointers"));
         assert!(refused(&[2, 2], csr(&[0, 3, 2], &[0, 0])).contains("must rise"));

@@ -56,8 +56,8 @@ const SWITCHES: [&str; 8] = [
     "use_dora",
     "use_qalora",
 ];
-/// Initialisations that change the base model's weights too, so that the adapter alone is not enough.
-const INITS_OF_THE_BASE: [&str; 4] = ["pissa", "olora", "corda", "lora_ga"];
+/// Initialisations that change the base model's weights too, so that the adapter alone is not enough. PEFT tells capitals apart in some of them only.
+const INITS_OF_THE_BASE: [&str; 5] = ["pissa", "olora", "corda", "lora_ga", "loftq"];
 
 /// What an adapter says of itself.
 #[derive(Debug)]
@@ -125,16 +125,27 @@ impl AdapterSettings {
     }
 
     /// Those layers of a module, which `tensors` has in this layout, that carry LoRA.
-    pub(super) fn layers_of(&self, module: &LoraModule, layout: Layout, tensors: &AdapterTensors<'_>) -> Vec<usize> {
-        let listed: Vec<usize> = module.layers.iter().copied().filter(|&number| self.targets.lists(module, number)).collect();
-        let others = || module.layers.iter().filter(|number| !listed.contains(number));
-        // A list of layers is one for modules. Parameters carry LoRA in all of theirs.
-        let is_of_parameter =
-            matches!(layout, Layout::Fused { .. }) || self.targets.name_parameter_of(module, tensors.of_composite);
-        if is_of_parameter && others().any(|&number| tensors.holds_layer(module, layout, number)) {
-            return module.layers.clone();
+    pub(super) fn layers_of(
+        &self,
+        module: &LoraModule,
+        layout: Layout,
+        tensors: &AdapterTensors<'_>,
+    ) -> Result<Vec<usize>, String> {
+        let listed = self.targets.layers_of(module, tensors.of_composite)?;
+        let others = || module.layers.iter().copied().filter(|number| !listed.contains(number));
+        // Lists of layers, and of modules, are not for parameters.
+        let of_parameter = self.targets.layers_of_parameter(module, tensors.of_composite);
+        let is_of_parameter = matches!(layout, Layout::Fused { .. }) || !of_parameter.is_empty();
+        if !is_of_parameter || !others().any(|number| tensors.holds_layer(module, layout, number)) {
+            return Ok(listed);
         }
-        listed
+        let carries = |number: &usize| of_parameter.is_empty() || of_parameter.contains(number) || listed.contains(number);
+        Ok(module.layers.iter().copied().filter(carries).collect())
+    }
+
+    /// As [`Targets::leave_out`].
+    pub(super) fn leave_out(&self, module: &LoraModule, number: usize) -> String {
+        self.targets.leave_out(module, number)
     }
 
     /// A module at place `index` that `tensors` has in this layout, with the paths by which PEFT knows it.
@@ -235,7 +246,7 @@ fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
         other => return Err(format!("bias is {}; supported: \"none\"", show(other))),
     }
     if let Some(Value::String(init)) = map.get("init_lora_weights")
-        && INITS_OF_THE_BASE.iter().any(|name| init.starts_with(name))
+        && INITS_OF_THE_BASE.iter().any(|name| init.to_lowercase().starts_with(name))
     {
         return Err(format!(
             "init_lora_weights is {init:?}, which changes the base model; save the adapter converted to plain LoRA"

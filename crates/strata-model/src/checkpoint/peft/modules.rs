@@ -59,11 +59,59 @@ impl Targets {
         Ok(Targets { modules, excluded: excluded?, parameters, layers })
     }
 
-    /// Whether a layer of a module is one of those that carry LoRA, if the module does.
-    pub(super) fn lists(&self, module: &LoraModule, number: usize) -> bool {
+    /// Whether a layer of a module is one of those that `layers_to_transform` lists.
+    fn lists(&self, module: &LoraModule, number: usize) -> bool {
         match module.part {
             Part::Unembed | Part::Embedding => true,
             Part::Attention | Part::Mlp => self.layers.as_ref().is_none_or(|listed| listed.contains(&(number as u64))),
+        }
+    }
+
+    /// Those layers of a module that carry LoRA by the names of modules, or may where these leave it to the tensors.
+    pub(super) fn layers_of(&self, module: &LoraModule, of_composite: bool) -> Result<Vec<usize>, String> {
+        let mut layers = Vec::new();
+        for number in module.layers.iter().copied().filter(|&number| self.lists(module, number)) {
+            if self.name_layer(module, number, of_composite)? {
+                layers.push(number);
+            }
+        }
+        Ok(layers)
+    }
+
+    fn name_layer(&self, module: &LoraModule, number: usize, of_composite: bool) -> Result<bool, String> {
+        let targets = match &self.modules {
+            None => return Ok(true),
+            Some(Modules::AllLinear) if self.excluded.is_none() => return Ok(true),
+            Some(targets) => targets,
+        };
+        let is_of_layers = matches!(module.part, Part::Attention | Part::Mlp);
+        // One module of the original model by all of its names, or several, of which each has names of its own.
+        let is_one = module.experts.is_none() && module.parts.is_empty();
+        let mut targeted = false;
+        for path in paths(&LoraModule { layers: vec![number], ..module.clone() }, of_composite) {
+            if self.excluded.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))? {
+                if is_one {
+                    return Ok(false);
+                }
+                continue;
+            }
+            // With a list of layers PEFT takes what is in none of them by its whole path only.
+            targeted |= match (&self.layers, targets) {
+                (Some(_), Modules::Names(names)) if !is_of_layers => names
+                    .iter()
+                    .any(|name| *name == path || path.strip_prefix("model.") == Some(name) && module.part == Part::Unembed),
+                _ => targets.names("target_modules", &path)?,
+            };
+        }
+        Ok(targeted)
+    }
+
+    /// By which setting a module carries nothing in a layer.
+    pub(super) fn leave_out(&self, module: &LoraModule, number: usize) -> String {
+        match &self.excluded {
+            _ if !self.lists(module, number) => format!("layers_to_transform is without layer {number}"),
+            None => format!("target_modules does not name {} of layer {number}", module.path),
+            Some(_) => format!("target_modules and exclude_modules leave out {} of layer {number}", module.path),
         }
     }
 
@@ -90,26 +138,7 @@ impl Targets {
                 }
                 continue;
             };
-            if matches!(targets, Modules::AllLinear) && self.excluded.is_none() {
-                continue;
-            }
-            let (mut targeted, mut excluded) = (0, 0);
-            let is_of_layers = matches!(module.part, Part::Attention | Part::Mlp);
-            let layers = module.layers.iter().copied().filter(|&number| self.lists(module, number)).collect();
-            for path in paths(&LoraModule { layers, ..module.clone() }, of_composite) {
-                let is_excluded = self.excluded.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))?;
-                excluded += usize::from(is_excluded);
-                // With a list of layers PEFT takes what is in none of them by its whole path only.
-                let is_named = match (&self.layers, targets) {
-                    (Some(_), Modules::Names(names)) if !is_of_layers => names
-                        .iter()
-                        .any(|name| *name == path || path.strip_prefix("model.") == Some(name) && module.part == Part::Unembed),
-                    _ => targets.names("target_modules", &path)?,
-                };
-                targeted += usize::from(!is_excluded && is_named);
-            }
-            // The paths of the unembedding are all its own.
-            let targeted = targeted > 0 && !(module.part == Part::Unembed && excluded > 0);
+            let targeted = !self.layers_of(module, of_composite)?.is_empty();
             match (targets, targeted, carried) {
                 (Modules::Names(_) | Modules::Pattern { .. }, true, false) => {
                     // Experts are no modules in transformers 5: a name such as `gate_proj` is there one of the other MLPs alone.
@@ -130,6 +159,13 @@ impl Targets {
     /// Whether a module is named by its parameter.
     pub(super) fn name_parameter_of(&self, module: &LoraModule, of_composite: bool) -> bool {
         self.parameter_of(module, of_composite).is_some()
+    }
+
+    /// Those layers of a module that are named by its parameter.
+    pub(super) fn layers_of_parameter(&self, module: &LoraModule, of_composite: bool) -> Vec<usize> {
+        let of_layer = |number: usize| LoraModule { layers: vec![number], ..module.clone() };
+        let is_named = |&number: &usize| self.name_parameter_of(&of_layer(number), of_composite);
+        module.layers.iter().copied().filter(is_named).collect()
     }
 
     fn parameter_of(&self, module: &LoraModule, of_composite: bool) -> Option<&String> {

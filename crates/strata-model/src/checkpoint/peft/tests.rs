@@ -256,6 +256,8 @@ fn features_beyond_plain_lora_are_refused_by_name() {
         json!({"trainable_token_indices": {"embed_tokens": [1]}}),
         json!({"peft_type": "IA3"}),
         json!({"init_lora_weights": "pissa_niter_16"}),
+        json!({"init_lora_weights": "OLoRA"}),
+        json!({"init_lora_weights": "loftq"}),
         json!({"r": 0}),
         json!({"r": 1_000_000}),
         json!({"lora_alpha": "much"}),
@@ -308,6 +310,11 @@ fn what_target_modules_names_and_what_there_is_must_agree() {
         (json!({"target_modules": r".*\.(q_proj|v_proj)"}), "holds tensors for mlp.down_proj"),
         (json!({"exclude_modules": ["q_proj"]}), "holds tensors for self_attn.q_proj"),
         (json!({"target_modules": "all-linear", "exclude_modules": "lm_head"}), "holds tensors for lm_head"),
+        (
+            json!({"target_modules": ["layers.0.self_attn.q_proj", "v_proj", "down_proj", "lm_head"]}),
+            "target_modules does not name self_attn.q_proj of layer 1, and the adapter holds tensors for self_attn.q_proj there",
+        ),
+        (json!({"exclude_modules": r".*layers\.0\..*"}), "exclude_modules leave out self_attn.q_proj of layer 0, and"),
     ] {
         let error = accepted(changes.clone(), &all).unwrap_err();
         assert!(error.contains(complaint), "{changes}: {error}");

@@ -110,6 +110,17 @@ fn truncated_and_foreign_files_are_refused() {
         assert!(open_error(&dir).contains(SINGLE_FILE), "{} bytes", bytes.len());
     }
     assert!(open_error(&directory(&[])).contains("holds neither"));
+    // How long it should be, and which tensor it is.
+    let (len, error_of) = (whole.len(), |bytes: &[u8]| open_error(&directory(&[(SINGLE_FILE, bytes)])));
+    assert!(error_of(&whole[..len - 1]).contains(&format!("it has {} bytes where its header says {len}", len - 1)));
+    assert!(
+        error_of(&[&whole[..], b"more"].concat()).contains(&format!("it has {} bytes where its header says {len}", len + 4))
+    );
+    let of_tensors = |entries: &str| [&(entries.len() as u64).to_le_bytes(), entries.as_bytes(), &[0; 16]].concat();
+    let misfit = of_tensors(
+        r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[3],"data_offsets":[8,16]}}"#,
+    );
+    assert!(error_of(&misfit).contains("tensor b of F32 [3] is 12 bytes, and lies in 8..16"), "{}", error_of(&misfit));
 }
 
 /// A file whose header lists this many tensors without bytes.
@@ -225,11 +236,12 @@ fn the_reader_names_everything_that_is_wrong() {
     assert!(reader.require("b", &[2, 3]).is_none());
     assert!(reader.require("x", &[1]).is_none());
     assert!(reader.require("y", &[1]).is_none());
+    // What two parameters have in common is told once.
+    assert!(reader.require("b", &[2, 3]).is_none() && reader.require("x", &[1]).is_none());
     assert!(reader.contains("lm_head.weight"));
     reader.ignore("lm_head.weight");
     let error = reader.finish().unwrap_err().to_string();
-    assert!(error.contains("tensor b has shape [1], expected [2, 3]"), "{error}");
-    assert!(error.contains("missing tensors: x, y"), "{error}");
+    assert!(error.contains(": tensor b has shape [1], expected [2, 3]; missing tensors: x, y; "), "{error}");
     assert!(error.ends_with("no use for: c, d"), "{error}");
 }
 

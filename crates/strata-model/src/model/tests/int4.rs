@@ -229,7 +229,7 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
     const STEM: &str = "model.layers.1.mlp.down_proj.";
     let refused = |layout, change: Change<'_>| load_error(&quantized(32, Some(layout), &|_| false, change), None);
     let name = |last: &str| format!("{STEM}{last}");
-    let cases: [(Layout, &str, Change<'_>); 11] = [
+    let cases: [(Layout, &str, Change<'_>); 12] = [
         (Layout::Gptq, "missing tensors: model.layers.1.mlp.down_proj.scales", &|t| drop(t.remove(&name("scales")))),
         (Layout::Gptq, "missing tensors: model.layers.1.mlp.down_proj.qzeros", &|t| drop(t.remove(&name("qzeros")))),
         // Without codes nothing says that it is in four bits.
@@ -239,7 +239,9 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
             t.get_mut(&name("qzeros")).unwrap().1 = vec![4, 6];
         }),
         (Layout::Gptq, "qweight has dtype U32", &|t| t.get_mut(&name("qweight")).unwrap().0 = Dtype::U32),
-        (Layout::Compressed, "weight_shape is not [64, 96]", &|t| t.get_mut(&name("weight_shape")).unwrap().2[0] = 63),
+        (Layout::Compressed, "weight_shape is [63, 96], not [64, 96]", &|t| {
+            t.get_mut(&name("weight_shape")).unwrap().2[0] = 63
+        }),
         (Layout::Awq, "model.layers.1.mlp.down_proj: weights of four bits: a scale is inf", &|t| {
             t.get_mut(&name("scales")).unwrap().2[..2].copy_from_slice(&half::f16::INFINITY.to_le_bytes());
         }),
@@ -249,6 +251,9 @@ fn what_is_wrong_with_a_matrix_of_four_bits_is_said_by_name() {
         }),
         (Layout::Gptq, "has no use for: model.layers.1.mlp.down_proj.bias", &|t| {
             drop(t.insert(name("bias"), (Dtype::F16, vec![64], [&[1][..], &[0; 127]].concat())));
+        }),
+        (Layout::Gptq, "has no use for: model.layers.1.mlp.down_proj.bias", &|t| {
+            drop(t.insert(name("bias"), (Dtype::F16, vec![3], vec![0; 6])));
         }),
         (Layout::Compressed, "has no use for: model.layers.1.mlp.down_proj.weight_packed", &|t| {
             drop(t.insert(name("weight"), (Dtype::F16, vec![64, 96], vec![0; 2 * 64 * 96])));

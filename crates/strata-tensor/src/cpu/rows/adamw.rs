@@ -13,8 +13,10 @@ pub(crate) struct AdamwFactors {
     gradient_scale: f32,
     /// `1 - learning_rate * weight_decay`.
     keep: f32,
-    /// `1 - beta1`.
+    /// Of the change from momentum to gradient, what is added to the nearer of the two, so that its rounding is no larger than theirs: `1 - beta1` or `-beta1`.
     m_weight: f32,
+    /// Whether that is the gradient.
+    is_nearer_gradient: bool,
     beta2: f32,
     /// `1 - beta2`.
     v_weight: f32,
@@ -33,7 +35,8 @@ impl AdamwFactors {
         AdamwFactors {
             gradient_scale: step.gradient_scale,
             keep: (1.0 - rate * step.weight_decay) as f32,
-            m_weight: (1.0 - beta1) as f32,
+            m_weight: if beta1 > 0.5 { 1.0 - beta1 } else { -beta1 } as f32,
+            is_nearer_gradient: beta1 <= 0.5,
             beta2: beta2 as f32,
             v_weight: (1.0 - beta2) as f32,
             step_size: (rate / (1.0 - beta1.powf(count))) as f32,
@@ -67,7 +70,7 @@ fn adamw_body(fma: impl Fma, factors: &AdamwFactors, weights: &mut [f32], gradie
     for (((weight, gradient), m), v) in weights.iter_mut().zip(gradient).zip(m).zip(v) {
         let g = *gradient * f.gradient_scale;
         *gradient = 0.0;
-        *m = fma.fma(f.m_weight, g - *m, *m);
+        *m = fma.fma(f.m_weight, g - *m, if f.is_nearer_gradient { g } else { *m });
         *v = fma.fma(f.v_weight * g, g, f.beta2 * *v);
         let denominator = v.sqrt() / f.root_correction + f.eps;
         *weight = fma.fma(-f.step_size, *m / denominator, *weight * f.keep);
@@ -142,6 +145,43 @@ mod tests {
                 assert_close(&m, &m_expected, 1e-6, &context);
                 assert_close(&v, &v_expected, 1e-6, &context);
                 weights
+            });
+        }
+    }
+
+    #[test]
+    fn a_small_gradient_behind_a_large_one_is_not_lost_to_rounding() {
+        let mut step = AdamwStep {
+            learning_rate: 1e-2,
+            beta1: 0.0,
+            beta2: 0.0,
+            eps: 0.0,
+            weight_decay: 0.0,
+            gradient_scale: 1.0,
+            step: 0,
+        };
+        let large = random(65, 1);
+        for beta1 in [0.0, 0.3, 0.5] {
+            step.beta1 = beta1;
+            on_every_isa(|isa| {
+                let (mut weights, mut m, mut v) = (vec![0.0; 65], vec![0.0; 65], vec![0.0; 65]);
+                for (t, scale) in [(1, 1.0f32), (2, 1e-9)] {
+                    step.step = t;
+                    let mut gradient: Vec<f32> = large.iter().map(|g| g * scale).collect();
+                    let expected: Vec<f64> = gradient
+                        .iter()
+                        .zip(&m)
+                        .map(|(&g, &m): (&f32, &f32)| beta1 * m as f64 + (1.0 - beta1) * g as f64)
+                        .collect();
+                    adamw(isa, &AdamwFactors::new(&step), &mut weights, &mut gradient, &mut m, &mut v);
+                    for (m, expected) in m.iter().zip(expected) {
+                        assert!(
+                            (*m as f64 - expected).abs() <= 2e-7 * expected.abs(),
+                            "{isa}, beta1 {beta1}: {m}, not {expected}"
+                        );
+                    }
+                }
+                m.clone()
             });
         }
     }

@@ -440,16 +440,29 @@ fn layers_that_carry_nothing_are_zeros_on_both_sides_and_have_no_gradient_in_the
     // What is in no layer PEFT takes by its whole path.
     of_all(json!(["q_proj", "v_proj", "down_proj", "model.lm_head"]));
     assert!(read_error(dir.path()).contains("model.lm_head"));
-    of_all(json!(["q_proj", "v_proj", "down_proj", "lm_head"]));
-    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
-    assert_eq!(read.config, all_parts());
-    for (ours, all) in read.params.stacks.iter().flatten().zip(params.stacks.iter().flatten()).take(3) {
-        for (ours, all) in [(&ours.a, &all.a), (&ours.b, &all.b)] {
-            let (ours, all) = (bytes_of(ours), bytes_of(all));
-            let half = ours.len() / 2;
-            assert!(ours[..half].iter().all(|byte| *byte == 0) && ours[half..] == all[half..]);
+    let names = json!(["q_proj", "v_proj", "down_proj", "lm_head"]);
+    // Layers are left out by their numbers, or by the paths of modules.
+    let paths = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"].map(|path| format!("layers.1.{path}"));
+    for changes in [
+        json!({"target_modules": names}),
+        json!({"target_modules": [paths[0], paths[1], paths[2], "lm_head"], "layers_to_transform": null}),
+        json!({"target_modules": r"model\.layers\.1\..*_proj|lm_head"}),
+        json!({"target_modules": names, "exclude_modules": r".*layers\.0\..*"}),
+        json!({"exclude_modules": ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj", "0.mlp.down_proj"]}),
+        json!({"target_modules": "all-linear"}),
+    ] {
+        change_config(dir.path(), changes.clone());
+        let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
+        assert_eq!(read.config, all_parts(), "{changes}");
+        for (ours, all) in read.params.stacks.iter().flatten().zip(params.stacks.iter().flatten()).take(3) {
+            for (ours, all) in [(&ours.a, &all.a), (&ours.b, &all.b)] {
+                let (ours, all) = (bytes_of(ours), bytes_of(all));
+                let half = ours.len() / 2;
+                assert!(ours[..half].iter().all(|byte| *byte == 0) && ours[half..] == all[half..], "{changes}");
+            }
         }
     }
+    let read = read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
     let given = gradient_as_given(&*BACKEND, dir.path(), &modules(), &read.params).unwrap();
     let bytes = fs::read(dir.path().join(WEIGHTS_FILE)).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
