@@ -59,6 +59,9 @@ impl ModelSource {
         if Path::new(spec).is_dir() {
             return Ok(ModelSource::Directory(spec.into()));
         }
+        if Path::new(spec).exists() {
+            return Err(Error::Hub(format!("{spec:?} is a file; name the directory that holds it and the rest of the model")));
+        }
         if !is_repository_name(spec) {
             let message = format!("{spec:?} is neither a directory nor a repository name such as Qwen/Qwen3-0.6B");
             return Err(Error::Hub(message));

@@ -50,6 +50,7 @@ enum Command {
 /// Runs the command that the arguments of this process ask for.
 pub fn run() -> ExitCode {
     machine::keep_little_freed_memory();
+    machine::let_writes_fail_at_a_limit();
     let result = match arguments::parse::<Cli>().command {
         Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),

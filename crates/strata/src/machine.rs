@@ -13,6 +13,14 @@ pub fn keep_little_freed_memory() {
     }
 }
 
+/// Has a write beyond a limit on the size of files (`ulimit -f`) fail, as one on a full disk does: left alone, the signal ends the process, and with it the work of all.
+pub fn let_writes_fail_at_a_limit() {
+    // SAFETY: a signal that is ignored runs nothing.
+    unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+    }
+}
+
 /// Runs `work` on a thread of lower priority, which the threads that it starts inherit: so those that compute, which never rest, give way to
 /// those that answer, which need a processor at once and for a moment only.
 pub fn with_low_priority<T: Send>(work: impl FnOnce() -> T + Send) -> T {

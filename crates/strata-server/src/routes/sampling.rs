@@ -51,6 +51,12 @@ fn make(app: &Arc<App>, session_id: &str, number: u64, from: Source) -> ApiResul
             let record = app.store.get(&id)?;
             let base = app.bases.find(&record.base_model);
             let base = base.map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
+            if let Some(other) = &from.base_model
+                && app.bases.find(other).map_err(ApiError::BadRequest)? != base
+            {
+                let (path, own) = (shown(&path), &record.base_model);
+                return Err(ApiError::bad(format!("{path} adapts {own:?}, and base_model is {:?}", shown(other))));
+            }
             (base, Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
         }
         None => {

@@ -63,7 +63,7 @@ fn describe(
         let [least, most] = processor.tokens();
         line(
             "sees with",
-            format!("{} blocks of width {}, of {:.3} billion parameters", vision.depth, vision.hidden_size, seeing(config)),
+            format!("{} blocks of width {}, of {} parameters", vision.depth, vision.hidden_size, counted(seeing(config))),
         );
         line("", format!("patches of {0} × {0} pixels, {1} × {1} of them a token", vision.patch_size, vision.merge_size));
         line("", format!("{least} to {most} tokens a picture"));
@@ -73,7 +73,7 @@ fn describe(
     line("vocabulary", format!("{}, unembedding {tied}", config.vocab_size));
     line("context", format!("{} tokens", config.max_position_embeddings));
     let parameters: u64 = parameter_shapes(config).iter().map(ParameterShape::elements).sum();
-    line("parameters", format!("{:.3} billion", parameters as f64 / 1e9));
+    line("parameters", counted(parameters));
     let kept = match (config.int4, storage) {
         // One matrix that lies otherwise has those of its name in all layers held as they are computed with.
         (Some(_), WeightStorage::Dense) if bytes >= weight_bytes(config, WeightFormat { compute: dtype, storage }) => {
@@ -95,10 +95,19 @@ fn describe(
     text
 }
 
-/// Parameters of the part that sees, in billions.
-fn seeing(config: &ModelConfig) -> f64 {
+/// Parameters of the part that sees.
+fn seeing(config: &ModelConfig) -> u64 {
     let parameters = parameter_shapes(config).into_iter().filter(|of| of.name.starts_with("model.visual."));
-    parameters.map(|of| of.elements()).sum::<u64>() as f64 / 1e9
+    parameters.map(|of| of.elements()).sum()
+}
+
+/// A number of parameters in words.
+fn counted(parameters: u64) -> String {
+    match parameters {
+        100_000_000.. => format!("{:.3} billion", parameters as f64 / 1e9),
+        100_000.. => format!("{:.3} million", parameters as f64 / 1e6),
+        few => few.to_string(),
+    }
 }
 
 /// Bytes that a token leaves behind, and that a sequence does, however long.
@@ -191,6 +200,7 @@ mod tests {
         ] {
             assert!(of_states.contains(part), "{part:?} is not in\n{of_states}");
         }
+        assert_eq!([30_532_122_624, 1_880_064, 9_999].map(counted), ["30.532 billion", "1.880 million", "9999"]);
         let small = described("small", &config, None, DType::BF16, WeightStorage::Int8);
         assert!(small.contains("kept int8") && !small.contains("56.87"), "{small}");
     }

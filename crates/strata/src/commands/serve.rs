@@ -122,6 +122,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         asked => asked.unwrap_or(config.connections_max.min(connections_possible)),
     };
 
+    // Whether the address is free is known before a model is loaded too; it is taken when there is something to serve.
+    std::net::TcpListener::bind(address).with_context(|| format!("listening on {address}"))?;
     let bases = base_model::start(&args.models, &args.naming, &args.resources, &args.copies, &data_dir)?;
     config.transit_bytes = bases.iter().map(|base| base.engine.info().transit_bytes as usize).sum();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;

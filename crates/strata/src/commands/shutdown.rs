@@ -74,6 +74,17 @@ fn is_ignored(kind: SignalKind) -> bool {
 /// # Errors
 /// Those of the work, or if signals cannot be listened for.
 pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    interruptible_with(abandon_writes, work)
+}
+
+/// As [`interruptible`], with what is to be done when a signal comes.
+///
+/// # Errors
+/// As [`interruptible`].
+pub fn interruptible_with<T>(
+    give_up: impl FnOnce() + Send + 'static,
+    work: impl FnOnce() -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("listening for signals")?;
     let mut signals = runtime.block_on(async { Signals::listen() })?;
     // Whoever comes first says how it ended.
@@ -85,7 +96,7 @@ pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Res
             return;
         }
         runtime.block_on(async {
-            let abandoned = tokio::task::spawn_blocking(abandon_writes);
+            let abandoned = tokio::task::spawn_blocking(give_up);
             tokio::select! {
                 _ = abandoned => {}
                 _ = signals.next() => {}

@@ -32,6 +32,7 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let (common, tokens) = (&args.common, args.tokens);
     ensure!(tokens > 0 && args.repeats > 0, "--tokens and --repeats must be at least 1");
+    ensure!(common.resources.quantize.is_none(), "--quantize is of matrices, and what is measured has none");
     let config = common.config()?;
     let geometry = geometry(&config).with_context(|| format!("shape {:?} has no gated delta nets", common.shape))?;
     let backend = common.backend()?;

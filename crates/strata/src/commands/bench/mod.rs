@@ -20,7 +20,7 @@ use std::io::{IsTerminal, stderr};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use strata_limits::{Inputs, Limits, median};
 use strata_model::{EMBEDDED_NAME, ModelConfig, ModelSource};
 use strata_tensor::{CpuBackend, DType, Memory, Tensor, random};
@@ -192,6 +192,15 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         What::Matmul(args) => matmul::run(&args),
         What::Delta(args) => delta::run(&args),
         What::Limits(common) => {
+            let of_models = [
+                ("--layers", common.layers.is_some()),
+                ("--compare", common.compare.is_some()),
+                ("--quantize", common.resources.quantize.is_some()),
+            ];
+            if let Some((flag, _)) = of_models.iter().find(|(_, is_given)| *is_given) {
+                bail!("{flag} is of a model, and bench limits has none: it measures the machine");
+            }
+            common.config()?;
             let limits = Limits::measure(common.threads()?)?;
             text::print(&Report::new("limits", &common, limits)?, common.json)
         }

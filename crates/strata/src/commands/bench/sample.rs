@@ -79,7 +79,6 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let mut limits = Limits::measure(common.threads()?)?;
     let (mut times, mut peak) = (Vec::with_capacity(cells.len()), 0);
     for &cell in cells {
-        forget_peak_memory();
         let beside = Beside { limits: &mut limits, inputs: common.dtype.into(), threads: common.threads()? };
         let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds, Some(beside))?;
         ensure!(
@@ -87,8 +86,8 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
             "{} new tokens took no longer than one: too few to time their steps beside whatever else runs here",
             rounds.new
         );
+        peak = peak.max(measured.peak_memory_bytes);
         times.push(measured);
-        peak = peak.max(peak_memory_bytes()?);
     }
 
     let mut peaks = vec![PeakMemory { of: "strata", bytes: peak }];
@@ -241,6 +240,8 @@ pub(super) struct Times {
     /// What samples that repeat themselves guessed.
     guesses: Option<Guesses>,
     peers: Vec<peer::Sampled>,
+    /// The most that this process had of memory, but for what bandwidth was measured with.
+    peak_memory_bytes: u64,
 }
 
 impl Times {
@@ -263,7 +264,9 @@ impl Times {
             reads: Vec::new(),
             guesses: None,
             peers: Vec::new(),
+            peak_memory_bytes: 0,
         };
+        forget_peak_memory();
         let (mut shorts, mut longs) = (Vec::new(), Vec::new());
         let start = Instant::now();
         for round in 0..repeats {
@@ -280,7 +283,14 @@ impl Times {
             times.prefills.push(seconds);
             times.arithmetic.extend(arithmetic);
             // By now the prompts are in the prefix cache: requests of two lengths differ by decode steps and nothing else.
-            let mut read = || beside.as_mut().map(|b| b.limits.measure_reads_again(b.threads)).transpose();
+            let peak = &mut times.peak_memory_bytes;
+            let mut read = || {
+                let Some(b) = beside.as_mut() else { return anyhow::Ok(None) };
+                *peak = peak_memory_bytes()?.max(*peak);
+                let reads = b.limits.measure_reads_again(b.threads)?;
+                forget_peak_memory();
+                Ok(Some(reads))
+            };
             let before = read()?;
             for _ in 0..DECODES_PER_ROUND {
                 shorts.push(sampler.sample(&prompts, 1, temperature)?);
@@ -296,6 +306,7 @@ impl Times {
         if repeating {
             times.guesses = Some(Guesses::between(before, sampler.engine.speculated(), longs.len() * batch * (new - 1)));
         }
+        times.peak_memory_bytes = peak_memory_bytes()?.max(times.peak_memory_bytes);
         times.step = (least(&longs) - least(&shorts)) / (new - 1) as f64;
         times.steps = longs.iter().zip(&shorts).map(|(long, short)| (long - short) / (new - 1) as f64).collect();
         Ok(times)
@@ -338,8 +349,9 @@ impl Times {
             let name = "MFU of prefill, of arithmetic beside it";
             figures.insert(3, Figure::new("prefill_mfu_beside_it", name, Unit::OfArithmetic, mfu));
         }
-        // Of the pairs of requests, of which noise may have made one negative.
-        let of_its_time: Vec<f64> = self.steps.iter().zip(&self.reads).map(|(&step, reads)| read_rate(step) / reads).collect();
+        // Of the pairs of requests but those that noise has made negative, which say nothing.
+        let pairs = self.steps.iter().zip(&self.reads).filter(|(step, _)| **step > 0.0);
+        let of_its_time: Vec<f64> = pairs.map(|(&step, reads)| read_rate(step) / reads).collect();
         if !of_its_time.is_empty() {
             let name = "decode, median, of what memory gave beside it";
             let beside = Figure::new("decode_fraction_of_bandwidth_beside_it", name, Unit::OfBandwidth, median(&of_its_time));
@@ -413,15 +425,16 @@ mod tests {
     fn each_round_is_held_against_what_the_machine_gave_beside_it() {
         let work =
             Work { sequences: 1.0, prompt_tokens: 10.0, new: 5.0, prefill_flops: 60e9, decode_flops: 1.0, decode_bytes: 10e9 };
-        // Prefills of 60, of which the first does not count, 20, 30 and 60 GFLOP/s, where there were 60, 40, 40 and 120; decodes of 20, 40 and 10 GB/s, where there were 40, 50 and 40.
+        // Prefills of 60, of which the first does not count, 20, 30 and 60 GFLOP/s, where there were 60, 40, 40 and 120; decodes of 20, 40 and 10 GB/s, where there were 40, 50 and 40, and two that noise has spoilt.
         let times = Times {
             prefills: vec![1.0, 3.0, 2.0, 1.0],
             arithmetic: vec![60.0, 40.0, 40.0, 120.0],
             step: 0.25,
-            steps: vec![0.5, 0.25, 1.0],
-            reads: vec![40.0, 50.0, 40.0],
+            steps: vec![0.5, 0.25, 1.0, -1.0, 0.0],
+            reads: vec![40.0, 50.0, 40.0, 40.0, 40.0],
             guesses: None,
             peers: Vec::new(),
+            peak_memory_bytes: 0,
         };
         let limit = Limit { gflop_per_s: 100.0, gb_per_s: 50.0 };
         let figure = |times: &Times, key: &str| times.figures(work, &limit).into_iter().find(|f| f.key == key).map(|f| f.ours);

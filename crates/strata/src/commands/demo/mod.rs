@@ -10,13 +10,14 @@ use anyhow::{Context, Result, ensure};
 use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use strata_model::{ChatInput, ChatTemplate, EMBEDDED_NAME, ModelSource, SpecialTokens, Tokenizer};
-use strata_server::{DataDir, Server, ServerConfig};
+use strata_server::{DataDir, RunningServer, Server, ServerConfig};
 use strata_tensor::random;
 use tempfile::TempDir;
+use tokio::runtime::Runtime;
 
 use crate::base_model::{self, Copies, Naming, Resources};
 use crate::client::{Client, Example, Sampler, Tenant};
-use crate::commands::shutdown::Signals;
+use crate::commands::shutdown::{Signals, interruptible_with};
 use crate::logging::{self, LogFormat};
 use crate::output::say;
 
@@ -56,6 +57,30 @@ pub fn run(args: Args) -> Result<()> {
         logging::init(LogFormat::Text);
     }
     let temporary = TempDir::with_prefix("strata-demo-").context("making a directory for the demonstration")?;
+    let path = temporary.path().to_owned();
+    let give_up = move || {
+        // What is written to it meanwhile is in the way once.
+        let _ = std::fs::remove_dir_all(&path).or_else(|_| std::fs::remove_dir_all(&path));
+    };
+    let (server, runtime) = interruptible_with(give_up, || serve_and_demonstrate(&args, &temporary))?;
+    if args.keep_serving || std::io::stdout().is_terminal() {
+        let url = server.url();
+        say!("\nStill serving at {url} until Ctrl-C. Connect from Python (pip install tinker):\n")?;
+        say!("  import tinker")?;
+        say!("  service = tinker.ServiceClient(base_url=\"{url}\", api_key=\"tml-local\")")?;
+        say!("  training = service.create_lora_training_client(base_model=\"{EMBEDDED_NAME}\", rank={RANK}).result()")?;
+        runtime.block_on(async {
+            Signals::listen()?.next().await;
+            anyhow::Ok(())
+        })?;
+    }
+    runtime.block_on(server.stop());
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    Ok(())
+}
+
+/// The server, when all was shown.
+fn serve_and_demonstrate(args: &Args, temporary: &TempDir) -> Result<(RunningServer, Runtime)> {
     let data_dir = DataDir::claim(temporary.path())?;
     let mut bases = base_model::start(&[], &Naming::default(), &args.resources, &Copies::default(), &data_dir)?;
     let base = bases.remove(0);
@@ -70,20 +95,7 @@ pub fn run(args: Args) -> Result<()> {
     )?;
 
     demonstrate(&url, args.steps)?;
-
-    if args.keep_serving || std::io::stdout().is_terminal() {
-        say!("\nStill serving at {url} until Ctrl-C. Connect from Python (pip install tinker):\n")?;
-        say!("  import tinker")?;
-        say!("  service = tinker.ServiceClient(base_url=\"{url}\", api_key=\"tml-local\")")?;
-        say!("  training = service.create_lora_training_client(base_model=\"{EMBEDDED_NAME}\", rank={RANK}).result()")?;
-        runtime.block_on(async {
-            Signals::listen()?.next().await;
-            anyhow::Ok(())
-        })?;
-    }
-    runtime.block_on(server.stop());
-    runtime.shutdown_timeout(Duration::from_secs(1));
-    Ok(())
+    Ok((server, runtime))
 }
 
 /// Everything that the demonstration shows, as a client of the server at `url`.
