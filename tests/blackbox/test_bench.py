@@ -55,6 +55,29 @@ def test_every_axis_is_measured_and_held_against_the_limits(printed):
             assert point["passes"] > 0 and point["peak_memory_bytes"] > 0
 
 
+def bench(*arguments):
+    return subprocess.run([binary(), "bench", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+def test_the_peak_of_memory_is_that_of_the_work_and_not_of_the_measurement_of_limits():
+    """Memory is read in a buffer of 1 GiB, or an eighth of what there is, before and after each decode."""
+    flags = ["--shape", "strata/tiny-base", "--json", "--memory", "128MiB", "--threads", 2]
+    of_sample = json.loads(bench("sample", *flags, "--prompt", 64, "--batch", 1, "--new", 8, "--repeats", 2).stdout)
+    (peak,) = of_sample["peak_memory_bytes"]
+    assert 10 << 20 < peak["bytes"] < 256 << 20, peak
+
+
+@pytest.mark.parametrize("arguments", [("limits", "--layers", 3), ("limits", "--quantize", "int4"), ("limits", "--compare", "python3"), ("delta", "--quantize", "int8")])
+def test_a_flag_that_would_change_nothing_is_refused_by_name(arguments):
+    done = bench(*arguments)
+    assert done.returncode == 1 and f"error: {arguments[1]} is of" in done.stderr, done.stderr
+
+
+def test_limits_are_of_a_shape_that_there_is():
+    done = bench("limits", "--shape", "nope")
+    assert done.returncode == 1 and 'shape "nope" is not known' in done.stderr, done.stderr
+
+
 def test_what_was_measured_is_drawn(printed, tmp_path):
     (tmp_path / "found.json").write_text(printed)
     done = plot(tmp_path / "found.json", tmp_path / "found.svg")

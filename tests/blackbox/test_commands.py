@@ -5,6 +5,7 @@ import os
 import pathlib
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import threading
@@ -174,3 +175,33 @@ def test_tokens_that_are_none_are_named(tmp_path):
         path.write_text(json.dumps(tokens))
         done = run("trace", FIXTURE / "model", "--tokens", path, "--out", tmp_path / "out")
         assert done.returncode == 1 and "neither a token id" in done.stderr, done.stderr
+
+
+def test_a_write_beyond_a_limit_on_file_sizes_is_an_error_and_leaves_nothing(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+
+    done = run("init-model", "--shape", "qwen3-0.6b", tmp_path / "model", preexec_fn=limit)
+    assert done.returncode == 1 and "File too large" in done.stderr, (done.returncode, done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_value_of_the_environment_that_is_refused_is_said_to_be_one(tmp_path):
+    done = run("serve", "--data-dir", tmp_path, env=os.environ | {"STRATA_MEMORY": "much"})
+    assert done.returncode == 2 and "'much' for '--memory <BYTES>, which the environment sets as STRATA_MEMORY'" in done.stderr, done.stderr
+    done = run("serve", "--data-dir", tmp_path, "--memory", "more", env=os.environ | {"STRATA_MEMORY": "1GiB"})
+    assert done.returncode == 2 and "'more' for '--memory <BYTES>':" in done.stderr, done.stderr
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("serve", "--data-dir", tmp_path / "data", "--port", taken.getsockname()[1])
+    assert done.returncode == 1 and f"listening on {address}" in done.stderr and "in use" in done.stderr, done.stderr
+    assert "engine starts" not in done.stderr
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = run("inspect", tmp_path / "config.json")
+    assert done.returncode == 1 and "config.json" in done.stderr and "is a file; name the directory" in done.stderr, done.stderr

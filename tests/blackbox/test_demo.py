@@ -1,6 +1,8 @@
 """The first thing a newcomer runs."""
 
+import os
 import re
+import signal
 import subprocess
 
 from harness import binary
@@ -18,3 +20,14 @@ def test_the_demo_teaches_and_finds_every_bit_equal():
 def test_a_demo_that_falls_short_fails():
     finished = subprocess.run([binary(), "demo", "--steps", "1"], capture_output=True, text=True, timeout=300)
     assert finished.returncode != 0 and "nothing was learned" in finished.stderr
+
+
+def test_an_interrupted_demo_leaves_nothing(tmp_path):
+    process = subprocess.Popen([binary(), "demo", "--steps", "1000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    # Its server has begun once it says so.
+    assert "serves" in process.stdout.readline()
+    assert len(list(tmp_path.iterdir())) == 1
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT and error.endswith("error: interrupted\n"), error
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import time
@@ -75,6 +76,18 @@ def started(directory, *flags):
     finally:
         if server.process.poll() is None:
             server.stop(signal.SIGKILL)
+
+
+def test_a_save_beyond_a_limit_on_file_sizes_fails_alone(tmp_path):
+    with started(tmp_path) as server, Wire(server.url) as wire:
+        model = wire.model(server.base_model(), rank=32)
+        before = logprobs(wire, model, 1)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+        answer = wire.result(save(wire, model, 2, "a"))
+        assert answer["category"] == "server" and "File too large" in answer["error"], answer
+        assert not on_disk(server, "*") and not on_disk(server, ".*") and not saved(wire)
+        assert logprobs(wire, model, 3) == before
+        server.stop()
 
 
 def busy_model(wire, base_model, passes):

@@ -11,7 +11,10 @@ pub(crate) fn parse<T: Parser>() -> T {
     match T::try_parse_from(&arguments) {
         Ok(parsed) => parsed,
         Err(mut error) => {
-            name_variable(&mut error, &T::command(), &arguments, |name| std::env::var_os(name));
+            let mut command = T::command();
+            // Arguments have their names as errors have them only then.
+            command.build();
+            name_variable(&mut error, &command, &arguments, |name| std::env::var_os(name));
             error.exit()
         }
     }
@@ -55,6 +58,7 @@ mod tests {
             threads: Option<u8>,
             #[arg(long)]
             rounds: Option<u8>,
+            place: Option<String>,
         },
     }
 
@@ -62,7 +66,9 @@ mod tests {
     fn refusal(parsed: &[&str], given: &[&str]) -> String {
         let mut error = Cli::try_parse_from([&["strata", "work"], parsed].concat()).unwrap_err();
         let given: Vec<OsString> = [&["strata", "work"], given].concat().iter().map(OsString::from).collect();
-        name_variable(&mut error, &Cli::command(), &given, |name| (name == "STRATA_TEST_OF_ARGUMENTS").then(OsString::new));
+        let mut command = Cli::command();
+        command.build();
+        name_variable(&mut error, &command, &given, |name| (name == "STRATA_TEST_OF_ARGUMENTS").then(OsString::new));
         error.to_string()
     }
 
