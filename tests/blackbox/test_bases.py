@@ -98,7 +98,10 @@ def test_a_checkpoint_belongs_to_its_base_model(service):
     assert restored.get_info().model_data.model_name == TEACHER
     expected, found = (client.forward([next_token(TEXT)], "cross_entropy").result() for client in (other, restored))
     assert same_bits(logprobs_of(expected), logprobs_of(found))
-    sampler = service.create_sampling_client(model_path=other.save_weights_for_sampler("sampler").result().path)
+    path = other.save_weights_for_sampler("sampler").result().path
+    with pytest.raises(REFUSED, match=f"{TEACHER}.*{STUDENT}"):
+        service.create_sampling_client(model_path=path, base_model=STUDENT).result()
+    sampler = service.create_sampling_client(model_path=path, base_model=TEACHER)
     assert np.isfinite(sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result()[1:]).all()
     # An operation of the student that was refused holds up nothing.
     assert np.isfinite(train(student, [next_token(TEXT)], steps=1)).all()

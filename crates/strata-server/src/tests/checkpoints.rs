@@ -138,6 +138,11 @@ async fn checkpoints_of_both_kinds_can_be_sampled_and_none_of_another_base() {
         let sampler = server.get(&format!("samplers/{}", id.as_str().unwrap())).await.json();
         assert_eq!((&sampler["model_path"], &sampler["base_model"]), (&json!(path), &json!("org/base")));
     }
+    // A base that is named beside it is the checkpoint's.
+    let path = format!("tinker://{model_id}/weights/a");
+    let named = |n: u64, base: &str| json!({ "session_id": session_id, "sampling_session_seq_id": n, "model_path": path, "base_model": base });
+    server.ok("create_sampling_session", named(8, "org/base")).await;
+    assert_eq!(server.post("create_sampling_session", named(9, "org/other")).await.status, StatusCode::BAD_REQUEST);
     let body = json!({ "session_id": session_id, "sampling_session_seq_id": 9, "base_model": "org/other" });
     assert_eq!(server.post("create_sampling_session", body).await.status, StatusCode::BAD_REQUEST);
     let body = json!({ "session_id": session_id, "sampling_session_seq_id": 9, "model_path": "tinker://x/weights/y" });
