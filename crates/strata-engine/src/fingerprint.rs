@@ -32,11 +32,11 @@ impl TrainOp {
 }
 
 impl SampleRequest {
-    /// As [`TrainOp::fingerprint`], of all but its pictures, which may not be there yet, and its seed, which may be drawn each time.
+    /// As [`TrainOp::fingerprint`], of all that is there but its seed, which may have been drawn for it.
     pub fn fingerprint(&self) -> u64 {
         let SampleRequest {
             prompt,
-            images: _,
+            images,
             num_samples,
             max_tokens,
             seed: _,
@@ -55,6 +55,7 @@ impl SampleRequest {
         (prompt, num_samples, max_tokens, stop, temperature.to_bits(), top_k, top_p.to_bits()).hash(&mut hasher);
         (prompt_logprobs, prompt_logprobs_last_n, topk_prompt_logprobs, topk_sample_logprobs).hash(&mut hasher);
         (target_prompt_logprobs, prompt_alt_tokens_k).hash(&mut hasher);
+        images.iter().for_each(|image| (image.at, &image.file).hash(&mut hasher));
         hasher.finish()
     }
 }

@@ -110,8 +110,8 @@ pub struct ModelInfo {
     pub adapters: Adapters,
 }
 
-/// An owner, and what is sampled for it: a base model or a checkpoint.
-pub type SharedSource = (Arc<str>, Option<String>);
+/// An owner, and what is sampled for it: a base model, or a save of a checkpoint.
+pub type SharedSource = (Arc<str>, BaseId, Option<(String, Option<String>)>);
 
 /// What all handlers share.
 pub struct App {

@@ -13,6 +13,7 @@
 //! were read go first, and then those whose session is over.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -360,6 +361,13 @@ impl Shared {
         }
         table.read.push_back((clock::now(), key));
     }
+}
+
+/// What tells what is asked for from something else that is asked for under its id, as long as the process runs.
+pub fn fingerprint_of(wanted: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    wanted.hash(&mut hasher);
+    hasher.finish()
 }
 
 impl Table {

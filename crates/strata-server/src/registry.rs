@@ -447,7 +447,10 @@ impl Registry {
         charge: Charge,
     ) -> ApiResult<(bool, Vec<Request>)> {
         let mut inner = self.lock();
-        if inner.samplers.contains_key(sampler_id) {
+        if let Some(there) = inner.samplers.get(sampler_id) {
+            if there.base != base || there.weights != weights {
+                return Err(taken(sampler_id));
+            }
             return Ok((false, Vec::new()));
         }
         inner.active_session(session_id)?;
@@ -468,6 +471,18 @@ impl Registry {
             session.samplers.push(sampler_id.to_owned());
         }
         Ok((true, freed))
+    }
+
+    /// Whether a sampling session is there that is of this, as one is that is asked for again. `None`: there is none.
+    ///
+    /// # Errors
+    /// If it is of something else.
+    pub fn find_sampler(&self, sampler_id: &str, is_of_it: impl FnOnce(BaseId, &Weights) -> bool) -> ApiResult<Option<()>> {
+        match self.lock().samplers.get(sampler_id) {
+            None => Ok(None),
+            Some(there) if is_of_it(there.base, &there.weights) => Ok(Some(())),
+            Some(_) => Err(taken(sampler_id)),
+        }
     }
 
     /// Takes back a [`Registry::add_sampler`] whose request could not be accepted, so that it can be sent again.
@@ -633,6 +648,13 @@ fn unknown_session(session_id: &str) -> ApiError {
 
 fn unknown_model(model_id: &str) -> ApiError {
     ApiError::NotFound(format!("there is no model {:?} in training", shown(model_id)))
+}
+
+fn taken(sampler_id: &str) -> ApiError {
+    ApiError::bad(format!(
+        "sampling session {} was made before, of something else: each needs a sampling_session_seq_id of its own",
+        shown(sampler_id)
+    ))
 }
 
 fn unknown_sampler(sampler_id: &str) -> ApiError {

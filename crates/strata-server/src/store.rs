@@ -60,6 +60,8 @@ struct Catalogue {
     bytes: usize,
     /// Saves that were deleted before they were answered.
     deleted_early: BTreeSet<String>,
+    /// Saves that are here because they were edited before they were answered.
+    edited_early: BTreeSet<String>,
 }
 
 impl Catalogue {
@@ -162,6 +164,7 @@ impl Store {
         if catalogue.deleted_early.remove(&record.save_id) {
             return;
         }
+        catalogue.edited_early.remove(&record.save_id);
         match catalogue.records.get_mut(&record.id()) {
             // Edited before the save was answered.
             Some(known) if known.save_id == record.save_id => known.size_bytes = record.size_bytes,
@@ -307,7 +310,7 @@ impl Store {
             source.base_model.clone(),
             source.lora.clone(),
         );
-        copy.expires_at = expires_at;
+        (copy.expires_at, copy.copy_of) = (expires_at, Some(source.save_id.clone()));
         (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
         let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
         if dir.symlink_metadata().is_ok() {
@@ -379,7 +382,7 @@ impl Store {
         };
         let mut catalogue = self.lock();
         catalogue.remove(id);
-        if on_disk != known.save_id {
+        if on_disk != known.save_id || catalogue.edited_early.remove(&on_disk) {
             catalogue.deleted_early.insert(on_disk);
         }
         drop((catalogue, names));
@@ -453,7 +456,7 @@ impl Store {
     /// Changes the record of what is on the disk now, which may be a later save than the catalogue knows.
     fn edit(&self, id: &CheckpointId, change: impl FnOnce(&mut CheckpointRecord)) -> ApiResult<()> {
         let _names = hold_names();
-        self.get(id)?;
+        let known = self.get(id)?;
         let dir = self.dir(id);
         let mut record = match read_record(&dir, id.kind) {
             Ok(Some(record)) => record,
@@ -463,7 +466,11 @@ impl Store {
         change(&mut record);
         write_record(&dir, &record)
             .map_err(|error| failed(format!("the record of {} was not changed", id.tinker_path()), &error))?;
-        self.lock().put(record);
+        let mut catalogue = self.lock();
+        if record.save_id != known.save_id {
+            catalogue.edited_early.insert(record.save_id.clone());
+        }
+        catalogue.put(record);
         Ok(())
     }
 

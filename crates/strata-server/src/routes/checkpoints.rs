@@ -247,10 +247,19 @@ pub async fn copy_weights(State(app): State<Arc<App>>, headers: HeaderMap, body:
         _ => return Err(ApiError::bad("copy_weights needs a session_id and a model_seq_id, or neither")),
     };
     let copied = CheckpointId { run: run.clone(), ..id };
-    // A request that is sent again has been answered, if not heard.
-    if app.store.get(&copied).is_err() {
-        let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
-        off_thread(move || app.store.copy(&record, &run, expires_at)).await?;
+    match app.store.get(&copied) {
+        // A request that is sent again has been answered, if not heard.
+        Ok(there) if there.copy_of.as_ref().is_none_or(|of| *of == record.save_id) => {}
+        Ok(_) => {
+            let (path, other) = (copied.tinker_path(), record.id().tinker_path());
+            return Err(ApiError::bad(format!(
+                "{path} is a copy of another checkpoint than {other} is now: each needs a model_seq_id of its own"
+            )));
+        }
+        Err(_) => {
+            let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
+            off_thread(move || app.store.copy(&record, &run, expires_at)).await?;
+        }
     }
     Ok(Json(json!({ "tinker_path": copied.tinker_path() })))
 }

@@ -7,13 +7,14 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
-use strata_engine::api::{Client, Refusal, Request, Response, SampleRequest};
+use strata_engine::api::{CheckpointSource, Client, LoraSpec, Refusal, Request, Response, SampleRequest};
 
 use crate::app::{App, refused, unexpected};
 use crate::auth::Owner;
+use crate::bases::BaseId;
 use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
-use crate::futures::{Answer, Target};
+use crate::futures::{Answer, Target, fingerprint_of};
 use crate::ids;
 use crate::image_stores::Unfetched;
 use crate::limits;
@@ -32,40 +33,65 @@ use crate::wire::{guard, proto};
 pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CreateSamplingSession>().await?;
     let from = Source { base_model: asked.base_model, model_path: asked.model_path };
-    let sampler_id = make(&app, &asked.session_id, asked.sampling_session_seq_id, from)?;
+    let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
+    let names_base = |base| from.base_model.as_ref().map(|name| app.bases.find(name).is_ok_and(|found| found == base));
+    // One that is asked for again is there, whatever has become of its checkpoint.
+    let known = app.registry.find_sampler(&sampler_id, |base, weights| match (weights, &from.model_path) {
+        (Weights::Checkpoint(path), Some(asked)) => *path == asked.0 && names_base(base) != Some(false),
+        (Weights::Base, None) => names_base(base) == Some(true),
+        _ => false,
+    });
+    if known?.is_none() {
+        make(&app, &asked.session_id, asked.sampling_session_seq_id, Found::new(&app, from)?)?;
+    }
     Ok(Json(json!({ "type": "create_sampling_session", "sampling_session_id": sampler_id })))
 }
 
-/// Makes a sampling session, unless it is there; its id.
-fn make(app: &Arc<App>, session_id: &str, number: u64, from: Source) -> ApiResult<String> {
-    let sampler_id = sampling_session_id(session_id, number);
-    let (base, weights, source) = match from.model_path {
-        Some(path) => {
-            let id = CheckpointId::parse(&path)?;
-            if id.kind == CheckpointKind::ExternalWeights {
-                return Err(ApiError::bad(format!(
-                    "model_path {} is for download, and may be encrypted; sample what save_weights_for_sampler or save_state returned",
-                    shown(&path)
-                )));
-            }
-            let record = app.store.get(&id)?;
-            let base = app.bases.find(&record.base_model);
-            let base = base.map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
-            if let Some(other) = &from.base_model
-                && app.bases.find(other).map_err(ApiError::BadRequest)? != base
-            {
-                let (path, own) = (shown(&path), &record.base_model);
-                return Err(ApiError::bad(format!("{path} adapts {own:?}, and base_model is {:?}", shown(other))));
-            }
-            (base, Weights::Checkpoint(path.0), Some((app.store.source(&record), record.lora)))
-        }
-        None => {
+/// What is to be sampled, where it was found.
+struct Found {
+    base: BaseId,
+    weights: Weights,
+    /// Of a checkpoint, its files, and the adapter in them.
+    source: Option<(CheckpointSource, LoraSpec)>,
+}
+
+impl Found {
+    /// Finds it.
+    ///
+    /// # Errors
+    /// If it is not there, cannot be sampled, or contradicts itself.
+    fn new(app: &App, from: Source) -> ApiResult<Self> {
+        let Some(path) = from.model_path else {
             let Some(base_model) = &from.base_model else {
                 return Err(ApiError::bad("sampling needs a base_model or a model_path"));
             };
-            (app.bases.find(base_model).map_err(ApiError::BadRequest)?, Weights::Base, None)
+            let base = app.bases.find(base_model).map_err(ApiError::BadRequest)?;
+            return Ok(Found { base, weights: Weights::Base, source: None });
+        };
+        let id = CheckpointId::parse(&path)?;
+        if id.kind == CheckpointKind::ExternalWeights {
+            return Err(ApiError::bad(format!(
+                "model_path {} is for download, and may be encrypted; sample what save_weights_for_sampler or save_state returned",
+                shown(&path)
+            )));
         }
-    };
+        let record = app.store.get(&id)?;
+        let base = app.bases.find(&record.base_model);
+        let base = base.map_err(|reason| ApiError::bad(format!("checkpoint {path}: {reason}")))?;
+        if let Some(other) = &from.base_model
+            && app.bases.find(other).map_err(ApiError::BadRequest)? != base
+        {
+            let (path, own) = (shown(&path), &record.base_model);
+            return Err(ApiError::bad(format!("{path} adapts {own:?}, and base_model is {:?}", shown(other))));
+        }
+        Ok(Found { base, weights: Weights::Checkpoint(path.0), source: Some((app.store.source(&record), record.lora)) })
+    }
+}
+
+/// Makes a sampling session, unless it is there; its id.
+fn make(app: &Arc<App>, session_id: &str, number: u64, found: Found) -> ApiResult<String> {
+    let sampler_id = sampling_session_id(session_id, number);
+    let Found { base, weights, source } = found;
     let client = app.registry.client(session_id)?;
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
     let (is_new, freed) = app.registry.add_sampler(session_id, &sampler_id, (base, weights), charge)?;
@@ -92,7 +118,10 @@ fn make(app: &Arc<App>, session_id: &str, number: u64, from: Source) -> ApiResul
 /// The sampling session of those who sample without one, as old clients do: one for each owner and source. It has a session of its own, which
 /// ends when nothing has been sampled for the time of a silent session.
 fn shared(app: &Arc<App>, owner: Arc<str>, from: Source) -> ApiResult<String> {
-    let source = (owner.clone(), from.model_path.as_deref().or(from.base_model.as_deref()).map(str::to_owned));
+    // Looked for each time: it may have been saved again, or deleted.
+    let found = Found::new(app, from)?;
+    let save = found.source.as_ref().map(|(source, _)| (source.name.clone(), source.save_id.clone()));
+    let source = (owner.clone(), found.base, save);
     let is_there = |id: &String| app.registry.sampler(id).is_ok_and(|sampler| sampler.state == SamplerState::Active);
     // Held while one is made, so that no two are; making asks others for nothing that waits.
     let mut known = app.shared_samplers.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -103,7 +132,7 @@ fn shared(app: &Arc<App>, owner: Arc<str>, from: Source) -> ApiResult<String> {
     let client = Client { owner, session: session_id.as_str().into() };
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
     app.registry.create_session(client.clone(), About { is_shared: true, ..About::default() }, charge);
-    let made = make(app, &session_id, 0, from);
+    let made = make(app, &session_id, 0, found);
     match &made {
         Ok(sampler_id) => {
             known.retain(|_, id| is_there(id));
@@ -149,10 +178,10 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
             (Some(_), None) => return Err(ApiError::bad("asample to a sampling_session_id needs a seq_id")),
             (None, _) => Addressed::Without(guard::parse(&bytes, budget).map_err(ApiError::BadRequest)?),
         };
-        let is_recorded = asked.record_stability_info;
-        Ok((addressed, is_recorded, asked.into_request(budget)?))
+        let (is_recorded, seed) = (asked.record_stability_info, asked.seed());
+        Ok((addressed, is_recorded, seed, asked.into_request(budget)?))
     };
-    let ((addressed, is_recorded, (sample, assets)), held) = body.decode(work).await?;
+    let ((addressed, is_recorded, seed, (sample, assets)), held) = body.decode(work).await?;
     let (sampler_id, seq_id) = match addressed {
         Addressed::To(sampler_id, seq_id) => (sampler_id, seq_id),
         // Nothing says whether such a request was sent before, so each is one of its own.
@@ -161,7 +190,7 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     let request_id = format!("{sampler_id}:{seq_id}");
     let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| records::sequence_id(&request_id, i)).collect();
     let acknowledgement = Json(json!({ "request_id": request_id, "sample_sequence_ids": sequence_ids }));
-    let fingerprint = Some(sample.fingerprint());
+    let fingerprint = Some(fingerprint_of((sample.fingerprint(), seed, is_recorded, &assets)));
     if app.futures.is_known(&request_id, fingerprint)? {
         return Ok(acknowledgement);
     }

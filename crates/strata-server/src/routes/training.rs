@@ -3,7 +3,7 @@
 //! An operation is acknowledged as soon as its model and its place in the order are known. Whatever else is wrong with it becomes
 //! the outcome of its future, and it still takes its place: the operations behind it must not wait for ever.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::Hash;
 use std::sync::Arc;
 
 use axum::Json;
@@ -16,7 +16,7 @@ use crate::app::{App, acknowledged, json_answer, refused, unexpected};
 use crate::auth::Owner;
 use crate::bases::BaseId;
 use crate::error::{ApiError, ApiResult};
-use crate::futures::Answer;
+use crate::futures::{Answer, fingerprint_of};
 use crate::limits;
 use crate::names::shown;
 use crate::payload::{Operation, Payload, op_head};
@@ -66,12 +66,19 @@ pub fn create(
 ) -> ApiResult<Json<Value>> {
     let client = app.registry.client(session_id)?;
     let (entry, future) = (app.charge(&client, limits::SESSION_BYTES)?, app.charge(&client, limits::FUTURE_BYTES)?);
-    let mut hasher = DefaultHasher::new();
-    wanted.hash(&mut hasher);
-    let fingerprint = Some(hasher.finish());
+    let fingerprint = Some(fingerprint_of(wanted));
     let request_id = format!("{}:0", model_id(session_id, model_seq_id));
     if app.futures.is_known(&request_id, fingerprint)? {
         return Ok(acknowledged(&request_id));
+    }
+    // Where a copy of a checkpoint lies nothing is trained: what was saved would stand beside it.
+    if app.registry.model(&model_id(session_id, model_seq_id)).is_err()
+        && !app.store.list(Some(&model_id(session_id, model_seq_id))).is_empty()
+    {
+        return Err(ApiError::bad(format!(
+            "model_seq_id {model_seq_id} of session {} has a copy of a checkpoint",
+            shown(session_id)
+        )));
     }
     let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
     let completer = match app.futures.begin_for(&request_id, &client, fingerprint, None)? {

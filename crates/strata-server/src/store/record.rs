@@ -31,6 +31,9 @@ pub struct CheckpointRecord {
     pub kind: CheckpointKind,
     /// The name the user gave.
     pub name: String,
+    /// Of a copy, the `save_id` of what it is one of. Copies of earlier builds do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_of: Option<String>,
     /// When it was saved.
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
@@ -64,6 +67,7 @@ impl CheckpointRecord {
             run: id.run,
             kind: id.kind,
             name: id.name,
+            copy_of: None,
             created_at: OffsetDateTime::now_utc(),
             expires_at: None,
             public: false,

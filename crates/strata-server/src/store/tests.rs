@@ -161,6 +161,13 @@ fn what_is_deleted_before_its_save_is_answered_stays_deleted() {
     assert!(store.list(None).is_empty() && !store.dir(&old.id()).exists());
     write(&store, &newest);
     assert_eq!(store.list(None).len(), 1);
+    // Though it was edited before.
+    let last = record("a");
+    write_files(&store, &last);
+    store.set_public(&last.id(), true).unwrap();
+    store.delete(&last.id()).unwrap();
+    store.insert(last.clone());
+    assert!(store.list(None).is_empty() && !store.dir(&last.id()).exists());
 }
 
 #[test]

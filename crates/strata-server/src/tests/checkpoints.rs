@@ -151,6 +151,75 @@ async fn checkpoints_of_both_kinds_can_be_sampled_and_none_of_another_base() {
 }
 
 #[tokio::test]
+async fn a_number_of_a_sampling_session_stands_for_what_it_was_made_of() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    for (seq_id, name) in [(1, "a"), (2, "b")] {
+        server.outcome("save_weights_for_sampler", save(&model_id, seq_id, name)).await;
+    }
+    let path = |name: &str| format!("tinker://{model_id}/sampler_weights/{name}");
+    let body = |n: u64, of: Value| {
+        let mut body = json!({ "session_id": session_id, "sampling_session_seq_id": n });
+        body.as_object_mut().unwrap().extend(of.as_object().unwrap().clone());
+        body
+    };
+    let (of_a, of_base) = (json!({ "model_path": path("a") }), json!({ "base_model": "org/base" }));
+    server.ok("create_sampling_session", body(0, of_a.clone())).await;
+    server.ok("create_sampling_session", body(1, of_base.clone())).await;
+    let snapshot = json!({ "model_id": model_id, "sampling_session_seq_id": 2, "kind": "snapshot", "seq_id": 3 });
+    server.outcome("save_weights_for_sampler", snapshot).await;
+    // One that is asked for again is the first, though its checkpoint is gone.
+    server.request("DELETE", &format!("training_runs/{model_id}/checkpoints/sampler_weights/a"), "").await;
+    server.ok("create_sampling_session", body(0, of_a.clone())).await;
+    server.ok("create_sampling_session", body(1, of_base.clone())).await;
+    for (n, other) in [(0, json!({ "model_path": path("b") })), (0, of_base.clone()), (1, of_a), (2, of_base)] {
+        let refused = server.post("create_sampling_session", body(n, other.clone())).await;
+        assert_eq!(refused.status, StatusCode::BAD_REQUEST, "{n} {other}");
+        assert!(refused.json()["detail"].to_string().contains("was made before, of something else"), "{n} {other}");
+    }
+    // So it is with the numbers of its samples.
+    let asked = |seed: Option<u64>, temperature: f64| {
+        let mut body = super::sample_body(&format!("{session_id}:sample:1"), 7);
+        (body["sampling_params"]["seed"], body["sampling_params"]["temperature"]) = (json!(seed), json!(temperature));
+        body
+    };
+    for _ in 0..2 {
+        server.ok("asample", asked(None, 1.0)).await;
+    }
+    for other in [asked(Some(1), 1.0), asked(None, 0.5)] {
+        let refused = server.post("asample", other).await;
+        assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+        assert!(refused.json()["detail"].to_string().contains("was sent before and asked for something else"));
+    }
+}
+
+#[tokio::test]
+async fn a_path_that_is_sampled_without_a_session_is_what_it_is_now() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    server.outcome("save_weights_for_sampler", save(&model_id, 1, "a")).await;
+    let path = format!("tinker://{model_id}/sampler_weights/a");
+    let ask = async |more: Value| {
+        let mut body = super::sample_body("", 0);
+        let fields = body.as_object_mut().unwrap();
+        fields.retain(|key, _| key != "sampling_session_id" && key != "seq_id");
+        fields.insert("model_path".into(), json!(path));
+        fields.extend(more.as_object().unwrap().clone());
+        server.post("asample", body).await
+    };
+    let sampler = |reply: &super::Reply| reply.json()["request_id"].as_str().unwrap().rsplit_once(':').unwrap().0.to_owned();
+    let first = sampler(&ask(json!({})).await);
+    assert_eq!(sampler(&ask(json!({ "base_model": "org/base" })).await), first);
+    assert_eq!(ask(json!({ "base_model": "org/other" })).await.status, StatusCode::BAD_REQUEST);
+    let mut again = save(&model_id, 2, "a");
+    again["overwrite"] = json!(true);
+    server.outcome("save_weights_for_sampler", again).await;
+    assert_ne!(sampler(&ask(json!({})).await), first, "it was saved again");
+    server.request("DELETE", &format!("training_runs/{model_id}/checkpoints/sampler_weights/a"), "").await;
+    assert_eq!(ask(json!({})).await.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
 async fn the_engine_is_asked_for_one_save_and_not_for_a_directory() {
     let server = TestServer::new();
     let (session_id, model_id) = server.new_model().await;
@@ -318,6 +387,21 @@ async fn a_copy_is_a_checkpoint_of_its_own() {
         .ok("copy_weights", json!({ "source_path": source, "session_id": session_id, "model_seq_id": 5, "ttl_seconds": 3600 }))
         .await;
     assert_eq!(copied["tinker_path"], json!(format!("tinker://{session_id}:train:5/weights/a")));
+    server.request("DELETE", &format!("training_runs/{model_id}/checkpoints/weights/a"), "").await;
+    // Its place is its own.
+    let place = json!({ "session_id": session_id, "model_seq_id": 5 });
+    server.outcome("save_weights", save(&model_id, 2, "a")).await;
+    let mut other = place.clone();
+    other["source_path"] = json!(source);
+    let taken = server.post("copy_weights", other).await;
+    assert!(
+        taken.status == StatusCode::BAD_REQUEST && taken.json()["detail"].to_string().contains("a copy of another checkpoint")
+    );
+    let trained = server.post("create_model", create_model_body(&session_id, 5)).await;
+    assert!(
+        trained.status == StatusCode::BAD_REQUEST
+            && trained.json()["detail"].to_string().contains("has a copy of a checkpoint")
+    );
     server.request("DELETE", &format!("training_runs/{model_id}/checkpoints/weights/a"), "").await;
     let server = server.restart();
     let info = server.ok("weights_info", json!({ "tinker_path": copied["tinker_path"] })).await;

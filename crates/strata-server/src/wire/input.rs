@@ -45,7 +45,7 @@ pub(super) struct Input {
 }
 
 /// A picture that is not in the request.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, PartialEq, Hash)]
 pub struct Asset {
     /// The number of its chunk, for messages.
     pub chunk: usize,

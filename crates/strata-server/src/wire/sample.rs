@@ -143,6 +143,11 @@ impl<'de> Deserialize<'de> for StopItem {
 }
 
 impl Sample {
+    /// The seed, as it was sent.
+    pub fn seed(&self) -> Option<String> {
+        self.sampling_params.seed.as_ref().map(ToString::to_string)
+    }
+
     /// What to sample, and the pictures of its prompt that have yet to be read: their files are empty until then.
     ///
     /// # Errors

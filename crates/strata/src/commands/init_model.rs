@@ -44,7 +44,7 @@ pub fn run(args: Args) -> Result<()> {
         (Some(name), _) => ModelConfig::named_shape(name).with_context(|| format!("{name:?} is not a known shape"))?,
         (None, Some(path)) => {
             let text = std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
-            ModelConfig::from_json(&text, None)?
+            ModelConfig::from_json(&text, None).with_context(|| format!("{}", path.display()))?
         }
         (None, None) => unreachable!("clap asks for a shape or a config"),
     };
