@@ -25,7 +25,7 @@ use super::{Checkpoint, CheckpointReader, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, ModuleSet, Part};
 use crate::{Error, ModelConfig, Result};
 use config::AdapterSettings;
-use names::{AdapterTensors, Layout};
+use names::{AdapterTensors, Layout, Naming};
 use read::{leave_base, read_params, refuse_not_finite};
 use write::{Lost, OutTensor, Source, tensors, write_tensors};
 
@@ -124,8 +124,7 @@ struct OpenAdapter {
     path: PathBuf,
     settings: AdapterSettings,
     checkpoint: Checkpoint,
-    /// Whether the file has the names of a model that is a part of a composite.
-    of_composite: bool,
+    naming: Naming,
     /// By place of the modules.
     layouts: Vec<Option<Layout>>,
     /// By place of the modules, the numbers of those of its layers that carry LoRA.
@@ -140,18 +139,19 @@ impl OpenAdapter {
         let mut checkpoint = Checkpoint::open_file(&dir.join(WEIGHTS_FILE))?;
         let [composite, alone] = names::MODEL_PREFIXES;
         let of_composite = checkpoint.rename(composite, alone)?;
-        let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "", of_composite };
+        let naming = Naming::of(&checkpoint, settings.target_names(), of_composite);
+        let tensors = AdapterTensors { checkpoint: &checkpoint, prefix: "", naming };
         let layouts: Vec<_> = modules.iter().map(|module| tensors.layout(module)).collect();
         let layers = modules.iter().zip(&layouts).map(|(module, layout)| match layout {
             Some(layout) => settings.layers_of(module, *layout, &tensors),
             None => Ok(Vec::new()),
         });
         let layers = layers.collect::<std::result::Result<_, _>>().map_err(refused)?;
-        Ok(OpenAdapter { path, settings, checkpoint, of_composite, layouts, layers })
+        Ok(OpenAdapter { path, settings, checkpoint, naming, layouts, layers })
     }
 
     fn tensors(&self) -> AdapterTensors<'_> {
-        AdapterTensors { checkpoint: &self.checkpoint, prefix: "", of_composite: self.of_composite }
+        AdapterTensors { checkpoint: &self.checkpoint, prefix: "", naming: self.naming }
     }
 }
 
@@ -179,7 +179,7 @@ impl<'m> PlannedAdapter<'m> {
     /// If files are missing or malformed, or the adapter needs something that is not plain LoRA, or a part that the model does not have.
     pub fn open(dir: &Path, modules: &'m [LoraModule]) -> Result<Self> {
         let file = OpenAdapter::open(dir, modules)?;
-        let OpenAdapter { path, settings, of_composite, layouts, layers, .. } = &file;
+        let OpenAdapter { path, settings, naming, layouts, layers, .. } = &file;
         let refused = |message| Error::Checkpoint { path: path.clone(), message };
         let tensors = file.tensors();
         let carried: Vec<bool> = layouts.iter().map(Option::is_some).collect();
@@ -194,7 +194,7 @@ impl<'m> PlannedAdapter<'m> {
             left_out: ModuleSet::NONE,
             own: BTreeMap::new(),
         };
-        settings.check_modules(modules, &carried, *of_composite).map_err(refused)?;
+        settings.check_modules(modules, &carried, *naming).map_err(refused)?;
         for (index, module) in modules.iter().enumerate() {
             let Some(layout) = layouts[index] else { continue };
             let mut unlisted = module.layers.iter().filter(|number| !layers[index].contains(number));
@@ -336,7 +336,7 @@ pub fn read_optimizer(
 ) -> Result<OptimizerState> {
     let checkpoint = Checkpoint::open_file(&dir.join(OPTIMIZER_FILE))?;
     let mut reader = CheckpointReader::new(&checkpoint);
-    let of = |prefix| AdapterTensors { checkpoint: &checkpoint, prefix, of_composite: false };
+    let of = |prefix| AdapterTensors { checkpoint: &checkpoint, prefix, naming: Naming::default() };
     let [m, v] = MOMENTS.map(|prefix| read_params(backend, of(prefix), &mut reader, modules, config, None));
     let step = reader.require_count(STEP);
     reader.finish()?;

@@ -97,9 +97,15 @@ impl<'a> Fields<'a> {
     pub(crate) fn model(&self, generation: Option<&Fields<'_>>, defaults: &Defaults, family: Family) -> Result<ModelConfig> {
         let vocab_size = self.size("vocab_size", defaults.vocab_size, VOCAB_SIZE_MAX)?;
         // Also those that nothing here reads: a model that names tokens which it does not have is not the model it says it is.
-        let all = generation.iter().flat_map(|g| g.map).chain(self.map);
-        for (key, value) in all.filter(|(key, value)| is_token_id(key) && !value.is_null()) {
-            token_ids(key, value, vocab_size)?;
+        for (is_beside, map) in generation.iter().map(|g| (true, g.map)).chain([(false, self.map)]) {
+            for (key, value) in map.iter().filter(|(key, value)| is_token_id(key) && !value.is_null()) {
+                token_ids(key, value, vocab_size).map_err(|error| match error {
+                    Error::Config(message) if is_beside => {
+                        Error::Config(format!("{message}, in generation_config.json beside it"))
+                    }
+                    other => other,
+                })?;
+            }
         }
         let default_id = |key: &str, default: Option<u32>| if self.has(key) { None } else { default };
         let eos = generation.and_then(|g| g.get("eos_token_id")).or_else(|| self.get("eos_token_id"));

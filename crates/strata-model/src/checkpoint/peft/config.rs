@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::modules::{TINKER_UNEMBEDDING_PATH, Targets, in_model, parameter_paths};
-use super::names::{AdapterTensors, Layout};
+use super::modules::{Targets, in_model, parameter_paths};
+use super::names::{AdapterTensors, Layout, Naming};
 use super::pattern::Pattern;
 use crate::lora::{LoraConfig, LoraModule, PairShape, Part, RANK_MAX};
 
@@ -90,7 +90,7 @@ impl AdapterSettings {
         };
         let lora_alpha = match map.get("lora_alpha").and_then(Value::as_f64) {
             Some(alpha) if (alpha as f32).is_finite() => alpha,
-            _ => return Err(format!("lora_alpha is {}, not a number", show(map.get("lora_alpha")))),
+            _ => return Err(format!("lora_alpha is {}, not a number of 32 bits", show(map.get("lora_alpha")))),
         };
         // Rank-stabilised LoRA (arXiv:2312.03732) scales by alpha / √rank.
         let stabilised = match map.get("use_rslora") {
@@ -119,9 +119,14 @@ impl AdapterSettings {
         })
     }
 
+    /// The names of modules that carry LoRA, if it has a list of them.
+    pub(super) fn target_names(&self) -> &[String] {
+        self.targets.names()
+    }
+
     /// As [`Targets::check`].
-    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
-        self.targets.check(modules, carried, of_composite)
+    pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool], naming: Naming) -> Result<(), String> {
+        self.targets.check(modules, carried, naming)
     }
 
     /// Those layers of a module, which `tensors` has in this layout, that carry LoRA.
@@ -131,16 +136,17 @@ impl AdapterSettings {
         layout: Layout,
         tensors: &AdapterTensors<'_>,
     ) -> Result<Vec<usize>, String> {
-        let listed = self.targets.layers_of(module, tensors.of_composite)?;
-        let others = || module.layers.iter().copied().filter(|number| !listed.contains(number));
         // Lists of layers, and of modules, are not for parameters.
-        let of_parameter = self.targets.layers_of_parameter(module, tensors.of_composite);
-        let is_of_parameter = matches!(layout, Layout::Fused { .. }) || !of_parameter.is_empty();
-        if !is_of_parameter || !others().any(|number| tensors.holds_layer(module, layout, number)) {
-            return Ok(listed);
+        let of_parameter = self.targets.layers_of_parameter(module, tensors.naming);
+        if let Layout::Fused { .. } = layout {
+            return Ok(if of_parameter.is_empty() { module.layers.clone() } else { of_parameter });
         }
-        let carries = |number: &usize| of_parameter.is_empty() || of_parameter.contains(number) || listed.contains(number);
-        Ok(module.layers.iter().copied().filter(carries).collect())
+        let listed = self.targets.layers_of(module, tensors.naming)?;
+        let is_there = |number: &usize| listed.contains(number) || of_parameter.contains(number);
+        match of_parameter.iter().any(|number| tensors.holds_layer(module, layout, *number)) {
+            true => Ok(module.layers.iter().copied().filter(is_there).collect()),
+            false => Ok(listed),
+        }
     }
 
     /// As [`Targets::leave_out`].
@@ -159,6 +165,8 @@ impl AdapterSettings {
         let all = module;
         let module = &LoraModule { layers: layers.to_vec(), ..module.clone() };
         let of_layers = |end: &str| module.layers.iter().map(|n| format!("model.layers.{n}.{}{end}", module.path)).collect();
+        let of_parameter = self.targets.layers_of_parameter(module, tensors.naming);
+        let is_of_parameter = !of_parameter.is_empty();
         let names = match (layout, module.experts) {
             (Layout::Fused { .. }, _) => parameter_paths(module, false),
             (Layout::OfParts, _) => {
@@ -168,7 +176,9 @@ impl AdapterSettings {
                 };
                 module.layers.iter().flat_map(of_layer).collect()
             }
-            (_, None) if self.targets.name_parameter_of(module, tensors.of_composite) => parameter_paths(module, false),
+            (_, None) if is_of_parameter && !matches!(module.part, Part::Attention | Part::Mlp) => {
+                parameter_paths(module, false)
+            }
             (Layout::OfExpert, Some(experts)) => {
                 let of_layer = |n: &usize| {
                     let n = *n;
@@ -177,11 +187,17 @@ impl AdapterSettings {
                 module.layers.iter().flat_map(of_layer).collect()
             }
             (_, Some(experts)) => of_layers(&format!(".{}", experts.tinker_name)),
-            (_, None) if module.part == Part::Unembed => vec![module.path.into(), TINKER_UNEMBEDDING_PATH.into()],
+            (_, None) if module.part == Part::Unembed => tensors.naming.unembeddings(module.path),
             (_, None) if module.part == Part::Embedding => vec![module.path.into()],
-            (_, None) => of_layers(""),
+            (_, None) => {
+                let of_layer = |number: &usize| {
+                    let parameter = if of_parameter.contains(number) { ".weight" } else { "" };
+                    format!("model.layers.{number}.{}{parameter}", module.path)
+                };
+                module.layers.iter().map(of_layer).collect()
+            }
         };
-        let names = in_model(names, tensors.of_composite);
+        let names = in_model(names, tensors.naming.of_composite);
         let pairs = if layout == Layout::OfParts { module.parts.len() } else { 1 };
         NamedPairs { index, module: all, names, rank_of_tensors: tensors.expert_rank(module, layout, layers), pairs }
     }

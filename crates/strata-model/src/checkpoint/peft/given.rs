@@ -33,7 +33,7 @@ pub fn gradient_as_given(
                 let [a, b] = [a_name("", &path), b_name("", &path)];
                 let shape = |name: &str| file.checkpoint.shape(name).map(<[usize]>::to_vec).unwrap_or_default();
                 let (of_a, of_b) = (shape(&a), shape(&b));
-                let [a, b] = [a, b].map(|name| if file.of_composite { in_composite(&name) } else { name });
+                let [a, b] = [a, b].map(|name| if file.naming.of_composite { in_composite(&name) } else { name });
                 let (to_a, to_b) = ours.places(module, layout, place, [&of_a, &of_b]);
                 sums.add(a, of_a, &ours.a, to_a);
                 sums.add(b, of_b, &ours.b, to_b);

@@ -4,6 +4,7 @@ use fancy_regex::{Regex, RegexBuilder};
 use serde_json::Value;
 
 use super::config::show;
+use super::names::Naming;
 use crate::lora::{LoraModule, Part};
 
 /// Modules of a model as PEFT's `target_modules` and `exclude_modules` name them.
@@ -29,9 +30,6 @@ pub(super) struct Targets {
     /// Layers in which the modules carry LoRA; `None`: all.
     layers: Option<Vec<u64>>,
 }
-
-/// Path of the unembedding as the Tinker tools have it.
-pub(super) const TINKER_UNEMBEDDING_PATH: &str = "model.unembed_tokens";
 
 impl Targets {
     /// Of the keys of a configuration.
@@ -59,6 +57,14 @@ impl Targets {
         Ok(Targets { modules, excluded: excluded?, parameters, layers })
     }
 
+    /// `target_modules`, if it is a list.
+    pub(super) fn names(&self) -> &[String] {
+        match &self.modules {
+            Some(Modules::Names(names)) => names,
+            _ => &[],
+        }
+    }
+
     /// Whether a layer of a module is one of those that `layers_to_transform` lists.
     fn lists(&self, module: &LoraModule, number: usize) -> bool {
         match module.part {
@@ -68,39 +74,41 @@ impl Targets {
     }
 
     /// Those layers of a module that carry LoRA by the names of modules, or may where these leave it to the tensors.
-    pub(super) fn layers_of(&self, module: &LoraModule, of_composite: bool) -> Result<Vec<usize>, String> {
+    pub(super) fn layers_of(&self, module: &LoraModule, naming: Naming) -> Result<Vec<usize>, String> {
         let mut layers = Vec::new();
-        for number in module.layers.iter().copied().filter(|&number| self.lists(module, number)) {
-            if self.name_layer(module, number, of_composite)? {
+        for &number in &module.layers {
+            if self.name_layer(module, number, naming)? {
                 layers.push(number);
             }
         }
         Ok(layers)
     }
 
-    fn name_layer(&self, module: &LoraModule, number: usize, of_composite: bool) -> Result<bool, String> {
+    fn name_layer(&self, module: &LoraModule, number: usize, naming: Naming) -> Result<bool, String> {
+        let is_listed = self.lists(module, number);
         let targets = match &self.modules {
-            None => return Ok(true),
-            Some(Modules::AllLinear) if self.excluded.is_none() => return Ok(true),
+            None => return Ok(is_listed),
+            Some(Modules::AllLinear) if self.excluded.is_none() => return Ok(is_listed),
             Some(targets) => targets,
         };
         let is_of_layers = matches!(module.part, Part::Attention | Part::Mlp);
         // One module of the original model by all of its names, or several, of which each has names of its own.
         let is_one = module.experts.is_none() && module.parts.is_empty();
         let mut targeted = false;
-        for path in paths(&LoraModule { layers: vec![number], ..module.clone() }, of_composite) {
+        for path in paths(&LoraModule { layers: vec![number], ..module.clone() }, naming) {
             if self.excluded.as_ref().map_or(Ok(false), |m| m.names("exclude_modules", &path))? {
                 if is_one {
                     return Ok(false);
                 }
                 continue;
             }
-            // With a list of layers PEFT takes what is in none of them by its whole path only.
+            // With a list of layers PEFT takes what is in none of them by its whole path only, and by that what is in any.
             targeted |= match (&self.layers, targets) {
-                (Some(_), Modules::Names(names)) if !is_of_layers => names
-                    .iter()
-                    .any(|name| *name == path || path.strip_prefix("model.") == Some(name) && module.part == Part::Unembed),
-                _ => targets.names("target_modules", &path)?,
+                (Some(_), Modules::Names(names)) if names.contains(&path) => true,
+                (Some(_), Modules::Names(names)) if !is_of_layers => {
+                    module.part == Part::Unembed && names.iter().any(|name| path.strip_prefix("model.") == Some(name))
+                }
+                _ => is_listed && targets.names("target_modules", &path)?,
             };
         }
         Ok(targeted)
@@ -116,17 +124,19 @@ impl Targets {
     }
 
     /// Refuses settings that say something else than the tensors: modules that the model does not have, or that are named and have no
-    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`; `of_composite`: whether names are those of a composite.
-    pub(super) fn check(&self, modules: &[LoraModule], carried: &[bool], of_composite: bool) -> Result<(), String> {
-        self.check_parameters_known(modules, of_composite)?;
-        if let Some(targets) = &self.modules {
-            targets.check_known("target_modules", modules, of_composite)?;
+    /// tensors, or have tensors and are not named. `carried[i]`: whether there are tensors for `modules[i]`; `naming`: which names modules have.
+    pub(super) fn check(&self, modules: &[LoraModule], carried: &[bool], naming: Naming) -> Result<(), String> {
+        self.check_parameters_known(modules, naming)?;
+        // Of a composite, names may be those of parts that are excluded.
+        if let Some(targets) = self.modules.as_ref().filter(|_| !naming.of_composite || self.excluded.is_none()) {
+            targets.check_known("target_modules", modules, naming)?;
         }
         let others: Vec<&LoraModule> =
             modules.iter().zip(carried).filter_map(|(m, carried)| (*carried && m.experts.is_none()).then_some(m)).collect();
+        let carries_experts = modules.iter().zip(carried).any(|(module, carried)| *carried && module.experts.is_some());
         for (module, &carried) in modules.iter().zip(carried) {
             let path = module.path;
-            if let Some(name) = self.parameter_of(module, of_composite) {
+            if let Some(name) = self.parameter_of(module, naming) {
                 if !carried {
                     return Err(format!("target_parameters names {name}, but the adapter holds nothing for {path} there"));
                 }
@@ -138,11 +148,14 @@ impl Targets {
                 }
                 continue;
             };
-            let targeted = !self.layers_of(module, of_composite)?.is_empty();
+            let targeted = !self.layers_of(module, naming)?.is_empty();
             match (targets, targeted, carried) {
                 (Modules::Names(_) | Modules::Pattern { .. }, true, false) => {
-                    // Experts are no modules in transformers 5: a name such as `gate_proj` is there one of the other MLPs alone.
-                    if module.experts.is_some() && targets.name_also(module, &others, of_composite)? {
+                    // Experts are no modules in transformers 5: a name such as `gate_proj` is there one of the other MLPs alone, or of nothing.
+                    if module.experts.is_some()
+                        && (targets.name_also(module, &others, naming)?
+                            || !carries_experts && targets.name_in_passing(module, naming))
+                    {
                         continue;
                     }
                     return Err(format!("target_modules names {path}, but the adapter holds nothing for it"));
@@ -157,31 +170,31 @@ impl Targets {
     }
 
     /// Whether a module is named by its parameter.
-    pub(super) fn name_parameter_of(&self, module: &LoraModule, of_composite: bool) -> bool {
-        self.parameter_of(module, of_composite).is_some()
+    pub(super) fn name_parameter_of(&self, module: &LoraModule, naming: Naming) -> bool {
+        self.parameter_of(module, naming).is_some()
     }
 
     /// Those layers of a module that are named by its parameter.
-    pub(super) fn layers_of_parameter(&self, module: &LoraModule, of_composite: bool) -> Vec<usize> {
+    pub(super) fn layers_of_parameter(&self, module: &LoraModule, naming: Naming) -> Vec<usize> {
         let of_layer = |number: usize| LoraModule { layers: vec![number], ..module.clone() };
-        let is_named = |&number: &usize| self.name_parameter_of(&of_layer(number), of_composite);
+        let is_named = |&number: &usize| self.name_parameter_of(&of_layer(number), naming);
         module.layers.iter().copied().filter(is_named).collect()
     }
 
-    fn parameter_of(&self, module: &LoraModule, of_composite: bool) -> Option<&String> {
-        let paths = parameter_paths(module, of_composite);
+    fn parameter_of(&self, module: &LoraModule, naming: Naming) -> Option<&String> {
+        let paths = parameter_paths(module, naming.of_composite);
         self.parameters.iter().find(|name| paths.iter().any(|path| ends_with(path, name)))
     }
 
-    fn check_parameters_known(&self, modules: &[LoraModule], of_composite: bool) -> Result<(), String> {
-        let all: Vec<String> = modules.iter().flat_map(|module| parameter_paths(module, of_composite)).collect();
+    fn check_parameters_known(&self, modules: &[LoraModule], naming: Naming) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(|module| parameter_paths(module, naming.of_composite)).collect();
         let Some(name) = self.parameters.iter().find(|name| !all.iter().any(|path| ends_with(path, name))) else {
             return Ok(());
         };
         let mut known: Vec<String> = modules.iter().map(parameter_name).collect();
         known.dedup();
         let name = show(Some(&name.as_str().into()));
-        Err(format!("target_parameters names {name}, which the model does not have; it has {}", known.join(", ")))
+        Err(format!("target_parameters names {name}, which carries no LoRA here; those that may are {}", known.join(", ")))
     }
 }
 
@@ -233,19 +246,18 @@ fn names(value: Option<&Value>) -> Option<Vec<String>> {
 }
 
 /// The paths by which a module goes in the original model, one for each layer, and as the Tinker tools name it; where the model is a part of a composite, in that.
-fn paths(module: &LoraModule, of_composite: bool) -> Vec<String> {
-    in_model(paths_alone(module), of_composite)
+fn paths(module: &LoraModule, naming: Naming) -> Vec<String> {
+    in_model(paths_alone(module, naming), naming.of_composite)
 }
 
-fn paths_alone(module: &LoraModule) -> Vec<String> {
+fn paths_alone(module: &LoraModule, naming: Naming) -> Vec<String> {
     match module.part {
-        Part::Unembed => vec![module.path.into(), TINKER_UNEMBEDDING_PATH.into()],
+        Part::Unembed => naming.unembeddings(module.path),
         Part::Embedding => vec![module.path.into()],
         Part::Attention | Part::Mlp => {
             let of_layer = |number: &usize| match module.experts {
                 None => {
-                    let of_tools =
-                        module.path.strip_prefix("self_attn.").map(|rest| format!("model.layers.{number}.attn.{rest}"));
+                    let of_tools = naming.attention_of_tools(module.path).map(|path| format!("model.layers.{number}.{path}"));
                     let of_parts = module.parts.iter().map(|part| format!("model.layers.{number}.{}", part.path));
                     let own = [format!("model.layers.{number}.{}", module.path)];
                     own.into_iter().chain(of_tools).chain(of_parts).collect::<Vec<_>>()
@@ -280,8 +292,8 @@ impl Modules {
     }
 
     /// Refuses names that no module of the model answers to.
-    fn check_known(&self, key: &str, modules: &[LoraModule], of_composite: bool) -> Result<(), String> {
-        let all: Vec<String> = modules.iter().flat_map(|module| paths(module, of_composite)).collect();
+    fn check_known(&self, key: &str, modules: &[LoraModule], naming: Naming) -> Result<(), String> {
+        let all: Vec<String> = modules.iter().flat_map(|module| paths(module, naming)).collect();
         let unknown = match self {
             Modules::AllLinear => None,
             Modules::Names(names) => names.iter().find(|name| !all.iter().any(|path| ends_with(path, name))),
@@ -296,18 +308,30 @@ impl Modules {
         let Some(name) = unknown else { return Ok(()) };
         let known: Vec<&str> = modules.iter().map(|m| m.path).collect();
         Err(format!(
-            "{key} names {}, which the model does not have; it has {}",
+            "{key} names {}, which carries no LoRA here; modules that may are {}",
             show(Some(&name.as_str().into())),
             known.join(", ")
         ))
     }
 
+    /// Whether experts are named by what others may be called, too: the projection, or a pattern.
+    fn name_in_passing(&self, experts: &LoraModule, naming: Naming) -> bool {
+        let projection = experts.experts.map_or("", |experts| experts.projection);
+        let own = paths(experts, naming);
+        match self {
+            Modules::Names(names) => {
+                let mut of_experts = names.iter().filter(|name| own.iter().any(|path| ends_with(path, name)));
+                of_experts.all(|name| name == projection)
+            }
+            Modules::AllLinear | Modules::Pattern { .. } => true,
+        }
+    }
+
     /// Whether whatever names these experts names one of `others` too, of the same projection.
-    fn name_also(&self, experts: &LoraModule, others: &[&LoraModule], of_composite: bool) -> Result<bool, String> {
+    fn name_also(&self, experts: &LoraModule, others: &[&LoraModule], naming: Naming) -> Result<bool, String> {
         let projection = experts.experts.map(|experts| experts.projection);
         let same = others.iter().filter(|other| other.path.rsplit('.').next() == projection);
-        let (own, others) =
-            (paths(experts, of_composite), same.flat_map(|other| paths(other, of_composite)).collect::<Vec<_>>());
+        let (own, others) = (paths(experts, naming), same.flat_map(|other| paths(other, naming)).collect::<Vec<_>>());
         let any = |paths: &[String], name: &str| paths.iter().any(|path| ends_with(path, name));
         match self {
             Modules::AllLinear => Ok(true),

@@ -8,6 +8,9 @@ pub(super) const MODEL_PREFIXES: [&str; 2] = ["base_model.model.model.language_m
 /// Paths of the unembedding: that of the Tinker tools, and PEFT's.
 pub(super) const UNEMBED_PATHS: [&str; 2] = ["base_model.model.model.unembed_tokens", "base_model.model.lm_head"];
 
+/// Path of the unembedding within a model as the Tinker tools have it.
+const TINKER_UNEMBEDDING_PATH: &str = "model.unembed_tokens";
+
 /// Path of the embedding, whose tensors have names of their own.
 pub(super) const EMBEDDING_PATH: &str = "base_model.model.model.embed_tokens";
 
@@ -22,9 +25,44 @@ pub(super) enum Layout {
     OfExpert,
     /// Of experts, a pair for the parameter that has all of a layer, and more than one projection: PEFT's `target_parameters`.
     Fused {
-        /// In how many others it lies.
+        /// In how many others it lies, in the first layer that has one.
         depth: usize,
     },
+}
+
+/// Which of several names the modules of a file have.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Naming {
+    /// Whether they are those of a model that is a part of a composite.
+    pub(super) of_composite: bool,
+    /// Whether attention is `attn` as well as `self_attn`, as the Tinker tools have it.
+    attn: bool,
+    /// Whether the unembedding is `model.unembed_tokens` as well as `lm_head`, as there.
+    unembed_tokens: bool,
+}
+
+impl Naming {
+    /// Those of the tensors of a file, and of the modules that its configuration targets by name.
+    pub(super) fn of(checkpoint: &Checkpoint, targets: &[String], of_composite: bool) -> Self {
+        let [unembed_tokens, _] = UNEMBED_PATHS;
+        let is_attn = |name: &str| name.starts_with("attn.") || name.contains(".attn.");
+        Naming {
+            of_composite,
+            attn: checkpoint.names().any(is_attn) || targets.iter().any(|name| is_attn(name)),
+            unembed_tokens: checkpoint.names().any(|name| name.starts_with(unembed_tokens))
+                || targets.iter().any(|name| name.ends_with("unembed_tokens")),
+        }
+    }
+
+    /// What a module of attention is called beside its own path within a layer.
+    pub(super) fn attention_of_tools(&self, path: &str) -> Option<String> {
+        path.strip_prefix("self_attn.").filter(|_| self.attn).map(|rest| format!("attn.{rest}"))
+    }
+
+    /// Paths of the unembedding, whose own is this.
+    pub(super) fn unembeddings(&self, own: &str) -> Vec<String> {
+        [own].into_iter().chain(self.unembed_tokens.then_some(TINKER_UNEMBEDDING_PATH)).map(String::from).collect()
+    }
 }
 
 /// The tensors of one quantity of an adapter in a file: their names begin with `prefix`.
@@ -32,8 +70,7 @@ pub(super) enum Layout {
 pub(super) struct AdapterTensors<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) prefix: &'a str,
-    /// Whether the file has the names of a model that is a part of a composite.
-    pub(super) of_composite: bool,
+    pub(super) naming: Naming,
 }
 
 impl AdapterTensors<'_> {
@@ -83,7 +120,10 @@ impl AdapterTensors<'_> {
 
     /// Whether the file has anything for a module in a layer, in this layout.
     pub(super) fn holds_layer(&self, module: &LoraModule, layout: Layout, number: usize) -> bool {
-        self.paths(module, layout, number).iter().any(|path| self.holds(path))
+        match (layout, module.experts) {
+            (Layout::Fused { .. }, Some(experts)) => self.fused_depth(module, &experts, number).is_some(),
+            _ => self.paths(module, layout, number).iter().any(|path| self.holds(path)),
+        }
     }
 
     /// The paths of a module's pairs in a decoder layer.
@@ -91,7 +131,11 @@ impl AdapterTensors<'_> {
         match (layout, module.experts) {
             (Layout::OfExpert, Some(experts)) => (0..experts.count).map(|e| expert_path(module, &experts, number, e)).collect(),
             (Layout::OfParts, _) => part_paths(module, number).collect(),
-            (Layout::Fused { depth }, _) => fused_paths(module, number).into_iter().nth(depth).into_iter().collect(),
+            (Layout::Fused { depth }, Some(experts)) => {
+                // In each layer by what other parameters carry there.
+                let depth = self.fused_depth(module, &experts, number).unwrap_or(depth);
+                fused_paths(module, number).into_iter().nth(depth).into_iter().collect()
+            }
             _ => vec![self.layer_path(module, number)],
         }
     }

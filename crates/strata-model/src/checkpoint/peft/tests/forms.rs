@@ -210,12 +210,16 @@ fn a_name_of_experts_that_is_also_one_of_other_mlps_needs_tensors_of_these_only(
     for targets in [json!(["gate_proj", "lm_head", "q_proj"]), json!(".*(gate_proj|lm_head|q_proj)")] {
         assert_eq!(read(targets.clone()), Ok(config.clone()), "{targets}");
     }
-    for name in ["w1", "up_proj", "experts.0.gate_proj", "down_proj"] {
+    for name in ["w1", "experts.0.gate_proj"] {
         let error = read(json!(["gate_proj", "lm_head", "q_proj", name])).unwrap_err();
         assert!(error.contains("target_modules names mlp.experts, but"), "{name}: {error}");
     }
-    let error = read(json!(".*(gate_proj|up_proj|lm_head|q_proj)")).unwrap_err();
-    assert!(error.contains("target_modules names mlp.experts, but"), "{error}");
+    // As PEFT on transformers 5 has them of models whose experts are no modules: they name nothing.
+    for targets in
+        [json!(["gate_proj", "up_proj", "down_proj", "lm_head", "q_proj"]), json!(".*(gate_proj|up_proj|lm_head|q_proj)")]
+    {
+        assert_eq!(read(targets.clone()), Ok(config.clone()), "{targets}");
+    }
 }
 
 #[test]
@@ -354,10 +358,7 @@ fn what_target_parameters_names_and_what_there_is_must_agree() {
     assert_eq!(read(targets(&by_layer), &all), Ok(()));
     for (changes, complaint) in [
         (targets(&["gate_up_proj"]), "holds tensors for mlp.experts, which target_modules does not name"),
-        (
-            targets(&["gate_up_proj", "down_proj", "banana"]),
-            "target_parameters names \"banana\", which the model does not have",
-        ),
+        (targets(&["gate_up_proj", "down_proj", "banana"]), "target_parameters names \"banana\", which carries no LoRA here"),
         (targets(&["gate_up_proj", "down_proj", "roj"]), "target_parameters names \"roj\""),
         (json!({"target_parameters": "gate_up_proj"}), "target_parameters is \"gate_up_proj\", not a list of names"),
         (json!({"target_parameters": [3]}), "target_parameters is [3], not a list of names"),
