@@ -124,6 +124,11 @@ impl AdapterSettings {
         self.targets.names()
     }
 
+    /// As [`Targets::name_parameter_of`].
+    pub(super) fn names_parameter_of(&self, module: &LoraModule, naming: Naming) -> bool {
+        self.targets.name_parameter_of(module, naming)
+    }
+
     /// As [`Targets::check`].
     pub(super) fn check_modules(&self, modules: &[LoraModule], carried: &[bool], naming: Naming) -> Result<(), String> {
         self.targets.check(modules, carried, naming)

@@ -88,6 +88,9 @@ impl Targets {
         let is_listed = self.lists(module, number);
         let targets = match &self.modules {
             None => return Ok(is_listed),
+            // What of PEFT's names is at either end of a model is no linear layer in its sense.
+            Some(Modules::AllLinear) if module.part == Part::Embedding => return Ok(false),
+            Some(Modules::AllLinear) if module.part == Part::Unembed && !naming.has_unembed_tokens() => return Ok(false),
             Some(Modules::AllLinear) if self.excluded.is_none() => return Ok(is_listed),
             Some(targets) => targets,
         };

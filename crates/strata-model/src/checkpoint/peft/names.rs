@@ -59,6 +59,11 @@ impl Naming {
         path.strip_prefix("self_attn.").filter(|_| self.attn).map(|rest| format!("attn.{rest}"))
     }
 
+    /// Whether the unembedding is called what the Tinker tools call it.
+    pub(super) fn has_unembed_tokens(&self) -> bool {
+        self.unembed_tokens
+    }
+
     /// Paths of the unembedding, whose own is this.
     pub(super) fn unembeddings(&self, own: &str) -> Vec<String> {
         [own].into_iter().chain(self.unembed_tokens.then_some(TINKER_UNEMBEDDING_PATH)).map(String::from).collect()

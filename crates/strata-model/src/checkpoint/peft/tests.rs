@@ -165,6 +165,44 @@ fn pefts_own_name_of_the_unembedding_is_read() {
 }
 
 #[test]
+fn a_module_goes_by_the_names_that_the_file_has() {
+    let (dir, params) = written(&all_parts());
+    change_tensors(dir.path(), |name| Some(name.replace("model.unembed_tokens", "lm_head")));
+    let names = json!(["q_proj", "v_proj", "down_proj", "lm_head"]);
+    change_config(dir.path(), json!({"target_modules": names}));
+    let read = || read_adapter(&*BACKEND, dir.path(), &modules()).map_err(|error| error.to_string());
+    // To PEFT these are no names of anything here.
+    for excluded in
+        [json!(r".*unembed_tokens|.*\.attn\..*"), json!(["attn.q_proj", "unembed_tokens"]), json!(r"((?!proj|lm_head).)*")]
+    {
+        change_config(dir.path(), json!({"exclude_modules": excluded}));
+        assert_eq!(bits(&read().unwrap().params), bits(&params), "{excluded}");
+    }
+    change_config(dir.path(), json!({"exclude_modules": null, "alpha_pattern": {r"model\..*": 64}}));
+    let config = read().unwrap().config;
+    let unembedding = modules().iter().position(|module| module.part == Part::Unembed).unwrap();
+    assert_eq!(
+        config.own.keys().copied().collect::<Vec<_>>(),
+        (0..modules().len()).filter(|i| *i != unembedding && config.carries(*i, &modules()[*i])).collect::<Vec<_>>()
+    );
+    change_config(dir.path(), json!({"alpha_pattern": {}, "target_modules": "all-linear"}));
+    assert!(read().unwrap_err().contains("holds tensors for lm_head"), "to PEFT it is the end of a model and no linear layer");
+}
+
+#[test]
+fn a_whole_path_stands_beside_a_list_of_layers() {
+    let (dir, _) = written(&all_parts());
+    change_tensors(dir.path(), |name| {
+        (!name.contains("layers.0.") || name.contains("q_proj")).then(|| name.replace("model.unembed_tokens", "lm_head"))
+    });
+    let names = ["q_proj", "model.layers.0.self_attn.q_proj", "v_proj", "down_proj", "lm_head"];
+    change_config(dir.path(), json!({"target_modules": names, "layers_to_transform": 1}));
+    read_adapter(&*BACKEND, dir.path(), &modules()).unwrap();
+    change_config(dir.path(), json!({"target_modules": [names[0], names[2], names[3], names[4]]}));
+    assert!(read_error(dir.path()).contains("layers_to_transform is without layer 0"));
+}
+
+#[test]
 fn an_adapter_of_a_model_that_was_part_of_a_composite_is_read() {
     let config = all_parts();
     let (dir, params) = written(&config);

@@ -368,6 +368,19 @@ fn what_target_parameters_names_and_what_there_is_must_agree() {
         let error = read(changes.clone(), &all).unwrap_err();
         assert!(error.contains(complaint), "{changes}: {error}");
     }
+    // Where one parameter alone carries LoRA in a layer, its pair is the outermost there.
+    let one_in_a_layer = |name: &str| match name.contains("layers.0.mlp.experts.") {
+        true => name.contains(".base_layer.").then(|| name.replace(".base_layer.", ".")),
+        false => Some(name.to_string()),
+    };
+    assert_eq!(read(targets(&["gate_up_proj", "layers.2.mlp.experts.down_proj"]), &one_in_a_layer), Ok(()));
+    let error = read(targets(&["gate_up_proj", "down_proj"]), &one_in_a_layer).unwrap_err();
+    assert!(error.contains("layers.0.mlp.experts.lora_A.weight has shape [12, 4], expected [6, 5]"), "{error}");
+    let error = read(
+        json!({"target_parameters": rest, "target_modules": ["q_proj", "lm_head", "gate_proj", "up_proj", "down_proj"]}),
+        &all,
+    );
+    assert!(error.unwrap_err().contains("a parameter of mlp.experts, which target_parameters does not name"));
     let without_down = |name: &str| (!name.contains("experts.lora_")).then(|| name.to_string());
     let error = read(json!({}), &without_down).unwrap_err();
     assert!(error.contains("target_parameters names mlp.experts.down_proj, but the adapter holds nothing"), "{error}");
