@@ -162,7 +162,9 @@ def test_inputs_that_are_no_numbers_are_named_with_their_place(wire, model, name
     inputs = {key: [number] * N for key, number in values.items()}
     inputs[name][4] = value
     inputs = {key: tensor(list_, dtype="float32") for key, list_ in inputs.items()} | {"target_tokens": tensor(TOKENS[1:])}
-    for seq_id, loss_fn in enumerate(["gspo"] if name == "sequence_ratio_mask" else ["ppo", "stable_reinforce", "gspo"], start=1):
+    # What a loss does not read is passed over.
+    readers = {"sequence_ratio_mask": ["gspo"], "clip_low_threshold": ["ppo", "cispo", "gspo"], "clip_high_threshold": ["ppo", "cispo", "gspo"]}
+    for seq_id, loss_fn in enumerate(readers.get(name, ["ppo", "stable_reinforce", "gspo"]), start=1):
         refusal(loss(wire, model, seq_id, [DATUM_OF(loss_fn), (TOKENS[:-1], inputs)], loss_fn), f"datum 1: {name}[4] is ", "not a finite number")
 
 

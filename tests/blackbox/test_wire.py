@@ -394,7 +394,9 @@ def test_a_repeated_sample_is_one_sample(wire, base_model):
     for sequence in response.sequences:
         assert len(sequence.tokens) == len(sequence.logprobs) > 0
     # Drawn without a seed: had it been computed again, these would be others.
-    assert wire.ok("asample", body | {"prompt_alt_tokens_k": 2}) == first
+    assert wire.ok("asample", body) == first
+    other = wire.post("asample", body | {"prompt_alt_tokens_k": 2})
+    assert other.status_code == 400 and "was sent before and asked for something else" in other.text, other.text
     assert wire.result(first["request_id"], pb.SampleResponse) == response
     assert wire.result(wire.ok("asample", body | {"seq_id": 10**18 + 1})["request_id"], pb.SampleResponse) != response
 
