@@ -123,11 +123,11 @@ pub(crate) trait Compute {
     /// Bytes it would take.
     fn state_bytes(&self, state: &Self::State) -> AdapterBytes;
 
-    /// Whether a checkpoint can take the place of the adapter that was asked for.
+    /// Whether a checkpoint can take the place of the adapter that a model was made with.
     ///
     /// # Errors
     /// A message for the user if it has another shape.
-    fn check_shape(&self, asked: &LoraSpec, state: &Self::State) -> Result<(), String>;
+    fn check_shape(&self, made_with: &LoraSpec, state: &Self::State) -> Result<(), String>;
 
     /// What a checkpoint is to hold.
     ///

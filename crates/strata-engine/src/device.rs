@@ -103,8 +103,8 @@ impl Compute for Device {
         learner::adapter_bytes(&self.model, &state.config)
     }
 
-    fn check_shape(&self, asked: &LoraSpec, state: &LearnerState) -> Result<(), String> {
-        let (ours, theirs) = (&learner::config_of(asked, &self.model)?, &state.config);
+    fn check_shape(&self, made_with: &LoraSpec, state: &LearnerState) -> Result<(), String> {
+        let (ours, theirs) = (&learner::config_of(made_with, &self.model)?, &state.config);
         if theirs.rank != ours.rank {
             return Err(format!("the checkpoint's adapter has rank {}, and the model's {}", theirs.rank, ours.rank));
         }

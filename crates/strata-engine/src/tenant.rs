@@ -92,6 +92,8 @@ pub(crate) struct Tenant<C: Compute> {
     pub(crate) learner: Option<C::Learner>,
     /// The adapter that room was set aside for.
     pub(crate) lora: LoraSpec,
+    /// The adapter that it was made with, whose place others may take: smaller than that where a checkpoint's record says more than there is.
+    pub(crate) made_with: LoraSpec,
     /// The adapter's first weights, which are being drawn, and whom to tell. Nothing else begins before.
     pub(crate) making: Option<(u64, PendingReply)>,
     /// Whether a pass has the learner.
@@ -118,6 +120,7 @@ impl<C: Compute> Tenant<C> {
             uid,
             client,
             learner,
+            made_with: lora.clone(),
             lora,
             making: None,
             in_pass: false,

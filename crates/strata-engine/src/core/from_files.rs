@@ -52,7 +52,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let Some((_, reply)) = tenant.loading.take_if(|(at, _)| *at == ticket) else { return };
         let checked = result.and_then(|state| {
             let fits = match &tenant.learner {
-                Some(_) => c.check_shape(&tenant.lora, &state),
+                Some(_) => c.check_shape(&tenant.made_with, &state),
                 None => fits(c, &state, &tenant.lora),
             };
             fits.map(|()| state).map_err(Failure::User)
@@ -61,7 +61,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             (Ok(state), learner) => {
                 let response = match learner {
                     Some(_) => Response::Loaded,
-                    None => Response::Created { lora: c.spec_of(&state) },
+                    None => {
+                        tenant.made_with = c.spec_of(&state);
+                        Response::Created { lora: tenant.made_with.clone() }
+                    }
                 };
                 *learner = Some(c.restore(state));
                 reply.send(Ok(response));

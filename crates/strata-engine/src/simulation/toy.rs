@@ -481,8 +481,8 @@ impl Compute for Toy {
         bytes_of(state.rank)
     }
 
-    fn check_shape(&self, asked: &LoraSpec, state: &State) -> Result<(), String> {
-        match asked.rank == state.rank {
+    fn check_shape(&self, made_with: &LoraSpec, state: &State) -> Result<(), String> {
+        match made_with.rank == state.rank {
             true => Ok(()),
             false => Err("toy: the checkpoint holds an adapter of another shape".into()),
         }

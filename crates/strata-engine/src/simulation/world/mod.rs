@@ -493,6 +493,8 @@ mod tests {
         6374074135314591132,
         // A job took what was seen of a picture twice: of another owner's, between the blocks of the tower, and then of its own.
         11562391534551677498,
+        // A model of a checkpoint that is smaller than its record says took one as large as the record.
+        7305967288680156073,
     ];
 
     fn check(seed: u64) -> Outline {
