@@ -205,3 +205,9 @@ def test_a_file_is_no_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     done = run("inspect", tmp_path / "config.json")
     assert done.returncode == 1 and "config.json" in done.stderr and "is a file; name the directory" in done.stderr, done.stderr
+
+
+def test_a_configuration_that_is_wrong_is_named_by_its_path(tmp_path):
+    (tmp_path / "mine.json").write_text('{"model_type": "gpt2"}')
+    done = run("init-model", "--config", tmp_path / "mine.json", tmp_path / "model")
+    assert done.returncode == 1 and "mine.json" in done.stderr and 'model_type "gpt2"' in done.stderr, done.stderr

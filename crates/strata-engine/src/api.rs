@@ -337,6 +337,29 @@ pub struct SampleRequest {
     pub prompt_alt_tokens_k: usize,
 }
 
+impl SampleRequest {
+    /// One sequence behind a prompt of text, drawn from all tokens at temperature 1 with seed 0 until the model ends it, and nothing of the prompt.
+    pub fn of(prompt: Vec<i64>) -> Self {
+        SampleRequest {
+            prompt,
+            images: Vec::new(),
+            num_samples: 1,
+            max_tokens: None,
+            seed: 0,
+            stop: Stop::EndOfSequence,
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            prompt_logprobs: false,
+            prompt_logprobs_last_n: None,
+            topk_prompt_logprobs: 0,
+            topk_sample_logprobs: 0,
+            target_prompt_logprobs: None,
+            prompt_alt_tokens_k: 0,
+        }
+    }
+}
+
 /// Token ids whose log-probabilities are wanted at positions of a prompt: a matrix whose row `i` belongs to position `i + 1`, because nothing
 /// predicts the first. Nothing in it has been checked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Hash)]

@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::api::{AdamParams, Datum, LossValues, SampleRequest, TrainOp};
+use crate::api::{AdamParams, Datum, Image, LossValues, SampleRequest, TrainOp};
 
 impl TrainOp {
     /// A number by which operations differ that ask for different things, as long as the process runs. What differs each time that one is sent, such as the metadata of a save, is no part of it.
@@ -55,17 +55,21 @@ impl SampleRequest {
         (prompt, num_samples, max_tokens, stop, temperature.to_bits(), top_k, top_p.to_bits()).hash(&mut hasher);
         (prompt_logprobs, prompt_logprobs_last_n, topk_prompt_logprobs, topk_sample_logprobs).hash(&mut hasher);
         (target_prompt_logprobs, prompt_alt_tokens_k).hash(&mut hasher);
-        images.iter().for_each(|image| (image.at, &image.file).hash(&mut hasher));
+        hash_images(images, &mut hasher);
         hasher.finish()
+    }
+}
+
+fn hash_images(images: &[Image], hasher: &mut impl Hasher) {
+    images.len().hash(hasher);
+    for image in images {
+        (image.at, &image.file, image.expected_tokens).hash(hasher);
     }
 }
 
 fn hash_datum(datum: &Datum, hasher: &mut impl Hasher) {
     datum.tokens.hash(hasher);
-    datum.images.len().hash(hasher);
-    for image in &datum.images {
-        (image.at, &image.file).hash(hasher);
-    }
+    hash_images(&datum.images, hasher);
     datum.loss_inputs.len().hash(hasher);
     for (name, input) in &datum.loss_inputs {
         (name, &input.shape).hash(hasher);
@@ -133,22 +137,10 @@ mod tests {
 
     #[test]
     fn samples_that_ask_for_different_things_differ_and_one_with_another_seed_does_not() {
-        let plain = || SampleRequest {
-            prompt: vec![1, 2],
-            images: vec![],
-            num_samples: 1,
-            max_tokens: None,
-            seed: 1,
-            stop: Stop::EndOfSequence,
-            temperature: 1.0,
-            top_k: None,
-            top_p: 1.0,
-            prompt_logprobs: false,
-            prompt_logprobs_last_n: None,
-            topk_prompt_logprobs: 0,
-            topk_sample_logprobs: 0,
-            target_prompt_logprobs: None,
-            prompt_alt_tokens_k: 0,
+        let plain = || SampleRequest { seed: 1, ..SampleRequest::of(vec![1, 2]) };
+        let with_image = |at: usize, file: &[u8], expected_tokens: Option<i64>| SampleRequest {
+            images: vec![Image { at, file: file.into(), expected_tokens }],
+            ..plain()
         };
         let targets = PromptTargets { shape: [1, 1], cells: Cells::All, ids: vec![7] };
         let all = [
@@ -166,6 +158,10 @@ mod tests {
             SampleRequest { topk_sample_logprobs: 1, ..plain() },
             SampleRequest { target_prompt_logprobs: Some(targets), ..plain() },
             SampleRequest { prompt_alt_tokens_k: 1, ..plain() },
+            with_image(0, b"picture", None),
+            with_image(1, b"picture", None),
+            with_image(0, b"another", None),
+            with_image(0, b"picture", Some(4)),
         ];
         for (i, a) in all.iter().enumerate() {
             for (j, b) in all.iter().enumerate() {

@@ -212,6 +212,25 @@ mod tests {
     }
 
     #[test]
+    fn of_a_configuration_that_is_wrong_it_is_said_whose_it_is_and_in_which_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = ModelSource::Directory(dir.path().into());
+        let refused = |config: &str, generation: &str| {
+            std::fs::write(dir.path().join("config.json"), config).unwrap();
+            std::fs::write(dir.path().join("generation_config.json"), generation).unwrap();
+            source.config().unwrap_err().to_string()
+        };
+        let own = dir.path().display().to_string();
+        let error = refused(r#"{"model_type": "llama", "vocab_size": 60, "eos_token_id": 60}"#, "{}");
+        assert!(error.contains(&own) && error.ends_with("config.json: eos_token_id 60 is not below vocab_size 60"), "{error}");
+        let error = refused(r#"{"model_type": "llama", "vocab_size": 60, "eos_token_id": 2}"#, r#"{"eos_token_id": 600}"#);
+        assert!(
+            error.contains(&own) && error.ends_with("600 is not below vocab_size 60, in generation_config.json beside it"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn what_a_user_names_is_found() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().to_str().unwrap();

@@ -473,14 +473,14 @@ impl Registry {
         Ok((true, freed))
     }
 
-    /// Whether a sampling session is there that is of this, as one is that is asked for again. `None`: there is none.
+    /// Whether a sampling session is there, and is what is asked for.
     ///
     /// # Errors
     /// If it is of something else.
-    pub fn find_sampler(&self, sampler_id: &str, is_of_it: impl FnOnce(BaseId, &Weights) -> bool) -> ApiResult<Option<()>> {
+    pub fn find_sampler(&self, sampler_id: &str, is_of_it: impl FnOnce(BaseId, &Weights) -> bool) -> ApiResult<bool> {
         match self.lock().samplers.get(sampler_id) {
-            None => Ok(None),
-            Some(there) if is_of_it(there.base, &there.weights) => Ok(Some(())),
+            None => Ok(false),
+            Some(there) if is_of_it(there.base, &there.weights) => Ok(true),
             Some(_) => Err(taken(sampler_id)),
         }
     }

@@ -218,6 +218,14 @@ impl Store {
         }
     }
 
+    /// Whether there is a checkpoint of a run.
+    pub fn has_run(&self, run: &str) -> bool {
+        let first = CheckpointId { run: run.to_owned(), kind: CheckpointKind::Weights, name: String::new() };
+        let catalogue = self.lock();
+        let mut from = catalogue.records.range(first..);
+        from.next().is_some_and(|(id, _)| id.run == run)
+    }
+
     /// Checkpoints, newest first: all of them, or those of one run.
     pub fn list(&self, run: Option<&str>) -> Vec<CheckpointRecord> {
         self.find_imported(run);

@@ -455,7 +455,6 @@ impl Sequence {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::Stop;
 
     #[test]
     fn a_sample_is_as_long_as_its_inputs_may_come_to_be() {
@@ -470,23 +469,7 @@ mod tests {
             eyes: None,
         };
         let of = |prompt: usize, max_tokens: Option<usize>| {
-            let request = SampleRequest {
-                prompt: vec![1; prompt],
-                images: vec![],
-                num_samples: 1,
-                max_tokens,
-                seed: 0,
-                stop: Stop::EndOfSequence,
-                temperature: 0.0,
-                top_k: None,
-                top_p: 1.0,
-                prompt_logprobs: false,
-                prompt_logprobs_last_n: None,
-                topk_prompt_logprobs: 0,
-                topk_sample_logprobs: 0,
-                target_prompt_logprobs: None,
-                prompt_alt_tokens_k: 0,
-            };
+            let request = SampleRequest { max_tokens, temperature: 0.0, ..SampleRequest::of(vec![1; prompt]) };
             let plan = Plan::new(&request, &limits).unwrap();
             (plan.length_max(), plan.is_long)
         };

@@ -51,21 +51,11 @@ impl Asker {
     /// As [`Asker::sample`], with pictures at the beginning.
     fn sample_of(&mut self, pictures: &[&[u8]], prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
         let sample = SampleRequest {
-            prompt: prompt.to_vec(),
             images: pictures.iter().map(|&file| Image { at: 0, file: file.into(), expected_tokens: None }).collect(),
-            num_samples: 1,
             max_tokens: Some(max_tokens),
             seed: 1,
             stop: Stop::Tokens(Vec::new()),
-            temperature: 1.0,
-            top_k: None,
-            top_p: 1.0,
-            prompt_logprobs: false,
-            prompt_logprobs_last_n: None,
-            topk_prompt_logprobs: 0,
-            topk_sample_logprobs: 0,
-            target_prompt_logprobs: None,
-            prompt_alt_tokens_k: 0,
+            ..SampleRequest::of(prompt.to_vec())
         };
         match self.ask(Request::Sample { sampler_id: "base".into(), sample }) {
             Response::Sampled(output) => (output.prompt_cache_hit_tokens, output),

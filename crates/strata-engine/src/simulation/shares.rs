@@ -109,21 +109,12 @@ impl Clients {
                 self.send(who, Request::CreateSampler { sampler_id: sampler_id.clone(), source: None });
                 for _ in 0..requests {
                     let sample = SampleRequest {
-                        prompt: (0..prompt).map(|_| rng.below(u64::from(oracle::VOCAB)) as i64).collect(),
                         images: (0..pictures).map(|n| picture(self.sent.get(), n)).collect(),
                         num_samples,
                         max_tokens: Some(max_tokens),
                         seed: self.sent.get() + 1,
                         stop: Stop::Tokens(Vec::new()),
-                        temperature: 1.0,
-                        top_k: None,
-                        top_p: 1.0,
-                        prompt_logprobs: false,
-                        prompt_logprobs_last_n: None,
-                        topk_prompt_logprobs: 0,
-                        topk_sample_logprobs: 0,
-                        target_prompt_logprobs: None,
-                        prompt_alt_tokens_k: 0,
+                        ..SampleRequest::of((0..prompt).map(|_| rng.below(u64::from(oracle::VOCAB)) as i64).collect())
                     };
                     self.send(who, Request::Sample { sampler_id: sampler_id.clone(), sample });
                 }

@@ -88,21 +88,12 @@ fn on_and_off(limits: Limits, rounds: &[Vec<SampleRequest>]) -> [Ran; 2] {
 /// A request whose samples say the refrain, which its prompt has said before.
 fn refrain(n: u64, prompt: usize, num_samples: usize, max_tokens: usize) -> SampleRequest {
     SampleRequest {
-        prompt: (0..prompt).map(|i| i64::from(REFRAIN[(i + n as usize) % REFRAIN.len()])).collect(),
-        images: Vec::new(),
         num_samples,
         max_tokens: Some(max_tokens),
         seed: n * REFRAIN_EVERY,
         stop: Stop::Tokens(Vec::new()),
-        temperature: 1.0,
-        top_k: None,
-        top_p: 1.0,
-        prompt_logprobs: false,
-        prompt_logprobs_last_n: None,
-        topk_prompt_logprobs: 0,
         topk_sample_logprobs: 2,
-        target_prompt_logprobs: None,
-        prompt_alt_tokens_k: 0,
+        ..SampleRequest::of((0..prompt).map(|i| i64::from(REFRAIN[(i + n as usize) % REFRAIN.len()])).collect())
     }
 }
 

@@ -198,23 +198,7 @@ pub fn snapshot(engine: &EngineHandle, model: &str, seq_id: u64, sampler: &str) 
 
 /// A request for `max_tokens` tokens at temperature 1 that nothing stops.
 pub fn sample_request(prompt: Vec<i64>, num_samples: usize, max_tokens: usize, seed: u64) -> SampleRequest {
-    SampleRequest {
-        prompt,
-        images: Vec::new(),
-        num_samples,
-        max_tokens: Some(max_tokens),
-        seed,
-        stop: Stop::Tokens(vec![]),
-        temperature: 1.0,
-        top_k: None,
-        top_p: 1.0,
-        prompt_logprobs: false,
-        prompt_logprobs_last_n: None,
-        topk_prompt_logprobs: 0,
-        topk_sample_logprobs: 0,
-        target_prompt_logprobs: None,
-        prompt_alt_tokens_k: 0,
-    }
+    SampleRequest { num_samples, max_tokens: Some(max_tokens), seed, stop: Stop::Tokens(vec![]), ..SampleRequest::of(prompt) }
 }
 
 pub fn sample(sampler: &str, sample: SampleRequest) -> Request {

@@ -195,8 +195,8 @@ impl<'m> PlannedAdapter<'m> {
             own: BTreeMap::new(),
         };
         settings.check_modules(modules, &carried, *naming).map_err(refused)?;
-        let of_parameters = modules.iter().zip(layouts).filter(|(_, layout)| matches!(layout, Some(Layout::Fused { .. })));
-        if let Some((module, _)) = of_parameters.into_iter().find(|(module, _)| !settings.names_parameter_of(module, *naming)) {
+        let mut of_parameters = modules.iter().zip(layouts).filter(|(_, layout)| matches!(layout, Some(Layout::Fused { .. })));
+        if let Some((module, _)) = of_parameters.find(|(module, _)| !settings.names_parameter_of(module, *naming)) {
             let path = module.path;
             let message = format!("the adapter holds tensors for a parameter of {path}, which target_parameters does not name");
             return Err(refused(message));

@@ -36,12 +36,12 @@ pub async fn create_session(State(app): State<Arc<App>>, body: Payload) -> ApiRe
     let sampler_id = sampling_session_id(&asked.session_id, asked.sampling_session_seq_id);
     let names_base = |base| from.base_model.as_ref().map(|name| app.bases.find(name).is_ok_and(|found| found == base));
     // One that is asked for again is there, whatever has become of its checkpoint.
-    let known = app.registry.find_sampler(&sampler_id, |base, weights| match (weights, &from.model_path) {
+    let is_known = app.registry.find_sampler(&sampler_id, |base, weights| match (weights, &from.model_path) {
         (Weights::Checkpoint(path), Some(asked)) => *path == asked.0 && names_base(base) != Some(false),
         (Weights::Base, None) => names_base(base) == Some(true),
         _ => false,
     });
-    if known?.is_none() {
+    if !is_known? {
         make(&app, &asked.session_id, asked.sampling_session_seq_id, Found::new(&app, from)?)?;
     }
     Ok(Json(json!({ "type": "create_sampling_session", "sampling_session_id": sampler_id })))

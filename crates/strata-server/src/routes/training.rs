@@ -67,18 +67,15 @@ pub fn create(
     let client = app.registry.client(session_id)?;
     let (entry, future) = (app.charge(&client, limits::SESSION_BYTES)?, app.charge(&client, limits::FUTURE_BYTES)?);
     let fingerprint = Some(fingerprint_of(wanted));
-    let request_id = format!("{}:0", model_id(session_id, model_seq_id));
+    let own_id = model_id(session_id, model_seq_id);
+    let request_id = format!("{own_id}:0");
     if app.futures.is_known(&request_id, fingerprint)? {
         return Ok(acknowledged(&request_id));
     }
     // Where a copy of a checkpoint lies nothing is trained: what was saved would stand beside it.
-    if app.registry.model(&model_id(session_id, model_seq_id)).is_err()
-        && !app.store.list(Some(&model_id(session_id, model_seq_id))).is_empty()
-    {
-        return Err(ApiError::bad(format!(
-            "model_seq_id {model_seq_id} of session {} has a copy of a checkpoint",
-            shown(session_id)
-        )));
+    if app.registry.model(&own_id).is_err() && app.store.has_run(&own_id) {
+        let session_id = shown(session_id);
+        return Err(ApiError::bad(format!("model_seq_id {model_seq_id} of session {session_id} has a copy of a checkpoint")));
     }
     let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
     let completer = match app.futures.begin_for(&request_id, &client, fingerprint, None)? {

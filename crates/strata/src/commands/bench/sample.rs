@@ -80,6 +80,7 @@ pub(super) fn measure(common: &Common, adapters: &Adapters, cells: &[Cell], roun
     let (mut times, mut peak) = (Vec::with_capacity(cells.len()), 0);
     for &cell in cells {
         let beside = Beside { limits: &mut limits, inputs: common.dtype.into(), threads: common.threads()? };
+        forget_peak_memory();
         let measured = Times::measure(&sampler, peer.as_mut(), cell, rounds, Some(beside))?;
         ensure!(
             measured.step > 0.0,
@@ -199,23 +200,7 @@ fn sampler_name(tenant: usize) -> String {
 }
 
 fn request(prompt: Vec<i64>, seed: u64, new: usize, temperature: f32) -> SampleRequest {
-    SampleRequest {
-        prompt,
-        images: Vec::new(),
-        num_samples: 1,
-        max_tokens: Some(new),
-        seed,
-        stop: Stop::Tokens(Vec::new()),
-        temperature,
-        top_k: None,
-        top_p: 1.0,
-        prompt_logprobs: false,
-        prompt_logprobs_last_n: None,
-        topk_prompt_logprobs: 0,
-        topk_sample_logprobs: 0,
-        target_prompt_logprobs: None,
-        prompt_alt_tokens_k: 0,
-    }
+    SampleRequest { max_tokens: Some(new), seed, stop: Stop::Tokens(Vec::new()), temperature, ..SampleRequest::of(prompt) }
 }
 
 /// What measures the limits beside what is timed: others use the machine too, and what they leave to one round, they may not leave to the next.
@@ -240,7 +225,7 @@ pub(super) struct Times {
     /// What samples that repeat themselves guessed.
     guesses: Option<Guesses>,
     peers: Vec<peer::Sampled>,
-    /// The most that this process had of memory, but for what bandwidth was measured with.
+    /// The most that this process had of memory since that was forgotten, but for what bandwidth was measured with.
     peak_memory_bytes: u64,
 }
 
@@ -266,7 +251,6 @@ impl Times {
             peers: Vec::new(),
             peak_memory_bytes: 0,
         };
-        forget_peak_memory();
         let (mut shorts, mut longs) = (Vec::new(), Vec::new());
         let start = Instant::now();
         for round in 0..repeats {
