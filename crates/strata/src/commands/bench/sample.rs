@@ -414,7 +414,7 @@ mod tests {
             prefills: vec![1.0, 3.0, 2.0, 1.0],
             arithmetic: vec![60.0, 40.0, 40.0, 120.0],
             step: 0.25,
-            steps: vec![0.5, 0.25, 1.0, -1.0, 0.0],
+            steps: vec![0.5, 0.25, 1.0, -1.0, -2.0],
             reads: vec![40.0, 50.0, 40.0, 40.0, 40.0],
             guesses: None,
             peers: Vec::new(),
