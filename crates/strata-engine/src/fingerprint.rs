@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::api::{AdamParams, Datum, Image, LossValues, SampleRequest, TrainOp};
+use crate::api::{AdamParams, Datum, Image, LossValues, SampleRequest, SaveTarget, TrainOp};
 
 impl TrainOp {
     /// A number by which operations differ that ask for different things, as long as the process runs. What differs each time that one is sent, such as the metadata of a save, is no part of it.
@@ -21,7 +21,11 @@ impl TrainOp {
             TrainOp::OptimStep(AdamParams { learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm }) => {
                 [learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm].map(|x| x.to_bits()).hash(&mut hasher);
             }
-            TrainOp::SaveState(target) | TrainOp::SaveSampler(target) => target.name.hash(&mut hasher),
+            // What is to be written beside it has the time at which it was asked for.
+            TrainOp::SaveState(SaveTarget { dir: _, name, overwrite, metadata: _, recipients })
+            | TrainOp::SaveSampler(SaveTarget { dir: _, name, overwrite, metadata: _, recipients }) => {
+                (name, overwrite, recipients).hash(&mut hasher);
+            }
             // Clients take another name each time that they send it.
             TrainOp::Snapshot { sampler_id: _, replace } => replace.hash(&mut hasher),
             TrainOp::LoadState { source, with_optimizer } => (&source.name, with_optimizer).hash(&mut hasher),
@@ -83,7 +87,7 @@ fn hash_datum(datum: &Datum, hasher: &mut impl Hasher) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::{Cells, CheckpointSource, LossInput, LossSpec, PromptTargets, SaveTarget, Stop};
+    use crate::api::{Cells, CheckpointSource, LossInput, LossSpec, PromptTargets, Stop};
 
     fn pass(tokens: &[i64], weights: &[f32]) -> TrainOp {
         let input = LossInput { shape: vec![weights.len()], values: LossValues::F32(weights.to_vec()) };
@@ -117,6 +121,8 @@ mod tests {
                 TrainOp::OptimStep(AdamParams { learning_rate: 0.5, ..Default::default() }),
                 TrainOp::SaveState(save("a", 1)),
                 TrainOp::SaveState(save("b", 1)),
+                TrainOp::SaveState(SaveTarget { overwrite: true, ..save("a", 1) }),
+                TrainOp::SaveState(SaveTarget { recipients: vec!["age1".into()], ..save("a", 1) }),
                 TrainOp::SaveSampler(save("a", 1)),
                 TrainOp::Snapshot { sampler_id: "a".into(), replace: false },
                 TrainOp::Snapshot { sampler_id: "a".into(), replace: true },

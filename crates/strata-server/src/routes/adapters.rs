@@ -235,8 +235,10 @@ pub fn form(asked: Option<&str>) -> ApiResult<Option<Form>> {
 pub fn check(app: &App, record: &CheckpointRecord, form: Form) -> ApiResult<()> {
     let base = &app.bases.get(base_of(app, record)?).info;
     let dir = app.store.dir(&record.id());
-    let (_charge, files) = opened(app, (&base.adapters, &dir), &by_hand(form))?;
-    files.check(form).map_err(of_failure)
+    of_one_save(app, record, || {
+        let (_charge, files) = opened(app, (&base.adapters, &dir), &by_hand(form))?;
+        files.check(form).map_err(of_failure)
+    })
 }
 
 /// Writes a checkpoint in a form into a directory that goes with what is returned. Blocks.
@@ -246,20 +248,24 @@ pub fn check(app: &App, record: &CheckpointRecord, form: Form) -> ApiResult<()> 
 pub fn converted(app: &App, record: &CheckpointRecord, form: Form) -> ApiResult<Scratch> {
     let base = &app.bases.get(base_of(app, record)?).info;
     let (dir, scratch) = (app.store.dir(&record.id()), app.store.scratch()?);
-    let write = || {
+    of_one_save(app, record, || {
         let (_charge, files) = opened(app, (&base.adapters, &dir), &by_hand(form))?;
         let adapter = files.read().map_err(of_failure)?;
         adapter.write(scratch.path(), form).map_err(|error| match error {
             Error::Io { source, .. } => not_written(&source),
             other => ApiError::BadRequest(other.to_string()),
         })
-    };
-    let written = write();
-    // What was read of one save and of the next is neither.
-    if !app.store.is_on_disk(record) {
-        return Err(ApiError::NotFound(format!("there is no checkpoint {} as it was", record.id().tinker_path())));
+    })?;
+    Ok(scratch)
+}
+
+/// What was read of one save and of the next is neither, and what has gone meanwhile was not faulty.
+fn of_one_save<T>(app: &App, record: &CheckpointRecord, read: impl FnOnce() -> ApiResult<T>) -> ApiResult<T> {
+    let read = read();
+    if app.store.is_on_disk(record) {
+        return read;
     }
-    written.map(|()| scratch)
+    Err(ApiError::NotFound(format!("there is no checkpoint {} as it was", record.id().tinker_path())))
 }
 
 fn by_hand(form: Form) -> String {

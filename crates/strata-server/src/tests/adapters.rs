@@ -104,6 +104,24 @@ async fn an_uploaded_adapter_is_a_checkpoint_and_goes_out_in_either_form() {
 }
 
 #[tokio::test]
+async fn a_checkpoint_that_goes_while_it_is_looked_at_is_not_there_and_not_faulty() {
+    let server = TestServer::new();
+    let reply = upload(&server, IMPORT, adapter()).await.json();
+    let path = reply["path"].as_str().unwrap();
+    let run = path.trim_start_matches("tinker://").split('/').next().unwrap();
+    let archive = format!("training_runs/{run}/checkpoints/weights/mine/archive?format=peft");
+    assert_eq!(server.get(&archive).await.status, StatusCode::FOUND);
+    // A delete has come this far: the record goes first.
+    let dir = server.data_dir.path().join("checkpoints").join(run).join("weights/mine");
+    std::fs::remove_file(dir.join("adapter_model.safetensors")).unwrap();
+    let faulty = server.get(&archive).await;
+    assert_eq!(faulty.status, StatusCode::BAD_REQUEST, "{}", faulty.detail());
+    std::fs::remove_file(dir.join(strata_engine::api::METADATA_FILE)).unwrap();
+    let gone = server.get(&archive).await;
+    assert_eq!(gone.status, StatusCode::NOT_FOUND, "{}", gone.detail());
+}
+
+#[tokio::test]
 async fn forms_that_a_server_does_not_make_are_refused_with_what_does() {
     let server = TestServer::new();
     let embedding = {
