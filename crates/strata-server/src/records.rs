@@ -93,8 +93,8 @@ impl Records {
         self.inner.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Remembers what a client's request sampled, in the place of the owner's oldest where there is no room. Answers whether there is room for
-    /// it at all.
+    /// Remembers what a client's request sampled, in the place of the owner's oldest where there is no room, and of what the same request sampled before, if it was forgotten and
+    /// sent again. Answers whether there is room for it at all.
     pub fn remember(&self, ledger: &Ledger, client: &Client, request_id: &str, sampled: Sampled) -> bool {
         let bytes = sampled.held_bytes(request_id);
         let bytes_max = ledger.total() / limits::RECORDS_FRACTION;
@@ -103,6 +103,7 @@ impl Records {
             return false;
         }
         let mut inner = self.lock();
+        inner.forget(request_id);
         while inner.owners.get(&client.owner).is_some_and(|owner| owner.bytes + bytes > owner_bytes_max) {
             inner.forget_oldest(&client.owner);
         }
@@ -279,6 +280,19 @@ mod tests {
         assert!(records.find("b", "other:0").is_some(), "what others have stays");
         assert!(!records.remember(&ledger, &client("a", "s"), "large", sampled(&[1 << 20])), "it has no room at all");
         assert!(records.find("a", "r0:0").is_some(), "and nothing goes for it");
+    }
+
+    #[test]
+    fn a_request_that_is_sampled_again_takes_its_own_place() {
+        let (records, ledger) = (Records::default(), Ledger::new(1 << 20));
+        let client = client("a", "s");
+        assert!(records.remember(&ledger, &client, "again", sampled(&[10])));
+        assert!(records.remember(&ledger, &client, "again", sampled(&[20, 20])));
+        assert_eq!(ledger.used(), records.bytes());
+        assert_eq!(records.find("a", "again:1").unwrap().0.sequences[1].tokens.len(), 20);
+        assert_eq!(records.lock().owners["a"].order.len(), 1);
+        assert!(records.give_up() && !records.give_up(), "what is gone is not given up again and again");
+        assert_eq!((ledger.used(), records.bytes(), records.lock().owners.len()), (0, 0, 0));
     }
 
     #[test]

@@ -351,7 +351,7 @@ impl<C: Compute> Batcher<C> {
     }
 
     fn take_results(&mut self, compute: &C, parts: &[Part], targets: Vec<RowFor>, results: Vec<RowResult>) {
-        let (mut ended, mut failed) = (Vec::new(), Vec::new());
+        let (mut ended, mut begun, mut failed) = (Vec::new(), Vec::new(), Vec::new());
         for (target, result) in targets.into_iter().zip(results) {
             match (target, result) {
                 (RowFor::Score { job, position }, RowResult::Scored(scored)) => {
@@ -359,7 +359,7 @@ impl<C: Compute> Batcher<C> {
                         job.score(position, scored);
                     }
                 }
-                (RowFor::First { job }, RowResult::Drawn(drawn)) => self.begin_samples(compute, job, drawn),
+                (RowFor::First { job }, RowResult::Drawn(drawn)) => begun.push((job, drawn)),
                 // What a row behind a wrong guess shows, even that it is not a number, would not have been computed.
                 (RowFor::Next { sequence, ahead }, _) if !self.running[sequence].holds(ahead) => {}
                 (RowFor::Next { sequence, ahead }, RowResult::Drawn(drawn)) => {
@@ -377,6 +377,12 @@ impl<C: Compute> Batcher<C> {
             }
         }
         self.count_guesses(parts);
+        // A job whose samples all end with their first token is answered here, and may have failed at another row of its prompt.
+        for (job, drawn) in begun {
+            if !failed.contains(&job) {
+                self.begin_samples(compute, job, drawn);
+            }
+        }
         // From the back, so that the places before stay what they are: sequences begun in this step are behind all of them.
         ended.sort_unstable_by_key(|&(sequence, _)| Reverse(sequence));
         let mut over = Vec::new();

@@ -293,6 +293,7 @@ impl Toy {
             return self.shared.violate(format!("state {:?} in a cache with {}", span.held.state, cache.states.len()));
         }
         let first_row = out.len();
+        let seed = span.rows.iter().find_map(|(_, task)| seed_of(task));
         let mut rows = span.rows.iter();
         let mut next = rows.next();
         for position in 0..last {
@@ -314,8 +315,8 @@ impl Toy {
             while let Some((row, task)) = next.filter(|(row, _)| row + span.past == position) {
                 let result = match before_guess(span, *row, &out[first_row..]) {
                     Some(Guess::Wrong) => RowResult::NotNumbers,
-                    Some(Guess::Right) => self.run_task(folded, task, &self.shared.may_fail),
-                    None => self.run_task(folded, task, &self.shared.failed),
+                    Some(Guess::Right) => self.run_task(folded, task, seed, &self.shared.may_fail),
+                    None => self.run_task(folded, task, seed, &self.shared.failed),
                 };
                 out.push(result);
                 next = rows.next();
@@ -338,18 +339,20 @@ impl Toy {
         }
     }
 
-    /// Notes whose row it makes fail.
-    fn run_task(&self, row: u64, task: &RowTask, failed: &RefCell<BTreeSet<u64>>) -> RowResult {
+    /// Notes whose row it makes fail: none of a request that draws nothing in this span, whose seed is not to be seen.
+    fn run_task(&self, row: u64, task: &RowTask, seed: Option<u64>, failed: &RefCell<BTreeSet<u64>>) -> RowResult {
+        if let Some(seed) = seed
+            && self.shared.chance(self.shared.faults.get().row)
+        {
+            failed.borrow_mut().insert(seed);
+            return RowResult::NotNumbers;
+        }
         match task {
             RowTask::Score { ids, topk, alternatives } => RowResult::Scored(Scored {
                 logprobs: ids.iter().map(|&id| oracle::logprob(row, id)).collect(),
                 topk: oracle::top_k(row, *topk),
                 alternatives: alternatives.map(|a| oracle::alternatives(row, &a)).unwrap_or_default(),
             }),
-            RowTask::Draw { settings, .. } if self.shared.chance(self.shared.faults.get().row) => {
-                failed.borrow_mut().insert(settings.seed);
-                RowResult::NotNumbers
-            }
             RowTask::Draw { settings, samples, position } => {
                 RowResult::Drawn(samples.iter().map(|&s| oracle::draw(row, settings, s, *position)).collect())
             }
@@ -642,8 +645,8 @@ enum Guess {
 /// What the token of a row is that follows these rows of its span. Nobody may look at what a wrong guess leads to.
 fn before_guess<F, S>(span: &StepSpan<'_, F, S>, row: usize, before: &[RowResult]) -> Option<Guess> {
     match before.last()? {
-        RowResult::Scored(_) => None,
-        RowResult::NotNumbers => Some(Guess::Wrong),
+        _ if matches!(span.rows[before.len() - 1].1, RowTask::Score { .. }) => None,
+        RowResult::Scored(_) | RowResult::NotNumbers => Some(Guess::Wrong),
         RowResult::Drawn(drawn) => match drawn.first().is_some_and(|drawn| drawn.token == span.tokens[row]) {
             true => Some(Guess::Right),
             false => Some(Guess::Wrong),

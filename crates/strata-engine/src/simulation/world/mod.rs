@@ -495,6 +495,8 @@ mod tests {
         11562391534551677498,
         // A model of a checkpoint that is smaller than its record says took one as large as the record.
         7305967288680156073,
+        // A row of a prompt was no number, and all samples ended with their first token: the request succeeded.
+        16528756195344652041,
     ];
 
     fn check(seed: u64) -> Outline {
