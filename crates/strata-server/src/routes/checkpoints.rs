@@ -148,10 +148,11 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
             }
         },
     );
-    if accepted.is_err() && is_new {
+    // Sent twice at the same time, under two numbers of sessions, it is one operation, which makes one session.
+    if is_new && !matches!(accepted, Ok(true)) {
         app.registry.remove_sampler(&sampler_id);
     }
-    accepted
+    accepted.map(|_| acknowledged(&request_id))
 }
 
 /// `POST load_weights`: into a new model, or as an operation of one that is there.

@@ -69,19 +69,20 @@ pub fn create(
     let fingerprint = Some(fingerprint_of(wanted));
     let own_id = model_id(session_id, model_seq_id);
     let request_id = format!("{own_id}:0");
-    if app.futures.is_known(&request_id, fingerprint)? {
+    // Of two that are sent at the same time, one goes on from here.
+    let Some(completer) = app.futures.begin_for(&request_id, &client, fingerprint, None)? else {
         return Ok(acknowledged(&request_id));
-    }
+    };
     // Where a copy of a checkpoint lies nothing is trained: what was saved would stand beside it.
     if app.registry.model(&own_id).is_err() && app.store.has_run(&own_id) {
         let session_id = shown(session_id);
         return Err(ApiError::bad(format!("model_seq_id {model_seq_id} of session {session_id} has a copy of a checkpoint")));
     }
     let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
-    let completer = match app.futures.begin_for(&request_id, &client, fingerprint, None)? {
-        Some(completer) if is_new => completer,
-        _ => return Ok(acknowledged(&request_id)),
-    };
+    if !is_new {
+        // So long ago that nothing is remembered of its creation.
+        return Ok(acknowledged(&request_id));
+    }
     answer["model_id"] = json!(model_id);
     let request = request(model_id.clone());
     let created_id = model_id.clone();
@@ -220,10 +221,11 @@ pub fn accept(
     op: Result<TrainOp, String>,
     finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
 ) -> ApiResult<Json<Value>> {
-    accept_or_else(app, head, op, finish, |_, _| {})
+    let request_id = format!("{}:{}", &*head.model_id, head.seq_id);
+    accept_or_else(app, head, op, finish, |_, _| {}).map(|_| acknowledged(&request_id))
 }
 
-/// As [`accept`]; `on_failure` is told if the engine fails the operation.
+/// As [`accept`]; `on_failure` is told if the engine fails the operation. Answers whether the operation was accepted now, and as it is.
 ///
 /// # Errors
 /// Those of [`accept`].
@@ -233,7 +235,7 @@ pub fn accept_or_else(
     op: Result<TrainOp, String>,
     finish: impl FnOnce(&App, Response) -> Result<Answer, Failure> + Send + 'static,
     on_failure: impl FnOnce(&App, &Failure) + Send + 'static,
-) -> ApiResult<Json<Value>> {
+) -> ApiResult<bool> {
     let OpHead { model_id, seq_id } = head;
     let model_id = model_id.0;
     if seq_id == 0 {
@@ -244,19 +246,20 @@ pub fn accept_or_else(
     let op = op.unwrap_or_else(TrainOp::Refused);
     let fingerprint = op.fingerprint();
     let begin = || app.futures.begin_for(&request_id, &client, fingerprint, None);
-    let Some(completer) = begin()? else { return Ok(acknowledged(&request_id)) };
+    let Some(completer) = begin()? else { return Ok(false) };
     let request = Request::Train { model_id: model_id.clone(), seq_id, op };
     let reason = match app.dispatch(&request_id, (base, client.clone()), completer, request, finish, on_failure) {
-        Ok(()) | Err(Refusal::Seen) => return Ok(acknowledged(&request_id)),
+        Ok(()) => return Ok(true),
+        Err(Refusal::Seen) => return Ok(false),
         Err(Refusal::User(reason)) => reason,
         Err(refusal) => return Err(refused(refusal)),
     };
     // It will never be accepted as it is: what it asks for is let go, and it fails in its place.
-    let Some(completer) = begin()? else { return Ok(acknowledged(&request_id)) };
+    let Some(completer) = begin()? else { return Ok(false) };
     let request = Request::Train { model_id, seq_id, op: TrainOp::Refused(reason) };
     let nothing = |_: &App, response| Err(unexpected(&response));
     match app.dispatch(&request_id, (base, client), completer, request, nothing, |_, _| {}) {
-        Ok(()) | Err(Refusal::Seen) => Ok(acknowledged(&request_id)),
+        Ok(()) | Err(Refusal::Seen) => Ok(false),
         Err(refusal) => Err(refused(refusal)),
     }
 }
