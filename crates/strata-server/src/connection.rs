@@ -1,11 +1,12 @@
 //! Connections: accepted up to a number, served one task each, and ended when they are slow or have nothing to do.
 //!
-//! A connection is idle, or it sends the headers of a request, or a request is being answered. The first may take long and counts from the
-//! last byte in either direction, the second counts from the first byte on, so that a client that drips gains nothing, and the third is the
-//! business of whoever reads the body or holds the poll. When all places are taken, a new connection takes that of the one that has been idle
-//! for longest; where none is idle, it waits.
+//! A connection is idle, or it sends the headers of a request, or a request is being answered, or its answer is sent. The first may take long and counts from the
+//! last byte in either direction, the second counts from the first byte on, so that a client that drips gains nothing, the third is the
+//! business of whoever reads the body or holds the poll, and the last counts from the last byte that the client has taken. When all places are taken, a new connection takes that of the
+//! one that has been idle for longest; where none is idle, it waits.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,8 +15,9 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::Request;
-use hyper::body::Incoming;
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::TokioIo;
@@ -152,9 +154,9 @@ async fn serve_connection(stream: TcpStream, router: Router, clock: Arc<Clock>, 
             let answering = Answering::begin(clock.clone());
             let response = router.call(request);
             async move {
-                let response = response.await;
-                drop(answering);
-                response
+                let response = response.await?;
+                answering.0.enter(Phase::Sending);
+                Ok::<_, Infallible>(response.map(|body| Body::new(Answer { body, answering: Some(answering) })))
             }
         })
     };
@@ -179,6 +181,10 @@ enum Phase {
     Idle,
     Headers,
     Answering,
+    /// The answer is there, and its body not at its end.
+    Sending,
+    /// The answer is at its end, and not with the system yet.
+    Sent,
     /// Its place is wanted by another.
     Ended,
 }
@@ -215,8 +221,16 @@ impl Clock {
 
     fn wrote_something(&self) {
         let mut state = self.lock();
-        if state.0 == Phase::Idle {
+        if matches!(state.0, Phase::Idle | Phase::Sending | Phase::Sent) {
             state.1 = Instant::now();
+        }
+    }
+
+    fn flushed(&self) {
+        let mut state = self.lock();
+        if state.0 == Phase::Sent {
+            *state = (Phase::Idle, Instant::now());
+            self.changed.notify_one();
         }
     }
 
@@ -227,6 +241,7 @@ impl Clock {
             let (time, late) = match phase {
                 Phase::Idle => (self.times.idle, "it was idle"),
                 Phase::Headers => (self.times.header, "the headers of its request did not arrive in time"),
+                Phase::Sending | Phase::Sent => (self.times.idle, "its client did not take the answer"),
                 Phase::Ended => return "its place was wanted",
                 Phase::Answering => {
                     self.changed.notified().await;
@@ -245,7 +260,7 @@ impl Clock {
     }
 }
 
-/// A request is being answered while this is there.
+/// A request is being answered, or its answer handed on, while this is there.
 struct Answering(Arc<Clock>);
 
 impl Answering {
@@ -257,7 +272,34 @@ impl Answering {
 
 impl Drop for Answering {
     fn drop(&mut self) {
-        self.0.enter(Phase::Idle);
+        self.0.enter(Phase::Sent);
+    }
+}
+
+/// The body of an answer, which is being sent until its end.
+struct Answer {
+    body: Body,
+    answering: Option<Answering>,
+}
+
+impl HttpBody for Answer {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
+        if frame.is_none() {
+            self.answering = None;
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -302,7 +344,10 @@ impl AsyncWrite for Timed {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        let flushed = ready!(Pin::new(&mut self.stream).poll_flush(context));
+        // Asked for where all has been written.
+        self.clock.flushed();
+        Poll::Ready(flushed)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -323,6 +368,72 @@ impl AsyncWrite for Timed {
                 // The client has closed too, in whichever way.
                 Ok(()) | Err(_) => return Poll::Ready(Ok(())),
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    const LARGE: usize = 32 << 20;
+
+    /// A server of two connections whose answers are small, large, or never there.
+    async fn started(idle: Duration) -> std::net::SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let router = Router::new()
+            .route("/small", get(async || "small"))
+            .route("/large", get(async || vec![7; LARGE]))
+            .route("/never", get(std::future::pending::<()>));
+        tokio::spawn(serve(listener, router, Times { header: Duration::from_secs(60), idle }, 2, std::future::pending()));
+        address
+    }
+
+    async fn ask(address: std::net::SocketAddr, path: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await.unwrap();
+        stream
+    }
+
+    #[tokio::test]
+    async fn a_connection_whose_answer_is_being_sent_is_not_idle() {
+        let address = started(Duration::from_secs(60)).await;
+        let (mut large, _never) = (ask(address, "/large").await, ask(address, "/never").await);
+        assert_eq!(large.read(&mut [0]).await.unwrap(), 1);
+        let mut small = ask(address, "/small").await;
+        // Time enough to take a place that is to be had.
+        assert!(tokio::time::timeout(5 * PLACE_PAUSE, small.read(&mut [0])).await.is_err(), "there is no place yet");
+        let mut taken = 1;
+        let mut buffer = vec![0; 1 << 20];
+        while taken < LARGE {
+            let count = large.read(&mut buffer).await.unwrap();
+            assert!(count > 0, "cut at {taken} bytes");
+            taken += count;
+        }
+        let answered = tokio::time::timeout(Duration::from_secs(30), small.read(&mut [0])).await;
+        assert_eq!(answered.expect("what has been sent gives its place").unwrap(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_client_that_does_not_take_its_answer_loses_it() {
+        let address = started(Duration::from_millis(200)).await;
+        let mut large = ask(address, "/large").await;
+        assert_eq!(large.read(&mut [0]).await.unwrap(), 1);
+        tokio::time::sleep(Duration::from_millis(600)).await;
+        let mut rest = Vec::new();
+        // An end or a reset, as the system has it.
+        let _ = large.read_to_end(&mut rest).await;
+        assert!(rest.len() < LARGE, "{}", rest.len());
+        // One that takes it, however slowly, has it all.
+        let mut large = ask(address, "/large").await;
+        let (mut taken, mut buffer) = (0, vec![0; 8 << 20]);
+        while taken < LARGE {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            taken += large.read(&mut buffer).await.unwrap();
         }
     }
 }
