@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use strata_engine::adapters::Adapters;
 use strata_engine::api::{Client, Failure, Outcome, Refusal, Request, Response};
 use strata_engine::ledger::{Charge, Ledger, Shortage};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use crate::bases::{Base, BaseId, Bases};
 use crate::blocking::off_thread;
@@ -26,6 +26,7 @@ use crate::registry::Registry;
 use crate::store::CheckpointRecord;
 use crate::store::Store;
 use crate::transit::Transit;
+use crate::turns::Turns;
 
 /// Settings of a server.
 #[derive(Clone, Debug)]
@@ -130,15 +131,15 @@ pub struct App {
     /// Memory of requests on their way in.
     pub transit: Transit,
     /// Turns at decoding large bodies.
-    pub decodes: Arc<Semaphore>,
+    pub decodes: Turns,
     /// Turns at reading pictures from directories: storage that does not answer holds up no bodies.
-    pub asset_reads: Arc<Semaphore>,
+    pub asset_reads: Turns,
     /// Turns at fetching pictures from stores, which hold up no directories.
-    pub asset_fetches: Arc<Semaphore>,
+    pub asset_fetches: Turns,
     /// Turns at uploading adapters.
-    pub uploads: Arc<Semaphore>,
+    pub uploads: Turns,
     /// Turns at reading adapters and writing them in another form.
-    pub conversions: Arc<Semaphore>,
+    pub conversions: Turns,
     /// Sampling sessions of those who sample without one, by owner and source.
     pub shared_samplers: Mutex<HashMap<SharedSource, String>>,
     /// What addresses of files are signed with, for as long as this server lives.
@@ -162,11 +163,11 @@ impl App {
             store: Store::open(config.data_dir.clone())?,
             futures: Futures::new(Retention::default()),
             transit: Transit::new(config.transit_bytes),
-            decodes: Arc::new(Semaphore::new(limits::DECODES_MAX)),
-            uploads: Arc::new(Semaphore::new(limits::UPLOADS_MAX)),
-            conversions: Arc::new(Semaphore::new(limits::CONVERSIONS_MAX)),
-            asset_reads: Arc::new(Semaphore::new(limits::ASSET_READS_MAX)),
-            asset_fetches: Arc::new(Semaphore::new(limits::ASSET_FETCHES_MAX)),
+            decodes: Turns::new(limits::DECODES_MAX),
+            uploads: Turns::new(limits::UPLOADS_MAX),
+            conversions: Turns::new(limits::CONVERSIONS_MAX),
+            asset_reads: Turns::new(limits::ASSET_READS_MAX),
+            asset_fetches: Turns::new(limits::ASSET_FETCHES_MAX),
             closing: watch::Sender::new(false),
             config,
             bases: Bases::new(bases),

@@ -47,15 +47,21 @@ impl<S: Send + Sync> FromRequestParts<S> for Owner {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Infallible> {
-        Ok(Owner(ids::owner(given_key(&parts.headers).unwrap_or("")).into()))
+        Ok(Owner(owner(&parts.headers)))
     }
+}
+
+/// As [`Owner`], of the headers of a request.
+pub fn owner(headers: &HeaderMap) -> Arc<str> {
+    ids::owner(given_key(headers).unwrap_or("")).into()
 }
 
 fn given_key(headers: &HeaderMap) -> Option<&str> {
     if let Some(key) = headers.get("x-api-key") {
         return key.to_str().ok();
     }
-    headers.get(AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
+    let (scheme, key) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim_start())
 }
 
 /// Compares without telling by its time how much was right. The length of the key is no secret.

@@ -1,10 +1,7 @@
 //! Work that computes, or waits for the disk, off the threads that all connections share.
 
-use std::sync::Arc;
-
-use tokio::sync::Semaphore;
-
 use crate::error::{ApiError, ApiResult};
+use crate::turns::Turns;
 
 /// Runs work that waits for the disk and takes little memory. It goes on if the client hangs up meanwhile.
 ///
@@ -17,17 +14,15 @@ pub async fn off_thread<T: Send + 'static>(work: impl FnOnce() -> ApiResult<T> +
     })
 }
 
-/// As [`off_thread`], work that grows with the size of a body. Few of them run at once, by `turns`, so that requests that wait for their turn hold their bodies and nothing else.
+/// As [`off_thread`], work for an owner that grows with the size of a body. Few of them run at once, by `turns`, so that requests that wait for their turn hold their bodies and nothing else.
 ///
 /// # Errors
 /// As there.
 pub async fn in_turn<T: Send + 'static>(
-    turns: &Arc<Semaphore>,
+    (turns, owner): (&Turns, &str),
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
 ) -> ApiResult<T> {
-    let Ok(turn) = turns.clone().acquire_owned().await else {
-        return Err(ApiError::Internal("the server takes no more bodies".into()));
-    };
+    let turn = turns.take(owner).await;
     // The turn goes along with the work.
     off_thread(move || {
         let _turn = turn;

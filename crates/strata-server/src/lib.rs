@@ -3,7 +3,7 @@
 //! Map:
 //! - [`Server`]: listener, reaper, shutdown. `connection`: one task for each connection, and the clock that ends it. `app`: what all handlers
 //!   share, and the way from a request to a future.
-//! - `routes`: the endpoints, a file for each part of the API; `edge`, `auth`: who is answered; `payload`, `blocking`, `error`: what all of them need.
+//! - `routes`: the endpoints, a file for each part of the API; `edge`, `auth`: who is answered; `payload`, `blocking`, `turns`, `error`: what all of them need.
 //! - `wire`: protobuf and JSON bodies, read within limits and translated from and to the engine's values. `transit`: the memory that requests take
 //!   on their way in.
 //! - `futures`: outcomes that clients come back for. `registry`: sessions, models and sampling sessions. `clock`, `ids`: the time they end by and the names they get.
@@ -51,6 +51,7 @@ mod submit;
 #[cfg(test)]
 mod tests;
 mod transit;
+mod turns;
 mod untar;
 mod wire;
 

@@ -14,6 +14,7 @@ use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 
 use crate::app::App;
+use crate::auth;
 use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
@@ -34,6 +35,7 @@ pub struct Payload {
     pub is_protobuf: bool,
     is_zstd: bool,
     charge: Charge,
+    owner: Arc<str>,
     app: Arc<App>,
 }
 
@@ -49,7 +51,8 @@ impl FromRequest<Arc<App>> for Payload {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &Arc<App>) -> ApiResult<Self> {
-        let is_protobuf = header(&request, &CONTENT_TYPE).starts_with("application/x-protobuf");
+        let is_protobuf = header(&request, &CONTENT_TYPE).to_ascii_lowercase().starts_with("application/x-protobuf");
+        let owner = auth::owner(request.headers());
         let encoding = header(&request, &CONTENT_ENCODING).to_ascii_lowercase();
         let bytes_max = app.config.body_bytes_max();
         if announced_bytes(&request).is_some_and(|bytes| bytes > bytes_max as u64) {
@@ -75,7 +78,7 @@ impl FromRequest<Arc<App>> for Payload {
                 return Err(ApiError::bad(format!("content-encoding {other:?} is not supported; send zstd or none")));
             }
         };
-        Ok(Payload { bytes: bytes.into(), is_protobuf, is_zstd, charge, app: app.clone() })
+        Ok(Payload { bytes: bytes.into(), is_protobuf, is_zstd, charge, owner, app: app.clone() })
     }
 }
 
@@ -110,16 +113,19 @@ impl Payload {
         self,
         work: impl FnOnce(Bytes, &Budget) -> ApiResult<T> + Send + 'static,
     ) -> ApiResult<(T, Charge)> {
-        let Payload { bytes, is_zstd, mut charge, app, .. } = self;
+        let Payload { bytes, is_zstd, mut charge, owner, app, .. } = self;
         let decodes = app.decodes.clone();
         let is_small = !is_zstd && bytes.len() <= limits::BODY_INLINE_BYTES_MAX;
         let (body_bytes_max, request_bytes_max) = (app.config.body_bytes_max(), app.config.request_bytes_max());
         let decode = move || {
             let bytes = if is_zstd {
                 let mut inflated = Vec::new();
-                inflate(&bytes, body_bytes_max, &mut inflated, &mut charge)
-                    .map_err(|refusal| refuse_in_place(&app, &inflated, false, refusal))?;
-                inflated.into()
+                match inflate(&bytes, body_bytes_max, &mut inflated, &mut charge) {
+                    Ok(()) => inflated.into(),
+                    // Of a frame whose window is too large nothing is inflated, and its start may be.
+                    Err(refusal) if inflated.is_empty() => return Err(refuse_in_place(&app, &bytes, true, refusal)),
+                    Err(refusal) => return Err(refuse_in_place(&app, &inflated, false, refusal)),
+                }
             } else {
                 bytes
             };
@@ -136,7 +142,7 @@ impl Payload {
                 }
             }
         };
-        if is_small { decode() } else { in_turn(&decodes, decode).await }
+        if is_small { decode() } else { in_turn((&decodes, &owner), decode).await }
     }
 }
 
@@ -179,7 +185,8 @@ async fn read(body: Body, bytes_max: usize, bytes: &mut Vec<u8>, charge: &mut Ch
             return Err(ApiError::Timeout(format!("nothing of the request body arrived for {seconds} s")));
         };
         let Some(frame) = arrived else { return Ok(()) };
-        let frame = frame.map_err(|error| ApiError::bad(format!("request body: {error}")))?;
+        // Its client sends it again, whole.
+        let frame = frame.map_err(|error| ApiError::Timeout(format!("the request body did not arrive whole: {error}")))?;
         let Some(arrived) = frame.data_ref() else { continue };
         if bytes.len() + arrived.len() > bytes_max {
             return Err(too_large(bytes_max));

@@ -112,7 +112,7 @@ pub(super) fn read_with(
             return Err(unsupported(key, value, &only.to_string()));
         }
     }
-    let experts_key = if fields.has("n_routed_experts") { "n_routed_experts" } else { "num_local_experts" };
+    let experts_key = fields.one_of("n_routed_experts", "num_local_experts")?;
     let intermediate_size = fields.size("moe_intermediate_size", defaults.intermediate_size, INTERMEDIATE_SIZE_MAX)?;
     let moe = MoeConfig {
         num_experts: fields.size(experts_key, defaults.num_experts, EXPERTS_MAX)?,

@@ -76,7 +76,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         windows: windows(fields, defaults.num_layers)?,
         rope: rope(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
     };
-    let experts_key = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
+    let experts_key = fields.one_of("num_experts", "num_local_experts")?;
     let number = |key, default| Ok::<_, Error>(fields.number(key, default)? as f32);
     let moe = MoeConfig {
         num_experts: fields.size(experts_key, 128, EXPERTS_MAX)?,

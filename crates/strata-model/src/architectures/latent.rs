@@ -98,6 +98,14 @@ impl LatentConfig {
         for (key, size, max) in sizes {
             check_size(key, size as u64, max)?;
         }
+        // A head's keys, as they are kept, are the latent and what turns.
+        let (width, rope_dim) = (self.latent + self.rope_dim, self.rope_dim);
+        if !width.is_multiple_of(2) || width > HEAD_DIM_MAX {
+            let latent = self.latent;
+            return Err(Error::Config(format!(
+                "kv_lora_rank {latent} and qk_rope_head_dim {rope_dim} are {width} together; supported: even numbers up to {HEAD_DIM_MAX}"
+            )));
+        }
         if self.rope.rotary_dim != self.rope_dim {
             let (dim, rope_dim) = (self.rope.rotary_dim, self.rope_dim);
             return Err(Error::Config(format!(

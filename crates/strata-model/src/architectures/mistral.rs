@@ -1,4 +1,5 @@
-//! Mistral, as `MistralForCausalLM` of transformers computes it: a dense decoder without biases, in which every layer may see a window of keys only.
+//! Mistral, as `MistralForCausalLM` of transformers computes it: a dense decoder without biases, in which every layer may see a window of keys only. With `layer_types` it is a Ministral, whose layers
+//! have a window or none each, whatever its `model_type`: so `AutoConfig` reads it.
 
 use serde_json::{Map, Value};
 
@@ -9,7 +10,7 @@ use crate::config::fields::{Defaults, Fields};
 use crate::config::{CONTEXT_TOKENS_MAX, INTERMEDIATE_SIZE_MAX, NUM_LAYERS_MAX, Rope};
 use crate::{ModelConfig, Result};
 
-/// As `MistralConfig`.
+/// As `MistralConfig` and `MinistralConfig`.
 pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig> {
     fields.require_silu()?;
     let defaults = Defaults {
@@ -37,7 +38,10 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         qk_norm: None,
         output_gate: false,
         sinks: false,
-        windows: vec![window; num_layers],
+        windows: match fields.names("layer_types")? {
+            Some(types) => dense::windows_of_types(&types, num_layers, window, "a sliding_window")?,
+            None => vec![window; num_layers],
+        },
         rope: Rope::read(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
     };
     let mlp = MlpConfig { intermediate_size: fields.size("intermediate_size", 14_336, INTERMEDIATE_SIZE_MAX)?, bias: false };
@@ -48,5 +52,9 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
 pub(super) fn write(c: &DenseConfig, map: &mut Map<String, Value>) {
     dense::write(c, "MistralForCausalLM", map);
     map.insert("head_dim".into(), c.attention.head_dim.into());
-    map.insert("sliding_window".into(), c.attention.windows.first().copied().flatten().into());
+    let windows = &c.attention.windows;
+    match windows.windows(2).all(|two| two[0] == two[1]) {
+        true => drop(map.insert("sliding_window".into(), windows.first().copied().flatten().into())),
+        false => dense::write_layer_types(windows, map),
+    }
 }

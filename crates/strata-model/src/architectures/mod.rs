@@ -133,7 +133,7 @@ pub(crate) trait FamilyConfig {
 type Read = fn(&Fields<'_>, generation: Option<&Fields<'_>>) -> Result<ModelConfig>;
 
 /// `model_type`s, and who reads them.
-const REGISTRY: [(&str, Read); 14] = [
+const REGISTRY: [(&str, Read); 15] = [
     ("qwen3", qwen3::read),
     ("qwen3_moe", qwen3_moe::read),
     ("qwen3_5_text", qwen3_5::read),
@@ -146,6 +146,7 @@ const REGISTRY: [(&str, Read); 14] = [
     ("qwen2", qwen2::read),
     ("llama", llama::read),
     ("mistral", mistral::read),
+    ("ministral", mistral::read),
     ("deepseek_v3", deepseek_v3::read),
     ("glm4_moe_lite", glm4_moe_lite::read),
 ];

@@ -80,7 +80,7 @@ pub(super) fn read(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> Resu
         rope: Rope::read(fields, head_dim, fields.context(defaults.max_position_embeddings)?)?,
     };
     let mlp = MlpConfig { intermediate_size: fields.size("intermediate_size", 6144, INTERMEDIATE_SIZE_MAX)?, bias: false };
-    let experts_key = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
+    let experts_key = fields.one_of("num_experts", "num_local_experts")?;
     let moe = MoeConfig {
         num_experts: fields.size(experts_key, 128, EXPERTS_MAX)?,
         experts_per_token: fields.size("num_experts_per_tok", 8, EXPERTS_MAX)?,

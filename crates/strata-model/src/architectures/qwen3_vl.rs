@@ -146,7 +146,7 @@ pub(super) fn read_moe(fields: &Fields<'_>, generation: Option<&Fields<'_>>) -> 
     let head_dim = dense::head_dim(&text, num_heads, defaults.hidden_size)?;
     let attention = attention(&text, &defaults, [num_heads, num_kv_heads, head_dim])?;
     let mlp = MlpConfig { intermediate_size: text.size("intermediate_size", 5632, INTERMEDIATE_SIZE_MAX)?, bias: false };
-    let experts_key = if text.has("num_experts") { "num_experts" } else { "num_local_experts" };
+    let experts_key = text.one_of("num_experts", "num_local_experts")?;
     let moe = MoeConfig {
         num_experts: text.size(experts_key, 60, EXPERTS_MAX)?,
         experts_per_token: text.size("num_experts_per_tok", 4, EXPERTS_MAX)?,

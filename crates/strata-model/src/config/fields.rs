@@ -84,6 +84,17 @@ impl<'a> Fields<'a> {
         names.iter().enumerate().map(name).collect::<Result<_>>().map(Some)
     }
 
+    /// Which of two names of the same setting a file has: the first, where it has both and they say the same.
+    pub(crate) fn one_of<'k>(&self, first: &'k str, second: &'k str) -> Result<&'k str> {
+        match (self.map.get(first), self.map.get(second)) {
+            (Some(a), Some(b)) if a != b => {
+                Err(Error::Config(format!("{first} is {a} and {second} is {b}; they are the same setting")))
+            }
+            (Some(_), _) => Ok(first),
+            (None, _) => Ok(second),
+        }
+    }
+
     /// Refuses another activation than SiLU.
     pub(crate) fn require_silu(&self) -> Result<()> {
         match self.get("hidden_act") {
@@ -107,6 +118,15 @@ impl<'a> Fields<'a> {
                 })?;
             }
         }
+        // transformers makes an encoder of any decoder so.
+        if let Some(value) = self.get("is_causal").filter(|value| value.as_bool() != Some(true)) {
+            return Err(unsupported("is_causal", value, "true"));
+        }
+        let num_layers = self.size("num_hidden_layers", defaults.num_layers, NUM_LAYERS_MAX)?;
+        if let Some(types) = self.names("layer_types")?.filter(|types| types.len() != num_layers) {
+            let found = types.len();
+            return Err(Error::Config(format!("layer_types has {found} entries for num_hidden_layers {num_layers}")));
+        }
         let default_id = |key: &str, default: Option<u32>| if self.has(key) { None } else { default };
         let eos = generation.and_then(|g| g.get("eos_token_id")).or_else(|| self.get("eos_token_id"));
         let eos_token_ids = match eos {
@@ -117,7 +137,7 @@ impl<'a> Fields<'a> {
         Ok(ModelConfig {
             vocab_size,
             hidden_size: self.size("hidden_size", defaults.hidden_size, HIDDEN_SIZE_MAX)?,
-            num_layers: self.size("num_hidden_layers", defaults.num_layers, NUM_LAYERS_MAX)?,
+            num_layers,
             rms_norm_eps: self.number("rms_norm_eps", 1e-6)? as f32,
             tie_word_embeddings: self.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
             max_position_embeddings: self.context(defaults.max_position_embeddings)?,

@@ -152,6 +152,20 @@ fn defaults_are_those_of_transformers() {
     assert_eq!(a.windows, [Some(4096); 32]);
     let all = ModelConfig::from_json(r#"{"model_type": "mistral", "sliding_window": null}"#, None).unwrap();
     assert_eq!(dense(&all).attention.windows, [None; 32]);
+    for model_type in ["mistral", "ministral"] {
+        let of_types = |types: &str| {
+            let config = format!(
+                r#"{{"model_type": "{model_type}", "num_hidden_layers": 2, "sliding_window": 9, "layer_types": {types}}}"#
+            );
+            ModelConfig::from_json(&config, None)
+        };
+        let mixed = of_types(r#"["full_attention", "sliding_attention"]"#).unwrap();
+        assert_eq!(dense(&mixed).attention.windows, [None, Some(9)]);
+        assert_eq!(dense(&of_types(r#"["full_attention", "full_attention"]"#).unwrap()).attention.windows, [None; 2]);
+        assert_eq!(dense(&of_types("null").unwrap()).attention.windows, [Some(9); 2]);
+        assert!(of_types(r#"["full_attention"]"#).unwrap_err().to_string().contains("1 entries"));
+        assert!(of_types(r#"["full_attention", "chunked_attention"]"#).unwrap_err().to_string().contains("layer_types[1]"));
+    }
 }
 
 #[test]
@@ -565,6 +579,7 @@ fn what_is_written_is_read_back() {
         json!({"model_type": "qwen2", "head_dim": 18, "rope_scaling": {"rope_type": "dynamic", "factor": 3.5}}),
         json!({"model_type": "mistral", "sliding_window": null, "rope_scaling": {"rope_type": "linear", "factor": 3}}),
         json!({"model_type": "mistral", "sliding_window": 9}),
+        json!({"model_type": "mistral", "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}),
         json!({"model_type": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": true, "use_sliding_window": true, "sliding_window": 5}),
         json!({"model_type": "qwen3_moe", "num_local_experts": 16, "decoder_sparse_step": 2, "head_dim": 20}),
         json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "attention_bias": true}),
@@ -592,6 +607,36 @@ fn what_is_written_is_read_back() {
     config.dtype = None;
     assert_eq!(ModelConfig::from_json(&config.to_json(), None).unwrap(), config);
     assert!(config.to_json().contains("\"rms_norm_eps\": 0.00001,"), "{}", config.to_json());
+}
+
+#[test]
+fn what_makes_another_model_of_any_family_is_refused_by_name() {
+    for model_type in
+        ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "qwen3_5_text"]
+    {
+        let read = |extra: &str| ModelConfig::from_json(&format!(r#"{{"model_type": "{model_type}", {extra}}}"#), None);
+        for harmless in [r#""is_causal": true"#, r#""is_causal": null"#] {
+            assert!(read(harmless).is_ok(), "{model_type}: {harmless}");
+        }
+        for (extra, expected) in [
+            (r#""is_causal": false"#, "is_causal false is not supported"),
+            (r#""layer_types": ["full_attention"]"#, "layer_types has 1 entries"),
+        ] {
+            let error = read(extra).unwrap_err().to_string();
+            assert!(error.contains(expected), "{model_type}: {error}");
+        }
+    }
+    for (model_type, key) in [("deepseek_v3", "n_routed_experts"), ("qwen3_moe", "num_experts"), ("gpt_oss", "num_experts")] {
+        let read = |experts: usize| {
+            let config = format!(r#"{{"model_type": "{model_type}", "{key}": 64, "num_local_experts": {experts}}}"#);
+            ModelConfig::from_json(&config, None)
+        };
+        assert!(read(64).is_ok(), "{model_type}");
+        let error = read(8).unwrap_err().to_string();
+        assert!(error.contains("64") && error.contains("num_local_experts is 8"), "{model_type}: {error}");
+    }
+    let odd = ModelConfig::from_json(r#"{"model_type": "deepseek_v3", "kv_lora_rank": 33}"#, None).and_then(|c| c.validate());
+    assert!(odd.unwrap_err().to_string().contains("kv_lora_rank 33 and qk_rope_head_dim 64 are 97 together"));
 }
 
 #[test]

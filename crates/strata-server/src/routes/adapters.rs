@@ -21,6 +21,7 @@ use strata_model::Error;
 use tokio::io::AsyncWriteExt;
 
 use crate::app::App;
+use crate::auth;
 use crate::bases::BaseId;
 use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
@@ -68,8 +69,9 @@ pub async fn import(State(app): State<Arc<App>>, asked: Result<Query<Asked>, Que
         Ok(checked) => checked,
         Err(refusal) => return refuse(request, refusal).await,
     };
+    let owner = auth::owner(request.headers());
     let mut body = request.into_body();
-    match upload(&app, (base, &name), &mut body, bytes, bytes_max).await {
+    match upload(&app, &owner, (base, &name), &mut body, bytes, bytes_max).await {
         Ok(answer) => Json(answer).into_response(),
         Err(refusal) => {
             // A client that is still sending hears of it only when it has sent what is on its way.
@@ -86,25 +88,35 @@ fn too_large(bytes_max: u64) -> ApiError {
     ))
 }
 
-async fn upload(app: &Arc<App>, (base, name): (BaseId, &str), body: &mut Body, bytes: u64, bytes_max: u64) -> ApiResult<Value> {
-    let Ok(turn) = app.uploads.clone().try_acquire_owned() else {
+async fn upload(
+    app: &Arc<App>,
+    owner: &str,
+    (base, name): (BaseId, &str),
+    body: &mut Body,
+    bytes: u64,
+    bytes_max: u64,
+) -> ApiResult<Value> {
+    let Some(turn) = app.uploads.try_take(owner) else {
         return Err(ApiError::Busy(format!(
-            "{} adapters are being uploaded already; send it again later",
-            limits::UPLOADS_MAX
+            "{} adapters are being uploaded already, or {} of yours; send it again later",
+            limits::UPLOADS_MAX,
+            limits::UPLOADS_MAX / 2
         )));
     };
     let mut charge = app.transit.charge();
     charge.grow(limits::DOWNLOAD_CHUNK_BYTES).await?;
     let making = app.clone();
-    let scratch = in_turn(&app.conversions, move || making.store.scratch()).await?;
+    let scratch = in_turn((&app.conversions, owner), move || making.store.scratch()).await?;
     let time_max = app.config.body_timeout + Duration::from_secs(bytes / limits::UPLOAD_BYTES_PER_SECOND_MIN);
     let Ok(received) = tokio::time::timeout(time_max, receive(body, scratch.path(), bytes_max)).await else {
         return Err(ApiError::Timeout(format!("the archive did not arrive within {} s", time_max.as_secs_f64())));
     };
     received?;
-    drop((charge, turn));
+    drop(charge);
     let (making, name) = (app.clone(), name.to_owned());
-    in_turn(&app.conversions, move || publish(&making, base, &name, &scratch)).await
+    // What is on the disk keeps its turn until it is a checkpoint: those who wait for that do not pile up there.
+    let _turn = turn;
+    in_turn((&app.conversions, owner), move || publish(&making, base, &name, &scratch)).await
 }
 
 /// Writes the files of an archive into a directory.

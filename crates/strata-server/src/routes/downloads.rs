@@ -30,6 +30,7 @@ use time::format_description::well_known::Rfc3339;
 use tokio::io::{AsyncRead, ReadBuf};
 
 use crate::app::App;
+use crate::auth;
 use crate::blocking::{in_turn, off_thread};
 use crate::error::{ApiError, ApiResult};
 use crate::limits;
@@ -101,7 +102,10 @@ pub async fn archive(
         None => record,
         Some(form) => {
             let checking = app.clone();
-            in_turn(&app.conversions, move || adapters::check(&checking, &record, form).map(|()| record)).await?
+            in_turn((&app.conversions, &auth::owner(&headers)), move || {
+                adapters::check(&checking, &record, form).map(|()| record)
+            })
+            .await?
         }
     };
     let expires = OffsetDateTime::now_utc() + limits::DOWNLOAD_URL_LIFE;
@@ -131,7 +135,8 @@ pub async fn file(
         let len = parts.iter().map(|part| part.len).sum::<u64>();
         Ok((parts, len))
     };
-    let (parts, whole) = if is_converted { in_turn(&app.conversions, work).await? } else { off_thread(work).await? };
+    let (parts, whole) =
+        if is_converted { in_turn((&app.conversions, &auth::owner(&headers)), work).await? } else { off_thread(work).await? };
     let part = match range {
         None => 0..whole,
         Some(range) => match range.within(whole) {

@@ -15,6 +15,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
 use crate::app::App;
+use crate::auth::Owner;
 use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult, failure_category};
 use crate::futures::{Answer, Completion, Target, Waited};
@@ -43,6 +44,7 @@ impl<S: Send + Sync> FromRequestParts<S> for AcceptsProtobuf {
 pub async fn retrieve(
     State(app): State<Arc<App>>,
     AcceptsProtobuf(accepts_protobuf): AcceptsProtobuf,
+    Owner(owner): Owner,
     body: Payload,
 ) -> ApiResult<Response> {
     let (FutureOnly { request_id }, _) = body.json().await?;
@@ -71,8 +73,8 @@ pub async fn retrieve(
         Answer::Sample(bytes) | Answer::ForwardBackward(bytes) if accepts_protobuf => {
             ([(CONTENT_TYPE, PROTOBUF)], bytes.clone()).into_response()
         }
-        Answer::Sample(bytes) => rendered(&app, bytes.clone(), render::sample).await?,
-        Answer::ForwardBackward(bytes) => rendered(&app, bytes.clone(), render::forward_backward).await?,
+        Answer::Sample(bytes) => rendered(&app, &owner, bytes.clone(), render::sample).await?,
+        Answer::ForwardBackward(bytes) => rendered(&app, &owner, bytes.clone(), render::forward_backward).await?,
         Answer::Failed(failure) => {
             Json(json!({ "error": failure.to_string(), "category": failure_category(failure) })).into_response()
         }
@@ -113,7 +115,12 @@ pub async fn retrieve_many(State(app): State<Arc<App>>, body: Payload) -> ApiRes
 }
 
 /// A result as JSON, which takes several times the memory that it does as protobuf, and is charged as a request is.
-async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes, &mut dyn Write) -> Result<(), String>) -> ApiResult<Response> {
+async fn rendered(
+    app: &App,
+    owner: &str,
+    encoded: Bytes,
+    render: fn(Bytes, &mut dyn Write) -> Result<(), String>,
+) -> ApiResult<Response> {
     let mut text = ChargedText::new(app.transit.charge());
     let is_small = encoded.len() <= limits::BODY_INLINE_BYTES_MAX;
     let render = move || match (render(encoded, &mut text), text.refusal.take()) {
@@ -122,6 +129,6 @@ async fn rendered(app: &App, encoded: Bytes, render: fn(Bytes, &mut dyn Write) -
         (Err(_), Some(refusal)) => Err(refusal),
         (Err(error), None) => Err(ApiError::Internal(format!("rendering a result: {error}"))),
     };
-    let text = if is_small { render()? } else { in_turn(&app.decodes, render).await? };
+    let text = if is_small { render()? } else { in_turn((&app.decodes, owner), render).await? };
     Ok(([(CONTENT_TYPE, "application/json")], text).into_response())
 }

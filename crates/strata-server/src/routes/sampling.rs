@@ -185,7 +185,7 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     let (sampler_id, seq_id) = match addressed {
         Addressed::To(sampler_id, seq_id) => (sampler_id, seq_id),
         // Nothing says whether such a request was sent before, so each is one of its own.
-        Addressed::Without(from) => (shared(&app, owner.0, from)?, random_seed()),
+        Addressed::Without(from) => (shared(&app, owner.0.clone(), from)?, random_seed()),
     };
     let request_id = format!("{sampler_id}:{seq_id}");
     let sequence_ids: Vec<String> = (0..sample.num_samples).map(|i| records::sequence_id(&request_id, i)).collect();
@@ -194,7 +194,8 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     if app.futures.is_known(&request_id, fingerprint)? {
         return Ok(acknowledgement);
     }
-    let (sample, _held) = if assets.is_empty() { (sample, held) } else { with_assets(&app, sample, assets, held).await? };
+    let (sample, _held) =
+        if assets.is_empty() { (sample, held) } else { with_assets((&app, &owner.0), sample, assets, held).await? };
     let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
     let target = Target { sampler_id: sampler_id.as_str().into(), clone: seq_id / limits::REQUESTS_PER_CLONE };
     let begun = app.futures.begin_for(&request_id, &client, fingerprint, Some(target));
@@ -260,7 +261,7 @@ enum Addressed {
 
 /// Reads the pictures that a prompt points to, in directories and stores. They count as what the request becomes decoded.
 async fn with_assets(
-    app: &Arc<App>,
+    (app, owner): (&Arc<App>, &str),
     mut sample: SampleRequest,
     assets: Vec<Asset>,
     held: Charge,
@@ -287,10 +288,10 @@ async fn with_assets(
         Ok((sample, budget.into_charge()))
     };
     if !are_fetched {
-        return in_turn(&app.asset_reads, read).await;
+        return in_turn((&app.asset_reads, owner), read).await;
     }
     // Whatever waits does so no longer than its client: a turn, the name of a host.
-    tokio::time::timeout_at(deadline.into(), in_turn(&app.asset_fetches, read)).await.unwrap_or_else(|_| {
+    tokio::time::timeout_at(deadline.into(), in_turn((&app.asset_fetches, owner), read)).await.unwrap_or_else(|_| {
         let seconds = limits::ASSET_FETCH_TIME_MAX.as_secs();
         Err(ApiError::Busy(format!(
             "prompt: the pictures that it points to were not there after {seconds} s; send this request again later"

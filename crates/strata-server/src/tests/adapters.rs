@@ -235,9 +235,9 @@ async fn an_adapter_that_takes_more_memory_than_there_is_for_it_is_refused_befor
 }
 
 /// A body that begins, and then fails or says nothing more.
-struct Broken {
-    first: Option<Bytes>,
-    fails: bool,
+pub struct Broken {
+    pub first: Option<Bytes>,
+    pub fails: bool,
 }
 
 impl HttpBody for Broken {

@@ -12,7 +12,7 @@ use super::fake_store::{FakeStore, answer};
 use super::{TestServer, sample_body};
 use crate::image_dirs::ImageDirs;
 use crate::image_stores::{ImageStores, S3Settings};
-use crate::limits;
+use crate::turns::{Turn, Turns};
 
 impl TestServer {
     async fn new_sampler(&self) -> String {
@@ -183,6 +183,11 @@ async fn a_store_that_fails_is_no_mistake_of_the_user_and_one_without_the_pictur
     assert_eq!(server.engine.count(|request| matches!(request, Request::Sample { .. })), 0);
 }
 
+/// All turns that are to be had, taken by others.
+fn all_turns(turns: &Turns) -> Vec<Turn> {
+    (0..).map_while(|other| turns.try_take(&format!("other {other}"))).collect()
+}
+
 #[tokio::test(start_paused = true)]
 async fn who_waits_for_a_store_waits_no_longer_than_a_client_and_holds_up_no_directories() {
     let store = FakeStore::of(b"picture");
@@ -193,7 +198,7 @@ async fn who_waits_for_a_store_waits_no_longer_than_a_client_and_holds_up_no_dir
     });
     let sampler_id = server.new_sampler().await;
     let free = server.app.transit.bytes_free();
-    let _turns = server.app.asset_fetches.clone().acquire_many_owned(limits::ASSET_FETCHES_MAX as u32).await.unwrap();
+    let _turns = all_turns(&server.app.asset_fetches);
     let reply = server.post("asample", prompt_body(&sampler_id, 0, pointer(&format!("{}/a.png", store.url())))).await;
     assert_eq!(reply.status, StatusCode::TOO_MANY_REQUESTS);
     assert!(reply.detail().contains("30 s"), "{}", reply.detail());
@@ -206,7 +211,7 @@ async fn who_waits_for_a_store_waits_no_longer_than_a_client_and_holds_up_no_dir
 async fn storage_that_does_not_answer_holds_up_no_bodies() {
     let (server, _dir, location) = with_picture(10, None);
     let sampler_id = server.new_sampler().await;
-    let _turns = server.app.asset_reads.clone().acquire_many_owned(limits::ASSET_READS_MAX as u32).await.unwrap();
+    let _turns = all_turns(&server.app.asset_reads);
     let waiting = server.post("asample", prompt_body(&sampler_id, 0, pointer(&location)));
     assert!(tokio::time::timeout(Duration::from_millis(50), waiting).await.is_err());
     let sent = json!({ "type": "image", "format": "png", "data": "AAAA".repeat(200_000) });

@@ -11,6 +11,7 @@ use prost::Message;
 use serde_json::{Value, json};
 use strata_engine::api::Request;
 
+use super::adapters::Broken;
 use super::training::{optim_step, pass_body, tokens};
 use super::{Reply, TestServer, create_model_body};
 use crate::wire::proto;
@@ -85,6 +86,48 @@ async fn whatever_is_wrong_with_a_request_its_place_in_the_order_is_taken() {
         server.send(request.body(optim_step(id, 1).to_string().into()).unwrap()).await
     };
     assert_eq!(takes_its_place(&server, "another type", other_type).await, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+
+    // A window of 2 MiB, where this server takes one of 1 MiB.
+    let small = TestServer::with(|config| config.transit_bytes = 16 << 20);
+    let window = async |id: &str| {
+        let mut encoder = zstd::Encoder::new(Vec::new(), 3).unwrap();
+        encoder.window_log(21).unwrap();
+        std::io::Write::write_all(&mut encoder, &pass_body(id, 1, tokens(1 << 19))).unwrap();
+        small.pass(encoder.finish().unwrap(), Some("zstd")).await
+    };
+    assert_eq!(takes_its_place(&small, "a window too large", window).await, StatusCode::BAD_REQUEST);
+}
+
+#[tokio::test]
+async fn what_breaks_off_on_its_way_takes_no_place_and_is_sent_again() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let whole = optim_step(&model_id, 1).to_string();
+    let broken = |kind: &str, path: &str, start: &[u8]| {
+        let request = HttpRequest::post(format!("/api/v1/{path}")).header("content-type", kind);
+        let body = Broken { first: Some(Bytes::copy_from_slice(start)), fails: true };
+        server.send(request.body(Body::new(body)).unwrap())
+    };
+    let pass = pass_body(&model_id, 1, tokens(100));
+    for (kind, path, start) in [
+        ("application/json", "optim_step", &whole.as_bytes()[..whole.len() - 1]),
+        ("application/x-protobuf", "forward_backward", &pass[..pass.len() / 2]),
+    ] {
+        let reply = broken(kind, path, start).await;
+        assert_eq!(reply.status, StatusCode::REQUEST_TIMEOUT, "{path}");
+        assert!(reply.detail().contains("did not arrive whole"), "{}", reply.detail());
+    }
+    assert!(server.outcome("optim_step", optim_step(&model_id, 1)).await["metrics"].is_object());
+}
+
+#[tokio::test]
+async fn types_are_read_in_either_case() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    let request = HttpRequest::post("/api/v1/forward_backward").header("content-type", "APPLICATION/X-Protobuf");
+    let sent = server.send(request.body(pass_body(&model_id, 1, tokens(3)).into()).unwrap()).await;
+    assert_eq!(sent.status, StatusCode::OK, "{:?}", sent.bytes);
+    assert_eq!(server.retrieve(&format!("{model_id}:1")).await.status, StatusCode::OK);
 }
 
 /// A body whose length is not said beforehand.

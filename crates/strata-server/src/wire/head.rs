@@ -32,6 +32,9 @@ pub fn glimpse(body: &[u8]) -> Option<OpHead> {
 
 /// As [`glimpse`], of JSON.
 pub fn of_json(body: &[u8]) -> Option<OpHead> {
+    // A number at the end may have gone on, and be another.
+    let is_of_number = |byte: &u8| byte.is_ascii_digit() || b"+-.eE".contains(byte);
+    let body = &body[..body.iter().rposition(|byte| !is_of_number(byte)).map_or(0, |last| last + 1)];
     let seen = RefCell::new(Seen::default());
     // Whatever is wrong further on, what was seen before it counts.
     let _ = serde_json::Deserializer::from_slice(body).deserialize_map(Fields(&seen));
@@ -173,6 +176,9 @@ mod tests {
         for body in ["", "[]", "7", r#"{"model_id":"m"}"#, r#"{"seq_id":7,"x":]"#, r#"{"model_id":7,"seq_id":-1}"#, "{"] {
             assert_eq!(seen(glimpse(body.as_bytes())), None, "{body}");
         }
+        let cut = r#"{"model_id":"m","seq_id":12"#;
+        assert_eq!(seen(of_json(cut.as_bytes())), None, "it may have been 123");
+        assert_eq!(seen(of_json(format!("{cut},").as_bytes())), Some(("m".into(), 12)));
         let long = format!(r#"{{"model_id":"{}","seq_id":7}}"#, "m".repeat(limits::ID_BYTES_MAX + 1));
         assert_eq!(seen(of_json(long.as_bytes())), None);
     }
