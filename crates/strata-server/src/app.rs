@@ -312,8 +312,9 @@ impl App {
         }
     }
 
-    /// Stops the work on a request, if it is open.
+    /// Stops the work on a request, if it is open, and keeps its result no longer than one that was read.
     pub fn cancel(&self, request_id: &str) {
+        self.futures.given_up(request_id);
         let nobody = Client { owner: "".into(), session: "".into() };
         self.notify_engine(&nobody, vec![Request::Cancel { request_id: request_id.into() }]);
     }

@@ -10,7 +10,7 @@
 //!
 //! Every result holds the [`Charge`] that its request was accepted with, shrunk to its size: an unread result takes of its session's share of
 //! memory until it is read, and so a client that never reads fills its own share and nobody else's. When the account runs short, results that
-//! were read go first, and then those whose session is over.
+//! were read, or whose request was given up, go first, and then those whose session is over.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -28,6 +28,9 @@ use crate::error::ApiError;
 use crate::gone::Gone;
 use crate::limits;
 use crate::names::shown;
+
+#[cfg(test)]
+mod tests;
 
 /// How a request ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -151,6 +154,7 @@ struct Entry {
     /// What tells the request from another of this id; `None` if nothing does.
     fingerprint: Option<u64>,
     was_read: bool,
+    is_given_up: bool,
     charge: Option<Charge>,
     target: Option<Target>,
     completion: Option<(Target, u64)>,
@@ -205,6 +209,7 @@ impl Futures {
             client: client.clone(),
             fingerprint,
             was_read: false,
+            is_given_up: false,
             charge: None,
             target,
             completion: None,
@@ -253,15 +258,16 @@ impl Futures {
     pub async fn completions(&self, target: &Target, seen: u64, hold: Duration) -> (Vec<Completion>, u64) {
         let deadline = tokio::time::Instant::now() + hold;
         loop {
-            let watched = {
+            let watching = {
                 let mut table = self.shared.lock();
                 let found = table.completions_after(target, seen);
                 if !found.0.is_empty() {
                     return found;
                 }
-                table.watched.entry(target.clone()).or_default().clone()
+                let watched = table.watched.entry(target.clone()).or_default().clone();
+                Watching { shared: &self.shared, target, watched }
             };
-            let done = watched.notified();
+            let done = watching.watched.notified();
             tokio::pin!(done);
             // Registered before looking again: see `wait`.
             done.as_mut().enable();
@@ -269,12 +275,20 @@ impl Futures {
             if found.0.is_empty() && tokio::time::timeout_at(deadline, done).await.is_ok() {
                 continue;
             }
+            return if found.0.is_empty() { self.shared.lock().completions_after(target, seen) } else { found };
+        }
+    }
+
+    /// Notes that a client gives up a request: its result, there or to come, goes as early as one that was read.
+    pub fn given_up(&self, id: &str) {
+        let is_done = {
             let mut table = self.shared.lock();
-            // The last to wait takes the entry along: then it and this have it, and nobody else.
-            if table.watched.get(target).is_some_and(|watched| Arc::strong_count(watched) == 2) {
-                table.watched.remove(target);
-            }
-            return if found.0.is_empty() { table.completions_after(target, seen) } else { found };
+            let Some(entry) = table.entries.get_mut(id) else { return };
+            entry.is_given_up = true;
+            entry.slot.answer.get().is_some()
+        };
+        if is_done {
+            self.shared.mark_read(id);
         }
     }
 
@@ -341,6 +355,23 @@ impl Futures {
         }
         drop(table);
         freed.is_some()
+    }
+}
+
+/// Someone who waits for the completions of a target.
+struct Watching<'a> {
+    shared: &'a Shared,
+    target: &'a Target,
+    watched: Arc<Notify>,
+}
+
+impl Drop for Watching<'_> {
+    fn drop(&mut self) {
+        let mut table = self.shared.lock();
+        // The last to wait takes the entry along: then it and this have it, and nobody else.
+        if table.watched.get(self.target).is_some_and(|watched| Arc::strong_count(watched) == 2) {
+            table.watched.remove(self.target);
+        }
     }
 }
 
@@ -463,7 +494,9 @@ impl Completer {
             let mut table = self.shared.lock();
             if let Some(entry) = table.entries.get_mut(&self.id) {
                 entry.charge = charge;
-                table.unread.push_back((clock::now(), self.id.clone()));
+                entry.was_read |= entry.is_given_up;
+                let queue = if entry.was_read { &mut table.read } else { &mut table.unread };
+                queue.push_back((clock::now(), self.id.clone()));
             }
             table.note_completion(&self.id, result_bytes)
         };
@@ -480,188 +513,5 @@ impl Drop for Completer {
             self.slot.done.notify_waiters();
             drop(withdrawn);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use strata_engine::ledger::Ledger;
-
-    use super::*;
-
-    const SHORT: Duration = Duration::from_millis(20);
-    const LONG: Duration = Duration::from_secs(20);
-
-    fn json(text: &str) -> Answer {
-        Answer::Json(Bytes::copy_from_slice(text.as_bytes()))
-    }
-
-    fn client(session: &str) -> Client {
-        Client { owner: "o".into(), session: session.into() }
-    }
-
-    fn begin(futures: &Futures, id: &str) -> Completer {
-        futures.begin(id, &client("s")).expect("it is new")
-    }
-
-    #[tokio::test]
-    async fn a_result_wakes_its_reader_and_can_be_read_again() {
-        let futures = Futures::new(Retention::default());
-        let completer = begin(&futures, "a");
-        let reader = tokio::spawn({
-            let futures = futures.clone();
-            async move { futures.wait("a", LONG).await }
-        });
-        tokio::time::sleep(SHORT).await;
-        completer.complete(json("{}"), None);
-        assert_eq!(reader.await.unwrap(), Waited::Ready(Arc::new(json("{}"))));
-        assert_eq!(futures.wait("a", SHORT).await, Waited::Ready(Arc::new(json("{}"))));
-        assert!(futures.begin("a", &client("s")).is_none());
-    }
-
-    #[test]
-    fn a_request_that_is_sent_again_is_told_from_another_of_its_id() {
-        let futures = Futures::new(Retention::default());
-        let completer = futures.begin_for("a", &client("s"), Some(1), None).unwrap().expect("it is new");
-        let find = |fingerprint| {
-            let begun = futures.begin_for("a", &client("s"), fingerprint, None).map(|completer| completer.is_none());
-            assert_eq!(begun, futures.is_known("a", fingerprint));
-            begun
-        };
-        let outcomes = || [find(Some(1)), find(Some(2)), find(None)];
-        assert_eq!(outcomes(), [Ok(true), Err(Taken("a".into())), Ok(true)]);
-        completer.complete(json("{}"), None);
-        assert_eq!(outcomes(), [Ok(true), Err(Taken("a".into())), Ok(true)]);
-        assert_eq!(futures.is_known("b", Some(1)), Ok(false));
-    }
-
-    #[tokio::test]
-    async fn a_poll_ends_after_its_hold_and_unknown_ids_are_told_apart() {
-        let futures = Futures::new(Retention::default());
-        let _open = begin(&futures, "a");
-        assert_eq!(futures.wait("a", SHORT).await, Waited::Pending);
-        assert_eq!(futures.wait("b", SHORT).await, Waited::Unknown);
-    }
-
-    #[tokio::test]
-    async fn results_are_gone_after_their_time_and_stay_known() {
-        let futures = Futures::new(Retention { unread: Duration::ZERO, read: Duration::ZERO, ..Retention::default() });
-        begin(&futures, "unread").complete(json("{}"), None);
-        begin(&futures, "read").complete(json("{}"), None);
-        futures.wait("read", SHORT).await;
-        futures.sweep(Instant::now() + SHORT);
-        assert_eq!(futures.wait("unread", SHORT).await, Waited::Gone);
-        assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
-        assert!(futures.begin("read", &client("s")).is_none());
-    }
-
-    #[tokio::test]
-    async fn a_shortage_takes_what_was_read_and_what_nobody_comes_for_and_nothing_else() {
-        let futures = Futures::new(Retention::default());
-        let ledger = Ledger::new(1 << 20);
-        let complete = |id: &str, session: &str| {
-            let Some(completer) = futures.begin(id, &client(session)) else { panic!("{id} is new") };
-            completer.complete(json("1234"), Some(ledger.charge(&client(session), 1000).unwrap()));
-        };
-        complete("unread", "s");
-        complete("orphan", "over");
-        complete("read", "s");
-        assert_eq!(ledger.used(), 3 * (4 + limits::FUTURE_BYTES), "a result costs what it holds");
-        futures.wait("read", SHORT).await;
-        futures.session_over("over");
-        assert!(futures.evict() && futures.evict() && !futures.evict());
-        assert_eq!(ledger.used(), 4 + limits::FUTURE_BYTES);
-        assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
-        assert_eq!(futures.wait("orphan", SHORT).await, Waited::Gone);
-        assert!(matches!(futures.wait("unread", SHORT).await, Waited::Ready(_)));
-        futures.forget_session("s");
-        assert_eq!(ledger.used(), 0);
-    }
-
-    #[tokio::test]
-    async fn a_refused_request_leaves_its_id_free() {
-        let futures = Futures::new(Retention::default());
-        let refused = begin(&futures, "a");
-        let reader = tokio::spawn({
-            let futures = futures.clone();
-            async move { futures.wait("a", LONG).await }
-        });
-        tokio::time::sleep(SHORT).await;
-        drop(refused);
-        assert_eq!(reader.await.unwrap(), Waited::Unknown);
-        begin(&futures, "a").complete(json("{}"), None);
-    }
-
-    fn target(clone: u64) -> Target {
-        Target { sampler_id: "s".into(), clone }
-    }
-
-    fn begin_for(futures: &Futures, id: &str, clone: u64) -> Completer {
-        futures.begin_for(id, &client("s"), None, Some(target(clone))).unwrap().expect("it is new")
-    }
-
-    async fn told(futures: &Futures, clone: u64, seen: u64, hold: Duration) -> (Vec<String>, u64) {
-        let (completions, cursor) = futures.completions(&target(clone), seen, hold).await;
-        (completions.into_iter().map(|completion| completion.request_id.to_string()).collect(), cursor)
-    }
-
-    #[tokio::test]
-    async fn completions_are_told_again_until_they_were_seen_and_to_nobody_else() {
-        let futures = Futures::new(Retention::default());
-        begin_for(&futures, "a", 0).complete(json("{}"), None);
-        begin_for(&futures, "other", 7).complete(json("{}"), None);
-        begin_for(&futures, "b", 0).complete(Answer::Failed(Failure::User("no".into())), None);
-        let (first, cursor) = told(&futures, 0, 0, SHORT).await;
-        assert_eq!(first, ["a", "b"]);
-        assert_eq!(told(&futures, 0, 0, SHORT).await.0, first, "an answer that was lost on its way");
-        assert_eq!(told(&futures, 0, cursor, SHORT).await, (vec![], cursor));
-        assert_eq!(told(&futures, 0, 0, SHORT).await.0, Vec::<String>::new(), "what was seen is forgotten");
-        assert_eq!(told(&futures, 7, 0, SHORT).await.0, ["other"]);
-        let bytes =
-            |told: (Vec<Completion>, u64)| told.0.into_iter().map(|completion| completion.result_bytes).collect::<Vec<_>>();
-        assert_eq!(bytes(futures.completions(&target(7), 0, SHORT).await), [Some(2)]);
-    }
-
-    #[tokio::test]
-    async fn a_completion_wakes_who_waits_for_it_and_no_waiting_is_left_behind() {
-        let futures = Futures::new(Retention::default());
-        let completer = begin_for(&futures, "a", 0);
-        let reader = tokio::spawn({
-            let futures = futures.clone();
-            async move { told(&futures, 0, 0, LONG).await.0 }
-        });
-        tokio::time::sleep(SHORT).await;
-        completer.complete(json("{}"), None);
-        assert_eq!(reader.await.unwrap(), ["a"]);
-        let cursor = told(&futures, 0, 0, SHORT).await.1;
-        told(&futures, 0, cursor, SHORT).await;
-        assert!(futures.shared.lock().watched.is_empty());
-    }
-
-    #[tokio::test]
-    async fn a_completion_whose_result_is_given_up_unread_is_told_and_one_that_was_read_is_not_kept() {
-        let futures = Futures::new(Retention { unread: Duration::ZERO, read: Duration::ZERO, gone_max: 1 });
-        begin_for(&futures, "read", 0).complete(json("{}"), None);
-        futures.wait("read", SHORT).await;
-        futures.retrieved("read");
-        assert_eq!(futures.wait("read", SHORT).await, Waited::Gone);
-        begin_for(&futures, "unread", 0).complete(json("{}"), None);
-        futures.retrieved("unread");
-        futures.sweep(Instant::now() + SHORT);
-        assert_eq!(futures.wait("unread", SHORT).await, Waited::Gone);
-        assert_eq!(told(&futures, 0, 0, SHORT).await.0, ["unread"]);
-        begin(&futures, "later").complete(json("{}"), None);
-        futures.sweep(Instant::now() + SHORT);
-        assert!(futures.shared.lock().completions.is_empty(), "ids that are forgotten take their completions along");
-    }
-
-    #[test]
-    fn ids_that_are_gone_are_forgotten_beyond_a_bound() {
-        let futures = Futures::new(Retention { unread: Duration::ZERO, gone_max: 1, ..Retention::default() });
-        begin(&futures, "a").complete(json("{}"), None);
-        begin(&futures, "b").complete(json("{}"), None);
-        futures.sweep(Instant::now() + SHORT);
-        assert!(futures.begin("b", &client("s")).is_none());
-        assert!(futures.begin("a", &client("s")).is_some());
     }
 }
