@@ -88,13 +88,12 @@ impl Fair {
         session.kinds[work as usize] = third + time;
     }
 
-    /// Forgets a session that is over.
+    /// Forgets a session that is over, and every owner without one who would begin where a newcomer does.
     pub(crate) fn forget(&mut self, client: &Client) {
-        let Some(owner) = self.owners.get_mut(&client.owner) else { return };
-        owner.sessions.remove(&client.session);
-        if owner.sessions.is_empty() && owner.used <= self.level.now {
-            self.owners.remove(&client.owner);
+        if let Some(owner) = self.owners.get_mut(&client.owner) {
+            owner.sessions.remove(&client.session);
         }
+        self.owners.retain(|_, owner| !owner.sessions.is_empty() || owner.used > self.level.now);
     }
 }
 
@@ -190,5 +189,12 @@ mod tests {
         run(&mut fair, &[(a.clone(), Work::Training, 10), (client("b", "1"), Work::Training, 10)], 10);
         fair.forget(&a);
         assert!(fair.owners.get("a").is_none_or(|o| o.sessions.is_empty()));
+        // Those who were served last when they ended are ahead of others, until others are served.
+        for i in 0..100 {
+            let passing = client(&format!("key {i}"), "1");
+            run(&mut fair, &[(passing.clone(), Work::Training, 10), (client("b", "1"), Work::Training, 10)], 3);
+            fair.forget(&passing);
+        }
+        assert!(fair.owners.len() <= 3, "{} owners", fair.owners.len());
     }
 }

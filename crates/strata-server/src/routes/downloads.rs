@@ -122,7 +122,8 @@ pub async fn file(
     headers: HeaderMap,
 ) -> ApiResult<Response> {
     let id = CheckpointId::new(&run, &kind, &name)?;
-    let record = app.store.get(&id)?;
+    let looked = app.clone();
+    let record = off_thread(move || looked.store.get(&id)).await?;
     check_signature(&app, &record, &file, &signed)?;
     let mut charge = app.transit.charge();
     charge.try_grow(2 * limits::DOWNLOAD_CHUNK_BYTES)?;
