@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use strata_model::Error;
 use strata_model::checkpoint::{
-    AdapterFormat, Existing, has_optimizer, read_adapter, read_optimizer, read_own_file, write_adapter, write_atomically,
+    AdapterFormat, Existing, PlannedAdapter, has_optimizer, read_optimizer, read_own_file, write_adapter, write_atomically,
     write_optimizer,
 };
 use strata_model::lora::LoraModule;
@@ -18,7 +18,8 @@ use strata_tensor::Backend;
 
 use crate::age::{Recipient, encrypt_file};
 use crate::api::{CheckpointSource, Failure, METADATA_BYTES_MAX, METADATA_FILE, SaveTarget};
-use crate::learner::LearnerState;
+use crate::files::Load;
+use crate::learner::{self, LearnerState};
 use crate::optimizer::Moments;
 
 /// What checkpoints are written for and read against.
@@ -81,12 +82,13 @@ fn encrypt_files(partial: &Path, recipients: &[Recipient]) -> strata_model::Resu
 }
 
 /// Reads a checkpoint, with Adam's state if it is asked for.
-pub(crate) fn read(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool) -> Result<LearnerState, Failure> {
+pub(crate) fn read(base: &BaseModel, load: &Load) -> Result<LearnerState, Failure> {
+    let source = &load.source;
     // Held open, the directory stays the one it was, whatever takes its name meanwhile.
     let (held, pinned) = pin(&source.dir);
     let pinned = CheckpointSource { dir: pinned, ..source.clone() };
     check_identity(&pinned)?;
-    let state = read_files(base, &pinned, with_optimizer);
+    let state = read_files(base, &pinned, load);
     // Whatever was read, and whatever went wrong, may be due to another save that took the place of this one.
     check_identity(&pinned)?;
     if state.is_err() && held.is_some_and(|held| !is_still_at(&held, &source.dir)) {
@@ -115,13 +117,21 @@ fn overwritten(name: &str) -> Failure {
     Failure::User(format!("checkpoint {name} was overwritten or deleted after this request was accepted"))
 }
 
-fn read_files(base: &BaseModel, source: &CheckpointSource, with_optimizer: bool) -> Result<LearnerState, Failure> {
+fn read_files(base: &BaseModel, source: &CheckpointSource, load: &Load) -> Result<LearnerState, Failure> {
     let CheckpointSource { dir, name, .. } = source;
     refuse_links(dir).map_err(|file| Failure::User(format!("checkpoint {name}: {file} is a symbolic link, not a file")))?;
     let failure = |error| read_failure(error, source);
-    let adapter = read_adapter(&*base.backend, dir, &base.modules).map_err(failure)?;
+    let planned = PlannedAdapter::open(dir, &base.modules).map_err(failure)?;
+    let bytes = learner::read_bytes(planned.config(), &base.modules, load.with_optimizer);
+    if bytes > load.bytes_max {
+        let (rank, bytes_max) = (planned.config().rank, load.bytes_max);
+        return Err(Failure::User(format!(
+            "checkpoint {name}: its adapter, of rank {rank}, takes {bytes} bytes, and {bytes_max} are set aside for it: it is of another shape than its record or than the model that it is loaded into"
+        )));
+    }
+    let adapter = planned.read(&*base.backend).map_err(failure)?;
     adapter.check_base_model(&base.name).map_err(|error| Failure::User(format!("checkpoint {name}: {error}")))?;
-    let moments = match with_optimizer {
+    let moments = match load.with_optimizer {
         true if !has_optimizer(dir) => {
             return Err(Failure::User(format!(
                 "checkpoint {name} has no state of an optimizer, as those that were imported have none; load its weights alone \

@@ -92,6 +92,13 @@ pub struct AdapterBytes {
     pub captured: u64,
 }
 
+impl AdapterBytes {
+    /// Of a checkpoint that has been read: its weights, with their two moments or without.
+    pub(crate) fn read(&self, with_optimizer: bool) -> u64 {
+        if with_optimizer { self.captured } else { self.captured.div_ceil(3) }
+    }
+}
+
 /// A model on a device. One thread uses it.
 pub(crate) trait Compute {
     /// An adapter in training: weights, gradient, optimizer.

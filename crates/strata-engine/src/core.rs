@@ -265,9 +265,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 }
                 let (uid, ticket) = (self.next_uid(), self.next_uid());
                 let mut tenant = Tenant::new(uid, client.clone(), None, lora);
+                let bytes_max = c.adapter_bytes(&tenant.lora).map_or(0, |bytes| bytes.read(with_optimizer));
+                // A part of what its model has, and taken until it is read, also if the model is gone by then.
+                self.intake.keep(ticket, &model_id, bytes_max);
                 tenant.loading = Some((ticket, reply));
                 self.tenants.insert(model_id, tenant);
-                self.files.load(&client, Load { ticket, source, with_optimizer }, LoadFor::Tenant { uid });
+                let load = Load { ticket, source, with_optimizer, bytes_max, beside_bytes: 0 };
+                self.files.load(&client, load, LoadFor::Tenant { uid });
             }
             Control::Unload { model_id, failure } => self.unload(&model_id, &failure),
             Control::CreateSampler { sampler_id, client, source, reply } => {
@@ -312,8 +316,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
 
     fn unload(&mut self, model_id: &str, failure: &Failure) {
         let Some(tenant) = self.tenants.remove(model_id) else { return };
-        if let Some((ticket, _)) = &tenant.loading {
-            self.files.abandon_load(*ticket);
+        if let Some((ticket, _)) = &tenant.loading
+            && self.files.abandon_load(*ticket)
+        {
+            self.intake.release(*ticket);
         }
         if let Some((ticket, _)) = &tenant.making
             && self.files.abandon_make(*ticket)
@@ -339,8 +345,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             return reply.send(Ok(Response::Sampler));
         };
         let ticket = self.next_uid();
-        let load_for = LoadFor::Sampler { sampler_id: sampler_id.clone(), lora };
-        self.files.load(&client, Load { ticket, source, with_optimizer: false }, load_for);
+        // What is kept of it is set aside already, in another form.
+        let bytes = c.adapter_bytes(&lora).map_or(0, |bytes| bytes.read(false));
+        let load = Load { ticket, source, with_optimizer: false, bytes_max: bytes, beside_bytes: bytes };
+        self.files.load(&client, load, LoadFor::Sampler { sampler_id: sampler_id.clone(), lora });
         self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, reply, queued: Vec::new() });
     }
 
@@ -500,7 +508,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Op::Load { source, with_optimizer } => {
                 tenant.loading = Some((ticket, reply));
                 let (client, uid) = (tenant.client.clone(), tenant.uid);
-                self.files.load(&client, Load { ticket, source, with_optimizer }, LoadFor::Tenant { uid });
+                // What it has stays until it has the other.
+                let bytes = c.adapter_bytes(&tenant.made_with).map_or(0, |bytes| bytes.read(with_optimizer));
+                let load = Load { ticket, source, with_optimizer, bytes_max: bytes, beside_bytes: bytes };
+                self.files.load(&client, load, LoadFor::Tenant { uid });
                 self.files.dispatch(&mut self.storage);
             }
         }

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::api::{CheckpointSource, Failure, SaveTarget};
 use crate::checkpoint::{self, BaseModel};
+use crate::files::Load;
 use crate::learner::LearnerState;
 
 /// Loads that run at a time, those that hang included.
@@ -31,14 +32,6 @@ pub(crate) struct SaveJob {
     pub(crate) target: SaveTarget,
 }
 
-/// A checkpoint to read.
-pub(crate) struct LoadJob {
-    /// Comes back with the outcome.
-    pub(crate) ticket: u64,
-    pub(crate) source: CheckpointSource,
-    pub(crate) with_optimizer: bool,
-}
-
 /// How a job ended. Each job ends once.
 pub(crate) type Done = crate::files::Done<LearnerState>;
 
@@ -46,7 +39,7 @@ pub(crate) type Done = crate::files::Done<LearnerState>;
 pub(crate) type Deliver = Arc<dyn Fn(Done) + Send + Sync>;
 
 type Write = dyn Fn(&SaveTarget, &LearnerState) -> Result<u64, Failure> + Send + Sync;
-type Read = dyn Fn(&CheckpointSource, bool) -> Result<LearnerState, Failure> + Send + Sync;
+type Read = dyn Fn(&Load) -> Result<LearnerState, Failure> + Send + Sync;
 
 /// The threads of the disk. Dropped, it finishes the saves it has; loads then come to nothing.
 pub(crate) struct Disk {
@@ -66,8 +59,7 @@ impl Disk {
         let base = Arc::new(base);
         let for_reading = base.clone();
         let write = move |target: &SaveTarget, state: &LearnerState| checkpoint::write(&base, target, state);
-        let read =
-            move |source: &CheckpointSource, with_optimizer: bool| checkpoint::read(&for_reading, source, with_optimizer);
+        let read = move |load: &Load| checkpoint::read(&for_reading, load);
         let limits = LoadLimits { readers_max: READERS_MAX, time_max: LOAD_TIME_MAX, wait_max: LOAD_WAIT_MAX };
         Self::start_with(Arc::new(write), Arc::new(read), limits, deliver)
     }
@@ -99,7 +91,7 @@ impl Disk {
     }
 
     /// Queues a load.
-    pub(crate) fn load(&self, job: LoadJob) {
+    pub(crate) fn load(&self, job: Load) {
         self.loads.send(LoadEvent::Asked(job)).expect("the loader ends only when it is told to");
     }
 }
@@ -125,7 +117,7 @@ fn run_saves(queue: &Receiver<SaveJob>, write: &Write, deliver: &(dyn Fn(Done) +
 }
 
 enum LoadEvent {
-    Asked(LoadJob),
+    Asked(Load),
     /// A reader, by its number, is done, in time or not.
     Read(u64, Result<LearnerState, Failure>),
     Stop,
@@ -147,7 +139,7 @@ struct Loader {
     deliver: Deliver,
     events: Sender<LoadEvent>,
     /// Loads that wait for a reader, each with the moment at which it has waited too long.
-    waiting: VecDeque<(Instant, LoadJob)>,
+    waiting: VecDeque<(Instant, Load)>,
     /// Readers at work, by number.
     running: BTreeMap<u64, Reader>,
     readers_started: u64,
@@ -217,13 +209,13 @@ impl Loader {
         }
     }
 
-    fn start(&mut self, LoadJob { ticket, source, with_optimizer }: LoadJob) {
-        let name = source.name.clone();
+    fn start(&mut self, load: Load) {
+        let (ticket, name) = (load.ticket, load.source.name.clone());
         let (read, events) = (self.read.clone(), self.events.clone());
         self.readers_started += 1;
         let number = self.readers_started;
         let reader = move || {
-            let result = guard(&source.name, || read(&source, with_optimizer));
+            let result = guard(&load.source.name, || read(&load));
             // Nobody is there any more when the engine is gone.
             let _ = events.send(LoadEvent::Read(number, result));
         };
@@ -263,9 +255,9 @@ mod tests {
         LearnerState { config, weights: Arc::new(LoraParams { stacks: Vec::new() }), moments: None }
     }
 
-    fn load(ticket: u64, name: &str) -> LoadJob {
+    fn load(ticket: u64, name: &str) -> Load {
         let source = CheckpointSource { dir: name.into(), name: name.into(), save_id: None };
-        LoadJob { ticket, source, with_optimizer: false }
+        Load { ticket, source, with_optimizer: false, bytes_max: 0, beside_bytes: 0 }
     }
 
     fn save(ticket: u64, name: &str) -> SaveJob {
@@ -294,8 +286,8 @@ mod tests {
             act(&target.name);
             Ok(7)
         };
-        let read = move |source: &CheckpointSource, _: bool| {
-            act_too(&source.name);
+        let read = move |load: &Load| {
+            act_too(&load.source.name);
             Ok(state())
         };
         let (tx, done) = channel();

@@ -16,14 +16,14 @@ use strata_model::{Keeping, Model, PAGE_TOKENS, Tokenizer, Work};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
-use crate::api::{CheckpointSource, Client, Failure, LoraSpec, Refusal, Request, RequestId, SaveTarget};
+use crate::api::{Client, Failure, LoraSpec, Refusal, Request, RequestId, SaveTarget};
 use crate::budget::{Budget, Needs, PictureNeeds, StartError};
 use crate::checkpoint::BaseModel;
 use crate::compute::Compute;
 use crate::core::Core;
 use crate::device::{Device, release_freed_memory};
-use crate::disk::{Deliver, Disk, Done, LoadJob, SaveJob};
-use crate::files::Storage;
+use crate::disk::{Deliver, Disk, Done, SaveJob};
+use crate::files::{Load, Storage};
 use crate::intake::Intake;
 use crate::learner::{self, LearnerState};
 use crate::ledger::Ledger;
@@ -287,8 +287,8 @@ impl Storage<LearnerState> for DiskStorage {
         self.disk.save(SaveJob { ticket, state, target });
     }
 
-    fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool) {
-        self.disk.load(LoadJob { ticket, source, with_optimizer });
+    fn load(&mut self, load: Load) {
+        self.disk.load(load);
     }
 
     fn make(&mut self, ticket: u64, lora: LoraSpec) {

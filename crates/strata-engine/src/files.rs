@@ -20,7 +20,7 @@ const LOADS_PER_SESSION_MAX: usize = 2;
 /// Where checkpoints are written and read, beside the engine thread. Jobs end in any order and are collected with [`Storage::poll`].
 pub(crate) trait Storage<S> {
     fn save(&mut self, ticket: u64, state: S, target: SaveTarget);
-    fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool);
+    fn load(&mut self, load: Load);
     /// Draws the first weights of an adapter, which needs no disk and none of the device's time, but a thread.
     fn make(&mut self, ticket: u64, lora: LoraSpec);
     /// Something that has ended, if anything has.
@@ -67,6 +67,10 @@ pub(crate) struct Load {
     pub(crate) ticket: u64,
     pub(crate) source: CheckpointSource,
     pub(crate) with_optimizer: bool,
+    /// What it may take of memory: a checkpoint that takes more is refused before it is read.
+    pub(crate) bytes_max: u64,
+    /// What nothing else is set aside for of that, until it is in its place.
+    pub(crate) beside_bytes: u64,
 }
 
 /// Whom a load is for.
@@ -88,14 +92,24 @@ pub(crate) struct Files<S> {
     /// Tickets that the storage has.
     writing: Vec<u64>,
     loading: BTreeMap<u64, (Client, LoadFor)>,
-    reading: Vec<(u64, Client)>,
+    reading: Vec<Reading>,
     makes: BTreeMap<Client, VecDeque<(u64, LoraSpec)>>,
     /// The tenants, by uid, that fresh adapters are for.
     making: BTreeMap<u64, u64>,
     /// What the storage makes. One at a time: another begins no sooner for being asked for, and a session waits for one of each other session at most.
     drawing: Option<u64>,
+    /// Of states that wait to be written, and of checkpoints that are read beside what they are for.
     captured_bytes: u64,
     captured_bytes_max: u64,
+    /// Whether a load waits for room: what is saved then keeps what it has in the place of a copy.
+    load_waits: bool,
+}
+
+/// What the storage reads.
+struct Reading {
+    ticket: u64,
+    client: Client,
+    beside_bytes: u64,
 }
 
 impl<S> Files<S> {
@@ -114,12 +128,13 @@ impl<S> Files<S> {
             drawing: None,
             captured_bytes: 0,
             captured_bytes_max,
+            load_waits: false,
         }
     }
 
     /// Takes room for a state that is captured, if there is any.
     pub(crate) fn try_capture(&mut self, bytes: u64) -> bool {
-        let fits = self.captured_bytes + bytes <= self.captured_bytes_max;
+        let fits = !self.load_waits && self.captured_bytes + bytes <= self.captured_bytes_max;
         if fits {
             self.captured_bytes += bytes;
         }
@@ -157,15 +172,23 @@ impl<S> Files<S> {
             self.writing.push(save.ticket);
             storage.save(save.ticket, save.state, save.target);
         }
+        self.load_waits = false;
         while self.reading.len() < LOADS_MAX {
-            let may = |c: &&Client| self.reading.iter().filter(|(_, other)| other == *c).count() < LOADS_PER_SESSION_MAX;
+            let may = |c: &&Client| self.reading.iter().filter(|other| other.client == **c).count() < LOADS_PER_SESSION_MAX;
             let next = self.loads.keys().filter(may).min_by_key(|c| self.turns.standing(c, Work::Sampling)).cloned();
             let Some(client) = next else { break };
+            let beside_bytes = self.loads[&client].front().map_or(0, |load| load.beside_bytes);
+            // One that is larger than all the room there is takes it alone.
+            if self.captured_bytes > 0 && self.captured_bytes + beside_bytes > self.captured_bytes_max && beside_bytes > 0 {
+                self.load_waits = true;
+                break;
+            }
             let Some(load) = pop(&mut self.loads, &client) else { break };
             self.turns.serve(&client, Work::Sampling);
             self.turns.charge(&client, Work::Sampling, Duration::from_millis(1));
-            self.reading.push((load.ticket, client));
-            storage.load(load.ticket, load.source, load.with_optimizer);
+            self.captured_bytes += beside_bytes;
+            self.reading.push(Reading { ticket: load.ticket, client, beside_bytes });
+            storage.load(load);
         }
         if self.drawing.is_none() {
             let next = self.makes.keys().min_by_key(|c| self.turns.standing(c, Work::Sampling)).cloned();
@@ -204,17 +227,20 @@ impl<S> Files<S> {
 
     /// Whom a load that has ended was for; `None` if nobody wants it any more.
     pub(crate) fn loaded(&mut self, ticket: u64) -> Option<(Client, LoadFor)> {
-        self.reading.retain(|(other, _)| *other != ticket);
+        if let Some(at) = self.reading.iter().position(|other| other.ticket == ticket) {
+            self.captured_bytes -= self.reading.swap_remove(at).beside_bytes;
+        }
         self.loading.remove(&ticket)
     }
 
-    /// Forgets whom a load is for. What has not begun does not.
-    pub(crate) fn abandon_load(&mut self, ticket: u64) {
+    /// Forgets whom a load is for. Whether it has not begun, and does not: what is being read takes its memory until it is.
+    pub(crate) fn abandon_load(&mut self, ticket: u64) -> bool {
         self.loading.remove(&ticket);
         for queue in self.loads.values_mut() {
             queue.retain(|load| load.ticket != ticket);
         }
         self.loads.retain(|_, queue| !queue.is_empty());
+        self.reading.iter().all(|other| other.ticket != ticket)
     }
 
     /// Forgets a session's shares, once its saves have had theirs.
@@ -241,13 +267,16 @@ impl<S> Files<S> {
     /// What is wrong with the books, if anything.
     pub(crate) fn audit(&self) -> Result<(), String> {
         let captured: u64 = self.saving.values().map(|s| s.captured_bytes).sum();
-        if captured != self.captured_bytes || captured > self.captured_bytes_max {
-            return Err(format!("saves hold {captured} bytes, {} are counted", self.captured_bytes));
+        let beside: Vec<u64> = self.reading.iter().map(|r| r.beside_bytes).filter(|bytes| *bytes > 0).collect();
+        let held = captured + beside.iter().sum::<u64>();
+        let is_alone = captured == 0 && beside.len() == 1;
+        if held != self.captured_bytes || (held > self.captured_bytes_max && !is_alone) {
+            return Err(format!("saves hold {captured} bytes and loads {beside:?}, {} are counted", self.captured_bytes));
         }
         Ok(())
     }
 
-    /// Bytes of states that were captured and are not written.
+    /// Bytes of states that were captured and are not written, and of what is read.
     pub(crate) fn captured_bytes(&self) -> u64 {
         self.captured_bytes
     }
@@ -265,4 +294,70 @@ fn pop<T>(queues: &mut BTreeMap<Client, VecDeque<T>>, client: &Client) -> Option
         queues.remove(client);
     }
     item
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A storage that takes everything and ends nothing.
+    #[derive(Default)]
+    struct Taking {
+        loads: Vec<u64>,
+    }
+
+    impl Storage<()> for Taking {
+        fn save(&mut self, _: u64, (): (), _: SaveTarget) {}
+
+        fn load(&mut self, load: Load) {
+            self.loads.push(load.ticket);
+        }
+
+        fn make(&mut self, _: u64, _: LoraSpec) {}
+
+        fn poll(&mut self) -> Option<Done<()>> {
+            None
+        }
+    }
+
+    fn load(files: &mut Files<()>, session: &str, ticket: u64, beside_bytes: u64) {
+        let client = Client { owner: "o".into(), session: session.into() };
+        let source = CheckpointSource { dir: "d".into(), name: "n".into(), save_id: None };
+        let load = Load { ticket, source, with_optimizer: true, bytes_max: beside_bytes, beside_bytes };
+        files.load(&client, load, LoadFor::Tenant { uid: ticket });
+    }
+
+    #[test]
+    fn loads_wait_for_room_and_one_that_is_larger_than_all_of_it_has_it_alone() {
+        let (mut files, mut storage) = (Files::new(100), Taking::default());
+        assert!(files.try_capture(50));
+        load(&mut files, "a", 1, 50);
+        load(&mut files, "b", 2, 10);
+        load(&mut files, "c", 3, 0);
+        files.dispatch(&mut storage);
+        assert_eq!(storage.loads, [1], "the second has no room, and the third does not pass it by");
+        assert!(!files.try_capture(0), "nothing that is saved takes what a load waits for");
+        files.loaded(1);
+        files.dispatch(&mut storage);
+        assert_eq!(storage.loads, [1, 2, 3]);
+        assert!(files.try_capture(40));
+        assert_eq!(files.captured_bytes(), 100);
+
+        load(&mut files, "d", 4, 1000);
+        files.dispatch(&mut storage);
+        assert_eq!(storage.loads.len(), 3);
+        files.loaded(2);
+        files.loaded(3);
+        files.captured_bytes -= 90;
+        files.dispatch(&mut storage);
+        assert_eq!(storage.loads, [1, 2, 3, 4], "alone");
+        load(&mut files, "e", 5, 1);
+        files.dispatch(&mut storage);
+        assert_eq!(storage.loads.len(), 4);
+        // Given up, it takes its memory until it is read; what has not begun takes none.
+        assert!(!files.abandon_load(4) && files.abandon_load(5));
+        assert_eq!(files.captured_bytes(), 1000);
+        assert!(files.loaded(4).is_none());
+        assert_eq!(files.captured_bytes(), 0);
+    }
 }

@@ -137,12 +137,24 @@ pub(crate) fn pack(model: &Model, config: LoraConfig, weights: &LoraParams) -> R
     model.pack_adapter(config, weights).map_err(|e| Failure::Server(format!("packing the adapter: {e}")))
 }
 
+/// Numbers of an adapter of this shape, for a model with these modules.
+fn parameters(config: &LoraConfig, modules: &[LoraModule]) -> u64 {
+    let carried = modules.iter().enumerate().filter(|(index, module)| config.carries(*index, module));
+    carried
+        .map(|(index, m)| m.entries() as u64 * config.rank_of(index, m) as u64 * (m.in_features + m.out_features) as u64)
+        .sum()
+}
+
+/// Bytes of a checkpoint of an adapter of this shape that has been read, with its moments or without: what [`AdapterBytes::read`] says of it.
+pub(crate) fn read_bytes(config: &LoraConfig, modules: &[LoraModule], with_optimizer: bool) -> u64 {
+    parameters(config, modules) * if with_optimizer { 12 } else { 4 }
+}
+
 /// Bytes of an adapter of this shape.
 pub(crate) fn adapter_bytes(model: &Model, config: &LoraConfig) -> AdapterBytes {
-    let (mut parameters, mut frozen) = (0, 0);
+    let (parameters, mut frozen) = (parameters(config, model.lora_modules()), 0);
     for (index, m) in model.lora_modules().iter().enumerate().filter(|(i, m)| config.carries(*i, m)) {
         let rank = config.rank_of(index, m);
-        parameters += m.entries() as u64 * rank as u64 * (m.in_features + m.out_features) as u64;
         let packed = |n_in, n_out| model.backend().packed_bytes(m.entries(), n_in, n_out, model.dtype().into()) as u64;
         frozen += packed(rank, m.out_features);
         frozen += match m.part {

@@ -22,9 +22,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         match self.files.loaded(ticket) {
             Some((_, LoadFor::Tenant { uid })) => self.tenant_loaded(c, uid, ticket, result),
             Some((_, LoadFor::Sampler { sampler_id, lora })) => self.sampler_loaded(c, sampler_id, ticket, &lora, result),
-            // Given up meanwhile: its requests have been answered.
-            None => {}
+            // Given up meanwhile: its requests have been answered. Its memory is free before others may have it.
+            None => drop(result),
         }
+        self.intake.release(ticket);
     }
 
     /// A fresh adapter is there, or is not.

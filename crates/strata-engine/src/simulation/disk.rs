@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use crate::api::{CheckpointSource, Failure, LoraSpec, SaveTarget};
-use crate::files::{Done, Storage};
+use crate::api::{Failure, LoraSpec, SaveTarget};
+use crate::files::{Done, Load, Storage};
 
 use super::oracle::Numbers;
-use super::toy::{ADAPTER_FAULT, Content, Shared, State};
+use super::toy::{ADAPTER_FAULT, Content, Memory, Shared, State, bytes_of};
 
 /// The identity of a save.
 type SaveId = String;
@@ -27,7 +27,8 @@ pub(super) struct Disk {
     shared: Rc<Shared>,
     contents: Rc<RefCell<Contents>>,
     saves: VecDeque<(Duration, u64, State, SaveTarget)>,
-    loads: Vec<(Duration, u64, CheckpointSource, bool)>,
+    /// What is being read has its memory from the start.
+    loads: Vec<(Duration, Load, Memory)>,
     /// What is being made has its memory from the start.
     makes: Vec<(Duration, u64, Result<State, Failure>)>,
 }
@@ -70,14 +71,18 @@ impl Disk {
         Ok(State::new(&self.shared, &content, false))
     }
 
-    fn read(&self, source: &CheckpointSource, with_optimizer: bool) -> Result<State, Failure> {
+    fn read(&self, Load { source, with_optimizer, bytes_max, .. }: &Load) -> Result<State, Failure> {
         if self.shared.chance(self.shared.faults.get().disk) {
             return Err(Failure::Server("toy disk: it cannot be read".into()));
         }
         let contents = self.contents.borrow();
         match contents.dirs.get(&source.dir) {
             Some(id) if source.save_id.as_ref().is_none_or(|wanted| wanted == id) => {
-                Ok(State::new(&self.shared, &contents.written[id], with_optimizer))
+                let content = &contents.written[id];
+                match bytes_of(content.rank).read(*with_optimizer) <= *bytes_max {
+                    true => Ok(State::new(&self.shared, content, *with_optimizer)),
+                    false => Err(Failure::User("toy disk: it is of another shape".into())),
+                }
             }
             _ => Err(Failure::User("toy disk: it is not there".into())),
         }
@@ -90,8 +95,13 @@ impl Storage<State> for Disk {
         self.saves.push_back((begin + self.delay(), ticket, state, target));
     }
 
-    fn load(&mut self, ticket: u64, source: CheckpointSource, with_optimizer: bool) {
-        self.loads.push((self.shared.now.get() + self.delay(), ticket, source, with_optimizer));
+    fn load(&mut self, load: Load) {
+        let contents = self.contents.borrow();
+        let content = contents.dirs.get(&load.source.dir).map(|id| &contents.written[id]);
+        let bytes = content.map_or(0, |content| bytes_of(content.rank).read(load.with_optimizer));
+        // Of what takes more than it may, nothing is read.
+        let memory = Memory::new(&self.shared, if bytes <= load.bytes_max { bytes } else { 0 });
+        self.loads.push((self.shared.now.get() + self.delay(), load, memory));
     }
 
     fn make(&mut self, ticket: u64, lora: LoraSpec) {
@@ -110,7 +120,8 @@ impl Storage<State> for Disk {
             return Some(Done::Made { ticket, result });
         }
         let ended = self.loads.iter().position(|l| l.0 <= now)?;
-        let (_, ticket, source, with_optimizer) = self.loads.remove(ended);
-        Some(Done::Loaded { ticket, result: self.read(&source, with_optimizer) })
+        let (_, load, memory) = self.loads.remove(ended);
+        drop(memory);
+        Some(Done::Loaded { ticket: load.ticket, result: self.read(&load) })
     }
 }

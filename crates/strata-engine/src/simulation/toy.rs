@@ -183,7 +183,7 @@ pub(super) fn adapter_bytes(lora: &LoraSpec) -> Result<AdapterBytes, String> {
 struct Params {
     weights: u64,
     moments: u64,
-    _memory: Memory,
+    memory: Memory,
 }
 
 pub(super) struct Learner {
@@ -212,9 +212,9 @@ pub(super) struct State {
 
 impl State {
     pub(super) fn new(shared: &Rc<Shared>, content: &Content, with_optimizer: bool) -> Self {
-        let memory = Memory::new(shared, bytes_of(content.rank).captured);
+        let memory = Memory::new(shared, bytes_of(content.rank).read(with_optimizer));
         let moments = content.moments.filter(|_| with_optimizer);
-        let params = Params { weights: content.weights, moments: moments.unwrap_or(0), _memory: memory };
+        let params = Params { weights: content.weights, moments: moments.unwrap_or(0), memory };
         State { rank: content.rank, with_optimizer: moments.is_some(), params: Rc::new(params) }
     }
 
@@ -264,7 +264,7 @@ impl Toy {
 
     fn params(&self, rank: usize, numbers: Numbers) -> Rc<Params> {
         let memory = Memory::new(&self.shared, bytes_of(rank).captured);
-        Rc::new(Params { weights: numbers.weights, moments: numbers.moments, _memory: memory })
+        Rc::new(Params { weights: numbers.weights, moments: numbers.moments, memory })
     }
 
     fn learner(&self, rank: usize, params: Rc<Params>) -> Learner {
@@ -465,8 +465,12 @@ impl Compute for Toy {
         adapter_bytes(lora)
     }
 
-    fn restore(&self, state: State) -> Learner {
-        self.learner(state.rank, state.params)
+    fn restore(&self, State { rank, params, .. }: State) -> Learner {
+        // One that was read without its moments gets room for them.
+        let Params { weights, moments, ref memory } = *params;
+        let missing = bytes_of(rank).captured - memory.1;
+        let whole = (missing > 0).then(|| Memory::new(&self.shared, missing + memory.1));
+        self.learner(rank, whole.map_or(params.clone(), |memory| Rc::new(Params { weights, moments, memory })))
     }
 
     fn spec_of(&self, state: &State) -> LoraSpec {
