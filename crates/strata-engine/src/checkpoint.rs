@@ -13,7 +13,7 @@ use strata_model::checkpoint::{
     AdapterFormat, Existing, PlannedAdapter, has_optimizer, read_optimizer, read_own_file, write_adapter, write_atomically,
     write_optimizer,
 };
-use strata_model::lora::LoraModule;
+use strata_model::lora::{LoraConfig, LoraModule};
 use strata_tensor::Backend;
 
 use crate::age::{Recipient, encrypt_file};
@@ -122,13 +122,7 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, load: &Load) -> Resul
     refuse_links(dir).map_err(|file| Failure::User(format!("checkpoint {name}: {file} is a symbolic link, not a file")))?;
     let failure = |error| read_failure(error, source);
     let planned = PlannedAdapter::open(dir, &base.modules).map_err(failure)?;
-    let bytes = learner::read_bytes(planned.config(), &base.modules, load.with_optimizer);
-    if bytes > load.bytes_max {
-        let (rank, bytes_max) = (planned.config().rank, load.bytes_max);
-        return Err(Failure::User(format!(
-            "checkpoint {name}: its adapter, of rank {rank}, takes {bytes} bytes, and {bytes_max} are set aside for it: it is of another shape than its record or than the model that it is loaded into"
-        )));
-    }
+    check_size(base, planned.config(), load).map_err(Failure::User)?;
     let adapter = planned.read(&*base.backend).map_err(failure)?;
     adapter.check_base_model(&base.name).map_err(|error| Failure::User(format!("checkpoint {name}: {error}")))?;
     let moments = match load.with_optimizer {
@@ -151,6 +145,23 @@ fn read_files(base: &BaseModel, source: &CheckpointSource, load: &Load) -> Resul
         false => None,
     };
     Ok(LearnerState { config: adapter.config, weights: Arc::new(adapter.params), moments })
+}
+
+/// Refuses an adapter that takes more memory than what was set aside for it.
+fn check_size(base: &BaseModel, config: &LoraConfig, load: &Load) -> Result<(), String> {
+    let (bytes, bytes_max) = (learner::read_bytes(config, &base.modules, load.with_optimizer), load.bytes_max);
+    if bytes <= bytes_max {
+        return Ok(());
+    }
+    match &load.replaces {
+        None => Err(format!(
+            "the checkpoint's adapter takes {bytes} bytes, and its record says {bytes_max}: they do not belong together"
+        )),
+        Some(made_with) => {
+            learner::check_shape(&learner::config_of(made_with, &base.modules)?, config)?;
+            Err(format!("the checkpoint's adapter takes {bytes} bytes, and the model was given {bytes_max}"))
+        }
+    }
 }
 
 /// Fails if what is in the directory now is not the save that was asked for.

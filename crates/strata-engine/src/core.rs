@@ -270,7 +270,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 self.intake.keep(ticket, &model_id, bytes_max);
                 tenant.loading = Some((ticket, reply));
                 self.tenants.insert(model_id, tenant);
-                let load = Load { ticket, source, with_optimizer, bytes_max, beside_bytes: 0 };
+                let load = Load { ticket, source, with_optimizer, replaces: None, bytes_max, beside_bytes: 0 };
                 self.files.load(&client, load, LoadFor::Tenant { uid });
             }
             Control::Unload { model_id, failure } => self.unload(&model_id, &failure),
@@ -347,7 +347,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let ticket = self.next_uid();
         // What is kept of it is set aside already, in another form.
         let bytes = c.adapter_bytes(&lora).map_or(0, |bytes| bytes.read(false));
-        let load = Load { ticket, source, with_optimizer: false, bytes_max: bytes, beside_bytes: bytes };
+        let load = Load { ticket, source, with_optimizer: false, replaces: None, bytes_max: bytes, beside_bytes: bytes };
         self.files.load(&client, load, LoadFor::Sampler { sampler_id: sampler_id.clone(), lora });
         self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, reply, queued: Vec::new() });
     }
@@ -509,8 +509,9 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 tenant.loading = Some((ticket, reply));
                 let (client, uid) = (tenant.client.clone(), tenant.uid);
                 // What it has stays until it has the other.
+                let replaces = Some(tenant.made_with.clone());
                 let bytes = c.adapter_bytes(&tenant.made_with).map_or(0, |bytes| bytes.read(with_optimizer));
-                let load = Load { ticket, source, with_optimizer, bytes_max: bytes, beside_bytes: bytes };
+                let load = Load { ticket, source, with_optimizer, replaces, bytes_max: bytes, beside_bytes: bytes };
                 self.files.load(&client, load, LoadFor::Tenant { uid });
                 self.files.dispatch(&mut self.storage);
             }

@@ -88,7 +88,7 @@ impl Compute for Device {
     }
 
     fn adapter_bytes(&self, lora: &LoraSpec) -> Result<AdapterBytes, String> {
-        Ok(learner::adapter_bytes(&self.model, &learner::config_of(lora, &self.model)?))
+        Ok(learner::adapter_bytes(&self.model, &learner::config_of(lora, self.model.lora_modules())?))
     }
 
     fn restore(&self, state: LearnerState) -> Learner {
@@ -104,21 +104,8 @@ impl Compute for Device {
     }
 
     fn check_shape(&self, made_with: &LoraSpec, state: &LearnerState) -> Result<(), String> {
-        let (ours, theirs) = (&learner::config_of(made_with, &self.model)?, &state.config);
-        if theirs.rank != ours.rank {
-            return Err(format!("the checkpoint's adapter has rank {}, and the model's {}", theirs.rank, ours.rank));
-        }
-        // One that was made elsewhere may leave modules out or scale them otherwise; it takes the place of the model's.
-        let parts = [Part::Attention, Part::Mlp, Part::Unembed, Part::Embedding];
-        if let Some(part) = parts.into_iter().find(|&part| theirs.trains(part) && !ours.trains(part)) {
-            let part = match part {
-                Part::Attention => "attention",
-                Part::Mlp => "MLP",
-                Part::Unembed => "unembedding",
-                Part::Embedding => "embedding",
-            };
-            return Err(format!("the checkpoint's adapter has pairs of the {part}, and the model's was made without"));
-        }
+        let (ours, theirs) = (&learner::config_of(made_with, self.model.lora_modules())?, &state.config);
+        learner::check_shape(ours, theirs)?;
         let [ours, theirs] = [ours, theirs].map(|config| learner::adapter_bytes(&self.model, config).training);
         if theirs > ours {
             return Err(format!("the checkpoint's adapter takes {theirs} bytes, and the model was given {ours}"));

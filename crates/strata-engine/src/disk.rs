@@ -257,7 +257,7 @@ mod tests {
 
     fn load(ticket: u64, name: &str) -> Load {
         let source = CheckpointSource { dir: name.into(), name: name.into(), save_id: None };
-        Load { ticket, source, with_optimizer: false, bytes_max: 0, beside_bytes: 0 }
+        Load { ticket, source, with_optimizer: false, replaces: None, bytes_max: 0, beside_bytes: 0 }
     }
 
     fn save(ticket: u64, name: &str) -> SaveJob {

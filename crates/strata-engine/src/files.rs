@@ -67,6 +67,8 @@ pub(crate) struct Load {
     pub(crate) ticket: u64,
     pub(crate) source: CheckpointSource,
     pub(crate) with_optimizer: bool,
+    /// What the model was made with whose adapter it replaces; `None` if it makes one.
+    pub(crate) replaces: Option<LoraSpec>,
     /// What it may take of memory: a checkpoint that takes more is refused before it is read.
     pub(crate) bytes_max: u64,
     /// What nothing else is set aside for of that, until it is in its place.
@@ -323,7 +325,7 @@ mod tests {
     fn load(files: &mut Files<()>, session: &str, ticket: u64, beside_bytes: u64) {
         let client = Client { owner: "o".into(), session: session.into() };
         let source = CheckpointSource { dir: "d".into(), name: "n".into(), save_id: None };
-        let load = Load { ticket, source, with_optimizer: true, bytes_max: beside_bytes, beside_bytes };
+        let load = Load { ticket, source, with_optimizer: true, replaces: None, bytes_max: beside_bytes, beside_bytes };
         files.load(&client, load, LoadFor::Tenant { uid: ticket });
     }
 

@@ -186,14 +186,14 @@ pub fn spec_of(config: &LoraConfig, modules: &[LoraModule]) -> LoraSpec {
 /// # Errors
 /// A message for the user if there is no such adapter on this model.
 pub fn bytes_of(spec: &LoraSpec, model: &Model) -> Result<AdapterBytes, String> {
-    Ok(adapter_bytes(model, &config_of(spec, model)?))
+    Ok(adapter_bytes(model, &config_of(spec, model.lora_modules())?))
 }
 
 /// The shape of an adapter that the API asks for.
 ///
 /// # Errors
 /// A message for the user if there is no such adapter on this model.
-pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, String> {
+pub(crate) fn config_of(spec: &LoraSpec, modules: &[LoraModule]) -> Result<LoraConfig, String> {
     let mut config = LoraConfig {
         rank: spec.rank,
         alpha: LORA_ALPHA,
@@ -205,13 +205,34 @@ pub(crate) fn config_of(spec: &LoraSpec, model: &Model) -> Result<LoraConfig, St
         own: BTreeMap::new(),
     };
     if !spec.ranks.is_empty() {
-        own_ranks(&mut config, &spec.ranks, model.lora_modules())?;
+        own_ranks(&mut config, &spec.ranks, modules)?;
     }
     config.validate().map_err(|e| e.to_string())?;
-    if !model.lora_modules().iter().any(|m| config.trains(m.part)) {
+    if !modules.iter().any(|m| config.trains(m.part)) {
         return Err("this model has no module of the parts that the adapter trains".into());
     }
     Ok(config)
+}
+
+/// Refuses a checkpoint's adapter in the place of a model's that was made with another rank, or without parts that it has. One that was made elsewhere may leave modules out or scale them otherwise.
+///
+/// # Errors
+/// A message for the user.
+pub(crate) fn check_shape(ours: &LoraConfig, theirs: &LoraConfig) -> Result<(), String> {
+    if theirs.rank != ours.rank {
+        return Err(format!("the checkpoint's adapter has rank {}, and the model's {}", theirs.rank, ours.rank));
+    }
+    let parts = [Part::Attention, Part::Mlp, Part::Unembed, Part::Embedding];
+    if let Some(part) = parts.into_iter().find(|&part| theirs.trains(part) && !ours.trains(part)) {
+        let part = match part {
+            Part::Attention => "attention",
+            Part::Mlp => "MLP",
+            Part::Unembed => "unembedding",
+            Part::Embedding => "embedding",
+        };
+        return Err(format!("the checkpoint's adapter has pairs of the {part}, and the model's was made without"));
+    }
+    Ok(())
 }
 
 /// Has the modules that are listed, and no other, carry LoRA of these ranks.
@@ -251,13 +272,13 @@ mod tests {
         for rank in [1, 8, 33, 64, 100] {
             let lora =
                 LoraSpec { rank, seed: 1, train_attn: true, train_mlp: rank != 8, train_unembed: true, ranks: BTreeMap::new() };
-            let mut config = LoraConfig { embedding: rank != 64, ..config_of(&lora, &model).unwrap() };
+            let mut config = LoraConfig { embedding: rank != 64, ..config_of(&lora, model.lora_modules()).unwrap() };
             if rank == 33 {
                 config.left_out.insert(1);
                 config.own.insert(0, PairShape { rank: 70, scale: 0.5 });
             }
             let bytes = adapter_bytes(&model, &config);
-            let as_recorded = config_of(&spec_of(&config, model.lora_modules()), &model).unwrap();
+            let as_recorded = config_of(&spec_of(&config, model.lora_modules()), model.lora_modules()).unwrap();
             assert_eq!(adapter_bytes(&model, &as_recorded), bytes, "rank {rank}");
             let mut learner = Learner::from_state(LearnerState::fresh(&model, config, 1).unwrap());
             assert_eq!(learner.packed(&model).unwrap().1.size_bytes() as u64, bytes.frozen, "rank {rank}");

@@ -36,6 +36,6 @@ impl Maker {
 }
 
 fn make(model: &Model, lora: &LoraSpec) -> Result<LearnerState, Failure> {
-    let config = learner::config_of(lora, model).map_err(Failure::User)?;
+    let config = learner::config_of(lora, model.lora_modules()).map_err(Failure::User)?;
     LearnerState::fresh(model, config, lora.seed)
 }
