@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_model::lora::{Adapter, LoraParams, Part};
+use strata_model::lora::{Adapter, LoraParams};
 use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage};
 use strata_tensor::{RowReply, RowRequest};
 
@@ -23,6 +23,8 @@ use crate::snapshot::WeightsId;
 
 /// This part of a model's layers is little: on the way there alone, without the unembedding.
 const EARLY_FRACTION: usize = 8;
+/// How long nobody is looked for who is due while a picture is decoded.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// A model, its device and a clock.
 pub(crate) struct Device {
@@ -147,7 +149,7 @@ impl Compute for Device {
 
     fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError> {
         let processor = self.model.image_processor().ok_or_else(|| PassError::Failed("the model reads text alone".into()))?;
-        let patches = processor.process(file).map_err(PassError::Failed)?;
+        let patches = decoded_beside(|| processor.process(file), &mut *between)?;
         let mut between = || self.turn.aside(&mut *between);
         let seen = self.turn.work(|| self.model.image_features(&patches, &mut between));
         seen.map(Rc::new).map_err(pass_error)
@@ -221,6 +223,26 @@ impl Compute for Device {
         let replies = self.turn.work(|| self.model.step(&batch, cache, &rows, &requests)).map_err(|error| error.to_string())?;
         Ok(tasks.into_iter().zip(replies).map(|(task, reply)| result_of(task, reply)).collect())
     }
+}
+
+/// Decodes on a thread of its own, while others run between.
+fn decoded_beside<T: Send>(decode: impl FnOnce() -> Result<T, String> + Send, between: Between<'_>) -> Result<T, PassError> {
+    let waiting = std::thread::current();
+    std::thread::scope(|scope| {
+        let decoding = std::thread::Builder::new().name("strata-picture".into()).spawn_scoped(scope, move || {
+            let decoded = decode();
+            waiting.unpark();
+            decoded
+        });
+        let decoding = decoding.map_err(|error| PassError::Failed(format!("the system refuses a thread: {error}")))?;
+        let mut goes_on = true;
+        while goes_on && !decoding.is_finished() {
+            goes_on = between().is_continue();
+            std::thread::park_timeout(LOOK_AGAIN);
+        }
+        let decoded = decoding.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        if goes_on { decoded.map_err(PassError::Failed) } else { Err(PassError::Interrupted) }
+    })
 }
 
 /// Has the allocator give back what it keeps for later.

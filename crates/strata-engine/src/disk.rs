@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::api::{CheckpointSource, Failure, SaveTarget};
+use crate::api::{Failure, SaveTarget};
 use crate::checkpoint::{self, BaseModel};
 use crate::files::Load;
 use crate::learner::LearnerState;

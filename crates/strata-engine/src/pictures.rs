@@ -166,7 +166,9 @@ pub(crate) struct ModelEyes {
     image_token: u32,
     tokens_max: usize,
     decoding_bytes: u64,
-    /// Who has this decodes: one picture at a time has pixels in memory. And which files were whole, the latest last.
+    /// Who has this decodes: one picture at a time has pixels in memory.
+    decoding: Mutex<()>,
+    /// Which files were whole, the latest last.
     whole: Mutex<(HashSet<PictureId>, VecDeque<PictureId>)>,
 }
 
@@ -174,7 +176,14 @@ impl ModelEyes {
     /// `None` for a model that reads text alone.
     pub(crate) fn of(model: &Arc<Model>, tokens_max: usize, decoding_bytes: u64) -> Option<Self> {
         let image_token = model.image_processor().and(model.config().image_token_id())?;
-        Some(ModelEyes { model: model.clone(), image_token, tokens_max, decoding_bytes, whole: Mutex::default() })
+        Some(ModelEyes {
+            model: model.clone(),
+            image_token,
+            tokens_max,
+            decoding_bytes,
+            decoding: Mutex::default(),
+            whole: Mutex::default(),
+        })
     }
 }
 
@@ -199,12 +208,17 @@ impl Eyes for ModelEyes {
     }
 
     fn check(&self, id: &PictureId, file: &[u8]) -> Result<(), String> {
-        // Decoding does not panic with a table half changed: it is done before.
-        let mut whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        if whole.0.contains(id) {
+        let is_known = || self.whole.lock().unwrap_or_else(PoisonError::into_inner).0.contains(id);
+        if is_known() {
+            return Ok(());
+        }
+        let _decoding = self.decoding.lock().unwrap_or_else(PoisonError::into_inner);
+        // Someone else may have shown it meanwhile.
+        if is_known() {
             return Ok(());
         }
         vision::check(file)?;
+        let mut whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         whole.0.insert(*id);
         whole.1.push_back(*id);
         if whole.1.len() > WHOLE_FILES_MAX

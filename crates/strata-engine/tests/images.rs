@@ -157,13 +157,38 @@ fn with_little_memory_small_pictures_are_seen_and_large_ones_refused() {
     assert!(message.contains("decoding the picture takes up to 45"), "{message}");
 }
 
+/// In the time that a picture of sixteen million pixels is decoded and resized, a sample of text of a tiny model is drawn many times over; between the few blocks of the tower, a few times.
+#[test]
+fn others_run_while_a_picture_is_decoded() {
+    let engine = over(cpu(2), 24 << 30);
+    base_sampler(&engine, "base");
+    let mut large = Vec::new();
+    let mut encoder = png::Encoder::new(&mut large, 4096, 4096);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.write_header().unwrap().write_image_data(&vec![7; 3 << 24]).unwrap();
+    let large = Image { at: 0, file: large.into(), expected_tokens: None };
+    let pictured =
+        submit(&engine, sample("base", SampleRequest { images: vec![large], ..sample_request(text(1, 5), 1, 1, 1) }));
+    let mut texts = 0;
+    let picture = loop {
+        match pictured.try_recv() {
+            Ok(outcome) => break outcome,
+            Err(_) => drop(sampled(ask(&engine, sample("base", sample_request(text(2, 5), 1, 1, 1))))),
+        }
+        texts += 1;
+    };
+    sampled(picture);
+    assert!(texts > 20, "{texts} samples of text were drawn meanwhile");
+}
+
 #[test]
 fn a_picture_that_the_device_has_no_memory_for_fails_its_request_alone() {
     let device = Arc::new(RemoteBackend::new(CpuBackend::new(Some(2)).expect("the processor has a backend")));
     let engine = over(device.clone(), MEMORY_BYTES);
     base_sampler(&engine, "base");
     create(&engine, "m", 4, 1);
-    let ask_for = |name: &str| ask(&engine, sample("base", pictured(5, &[name])));
+    // First of all: what comes before a picture is computed while it is decoded.
+    let ask_for = |name: &str| ask(&engine, sample("base", SampleRequest { images: vec![image(0, name)], ..pictured(5, &[]) }));
     device.refuse_allocation(3);
     match ask_for("photo.jpg") {
         Err(Failure::Server(message)) => assert!(message.contains("seeing a picture"), "{message}"),

@@ -136,6 +136,8 @@ pub struct App {
     pub asset_reads: Turns,
     /// Turns at fetching pictures from stores, which hold up no directories.
     pub asset_fetches: Turns,
+    /// Turns at accepting requests with pictures, which are decoded for it.
+    pub picture_checks: Turns,
     /// Turns at uploading adapters.
     pub uploads: Turns,
     /// Turns at reading adapters and writing them in another form.
@@ -166,6 +168,7 @@ impl App {
             decodes: Turns::new(limits::DECODES_MAX),
             uploads: Turns::new(limits::UPLOADS_MAX),
             conversions: Turns::new(limits::CONVERSIONS_MAX),
+            picture_checks: Turns::new(limits::PICTURE_CHECKS_MAX),
             asset_reads: Turns::new(limits::ASSET_READS_MAX),
             asset_fetches: Turns::new(limits::ASSET_FETCHES_MAX),
             closing: watch::Sender::new(false),

@@ -75,6 +75,8 @@ pub const IMAGE_BYTES_MAX: usize = strata_model::vision::IMAGE_BYTES_MAX;
 pub const LOCATION_BYTES_MAX: usize = 4096;
 /// Requests whose pictures are read from directories at the same time.
 pub const ASSET_READS_MAX: usize = 4;
+/// Requests whose pictures are decoded, to know that they can be, at the same time.
+pub const PICTURE_CHECKS_MAX: usize = 4;
 /// Requests whose pictures are fetched from stores at the same time, each one after another.
 pub const ASSET_FETCHES_MAX: usize = 16;
 /// Time in which a store is connected to.

@@ -19,6 +19,10 @@ const PNG_BYTES_PER_PIXEL: u64 = 20;
 const JPEG_BYTES_PER_PIXEL: u64 = 13;
 /// The most scans of a progressive JPEG, each of which goes over the whole picture, however few bytes it has. Encoders make some ten.
 const JPEG_SCANS_MAX: usize = 64;
+/// Pixels of all scans together: sixteen of the largest picture.
+const JPEG_SCANNED_PIXELS_MAX: u64 = 16 * IMAGE_PIXELS_MAX;
+/// Parts that the pixels of a PNG come in, at most, each of which takes its time however few bytes it has. Encoders make them of some KiB.
+const PNG_PARTS_MAX: usize = 1 << 16;
 /// The chunks of a PNG that make its pixels. Others may be many, and unpack to anything.
 const PNG_CHUNKS: [&[u8]; 5] = [b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"];
 
@@ -47,7 +51,7 @@ pub(super) struct Pixels {
 pub(super) fn size(file: &[u8]) -> Result<[u32; 2], String> {
     match format(file)? {
         Format::Png => {
-            let file = png_pixels(file);
+            let (file, _) = png_pixels(file);
             let mut head = png::Decoder::new(Cursor::new(&file[..]));
             let (width, height) = head.read_header_info().map_err(broken)?.size();
             check_pixels(width, height)
@@ -113,12 +117,12 @@ fn broken(e: impl std::fmt::Display) -> String {
     format!("the picture cannot be decoded: {e}")
 }
 
-/// A PNG without what does not make its pixels.
-fn png_pixels(file: &[u8]) -> Vec<u8> {
+/// A PNG without what does not make its pixels, and how many parts of them there are.
+fn png_pixels(file: &[u8]) -> (Vec<u8>, usize) {
     // Of each chunk its length, its name and a checksum beside its bytes.
     const AROUND: usize = 12;
     let (signature, mut rest) = file.split_at(PNG_SIGNATURE.len().min(file.len()));
-    let mut kept = Vec::with_capacity(file.len());
+    let (mut kept, mut parts) = (Vec::with_capacity(file.len()), 0);
     kept.extend_from_slice(signature);
     while let [a, b, c, d, name @ ..] = rest {
         let whole = (u32::from_be_bytes([*a, *b, *c, *d]) as usize).saturating_add(AROUND);
@@ -126,14 +130,18 @@ fn png_pixels(file: &[u8]) -> Vec<u8> {
         let (chunk, after) = rest.split_at(whole.min(rest.len()));
         if name.get(..4).is_none_or(|name| PNG_CHUNKS.contains(&name)) {
             kept.extend_from_slice(chunk);
+            parts += usize::from(name.starts_with(b"IDAT"));
         }
         rest = after;
     }
-    kept
+    (kept, parts)
 }
 
 fn decode_png(file: &[u8]) -> Result<Pixels, String> {
-    let file = png_pixels(file);
+    let (file, parts) = png_pixels(file);
+    if parts > PNG_PARTS_MAX {
+        return Err(format!("the pixels of the picture come in {parts} parts (IDAT); at most {PNG_PARTS_MAX} are read"));
+    }
     let mut decoder = png::Decoder::new(Cursor::new(&file[..]));
     let (width, height) = decoder.read_header_info().map_err(broken)?.size();
     let [height, width] = check_pixels(width, height)?.map(|pixels| pixels as usize);
@@ -146,6 +154,15 @@ fn decode_png(file: &[u8]) -> Result<Pixels, String> {
     if let (ColorType::Grayscale | ColorType::GrayscaleAlpha, BitDepth::Sixteen) = (color, depth) {
         // Pillow takes all but the darkest for white.
         return Err("the picture has greys of 16 bits; of 8 bits they are read".into());
+    }
+    let info = reader.info();
+    if info.trns.is_some()
+        && let (ColorType::Grayscale, BitDepth::Two | BitDepth::Four) | (ColorType::Rgb, BitDepth::Sixteen) =
+            (info.color_type, info.bit_depth)
+    {
+        // Pillow compares its value with what others have become in eight bits.
+        let bits = info.bit_depth as u8;
+        return Err(format!("the picture has a transparent colour, of {bits} bits; of 8 bits it is read"));
     }
     let mut channels = vec![0; reader.output_buffer_size().ok_or_else(|| broken("it has too many bytes"))?];
     reader.next_frame(&mut channels).map_err(broken)?;
@@ -233,7 +250,12 @@ fn decode_jpeg(file: &[u8]) -> Result<Pixels, String> {
         return Err(format!("the picture has {scans} scans; at most {JPEG_SCANS_MAX} are read"));
     }
     jpeg(file, |head, is_short| {
-        check_pixels(head.width() as u32, head.height() as u32)?;
+        let [height, width] = check_pixels(head.width() as u32, head.height() as u32)?;
+        if scans as u64 * u64::from(height) * u64::from(width) > JPEG_SCANNED_PIXELS_MAX {
+            return Err(format!(
+                "the picture has {scans} scans of {width} × {height} pixels; at most {JPEG_SCANNED_PIXELS_MAX} pixels are read in all of them"
+            ));
+        }
         if let mozjpeg::ColorSpace::JCS_CMYK | mozjpeg::ColorSpace::JCS_YCCK = head.color_space() {
             return Err("the picture has the four colours of print; red, green and blue are read".into());
         }

@@ -85,9 +85,12 @@ fn a_file_with_any_bytes_changed_is_an_error_or_a_picture() {
     }
 }
 
+fn with_size(file: &[u8], at: usize, size: &[u8]) -> Vec<u8> {
+    [&file[..at], size, &file[at + size.len()..]].concat()
+}
+
 #[test]
 fn a_head_that_announces_too_much_is_refused_before_anything_is_decoded() {
-    let with_size = |file: &[u8], at: usize, size: &[u8]| [&file[..at], size, &file[at + size.len()..]].concat();
     // With the checksum of that head.
     let [width, height] = [60_000u32.to_be_bytes(); 2];
     let png = [&COLOUR[..16], &width, &height, &COLOUR[24..29], &[0x0f, 0xb0, 0xe2, 0x15], &COLOUR[33..]].concat();
@@ -112,9 +115,49 @@ fn scans_without_end_are_refused() {
     assert!(with(20).is_ok());
     let error = with(5000).unwrap_err();
     assert!(error.contains("50") && error.contains("scans"), "{error}");
+    // Few scans of a large picture are as much to do.
+    let sof = file.windows(2).position(|marker| marker == [0xff, 0xc2]).unwrap();
+    let large = |scans: usize| {
+        let file = [head, &scan.repeat(scans), end].concat();
+        process(&with_size(&file, sof + 5, &[0x16, 0x00, 0x16, 0x00])).map(drop)
+    };
+    assert_eq!(large(1), Ok(()));
+    let error = large(20).unwrap_err();
+    assert!(error.contains("scans of 5632 × 5632 pixels"), "{error}");
     // A picture in a segment of another, as cameras put it there, is none of its scans.
     let thumbnail = [&[0xff, 0xe1, 0x02, 0x02][..], &[0xff, 0xda].repeat(256)].concat();
     assert_eq!(process(&[&file[..2], &thumbnail, &file[2..]].concat()), process(file));
+}
+
+#[test]
+fn a_transparent_colour_that_others_take_for_another_is_refused() {
+    let with = |color, depth, transparent: &'static [u8], row: usize| {
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, 16, 16);
+        encoder.set_color(color);
+        encoder.set_depth(depth);
+        encoder.set_trns(transparent);
+        encoder.write_header().unwrap().write_image_data(&vec![0; 16 * row]).unwrap();
+        process(&file).map(drop)
+    };
+    for (depth, row, bits) in [(png::BitDepth::Two, 4, "2 bits"), (png::BitDepth::Four, 8, "4 bits")] {
+        let error = with(png::ColorType::Grayscale, depth, &[0, 1], row).unwrap_err();
+        assert!(error.contains("transparent") && error.contains(bits), "{error}");
+    }
+    let error = with(png::ColorType::Rgb, png::BitDepth::Sixteen, &[0, 1, 0, 1, 0, 1], 96).unwrap_err();
+    assert!(error.contains("16 bits"), "{error}");
+    assert_eq!(with(png::ColorType::Grayscale, png::BitDepth::Eight, &[0, 1], 16), Ok(()));
+}
+
+#[test]
+fn pixels_in_parts_without_end_are_refused() {
+    const EMPTY: &[u8] = b"\0\0\0\0IDAT\x35\xaf\x06\x1e";
+    let file = PNGS[0];
+    let first = file.windows(4).position(|name| name == b"IDAT").unwrap() - 4;
+    let with = |parts: usize| process(&[&file[..first], &EMPTY.repeat(parts), &file[first..]].concat());
+    assert_eq!(with(1000), process(file));
+    let error = with(70_000).unwrap_err();
+    assert!(error.contains("in 70001 parts (IDAT); at most 65536"), "{error}");
 }
 
 #[test]

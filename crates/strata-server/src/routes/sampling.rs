@@ -196,53 +196,58 @@ pub async fn sample(State(app): State<Arc<App>>, owner: Owner, body: Payload) ->
     }
     let (sample, _held) =
         if assets.is_empty() { (sample, held) } else { with_assets((&app, &owner.0), sample, assets, held).await? };
-    let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
-    let target = Target { sampler_id: sampler_id.as_str().into(), clone: seq_id / limits::REQUESTS_PER_CLONE };
-    let begun = app.futures.begin_for(&request_id, &client, fingerprint, Some(target));
-    let Ok(Some(completer)) = begun else {
-        app.registry.end_sample(&sampler_id);
-        return Ok(begun.map(|_| acknowledgement)?);
-    };
-    let (topk_prompt, topk_sample) = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs);
-    let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
-    let record_for = is_recorded.then(|| (client.clone(), request_id.clone(), prompt_tokens(&sample)));
-    let dispatched = app.dispatch(
-        &request_id,
-        (base, client),
-        completer,
-        Request::Sample { sampler_id: weights, sample },
-        move |app, response| {
-            app.registry.end_sample(&drawn_id);
-            match response {
-                Response::Sampled(output) => {
-                    let answer = Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample));
-                    if let Some((client, request_id, prompt_tokens)) = record_for {
-                        let sampled = Sampled::new(prompt_tokens, output.sequences);
-                        if !app.records.remember(app.ledger(), &client, &request_id, sampled) {
-                            tracing::warn!(
-                                request_id,
-                                "no room to record what was sampled; its client has the log-probabilities"
-                            );
-                        }
-                        // A session that ended meanwhile has been cleared before.
-                        if !app.registry.is_active(&client.session) {
-                            app.records.forget_session(&client.session);
-                        }
-                    }
-                    Ok(answer)
-                }
-                other => Err(unexpected(&other)),
-            }
-        },
-        move |app, _| app.registry.end_sample(&failed_id),
-    );
-    match dispatched {
-        Ok(()) | Err(Refusal::Seen) => Ok(acknowledgement),
-        Err(refusal) => {
+    let has_pictures = !sample.images.is_empty();
+    let turns = app.picture_checks.clone();
+    let begin = move || {
+        let (weights, (base, client)) = app.registry.begin_sample(&sampler_id)?;
+        let target = Target { sampler_id: sampler_id.as_str().into(), clone: seq_id / limits::REQUESTS_PER_CLONE };
+        let begun = app.futures.begin_for(&request_id, &client, fingerprint, Some(target));
+        let Ok(Some(completer)) = begun else {
             app.registry.end_sample(&sampler_id);
-            Err(refused(refusal))
+            return Ok(begun.map(|_| acknowledgement)?);
+        };
+        let (topk_prompt, topk_sample) = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs);
+        let (drawn_id, failed_id) = (sampler_id.clone(), sampler_id.clone());
+        let record_for = is_recorded.then(|| (client.clone(), request_id.clone(), prompt_tokens(&sample)));
+        let dispatched = app.dispatch(
+            &request_id,
+            (base, client),
+            completer,
+            Request::Sample { sampler_id: weights, sample },
+            move |app, response| {
+                app.registry.end_sample(&drawn_id);
+                match response {
+                    Response::Sampled(output) => {
+                        let answer = Answer::Sample(proto::encode_sample(&output, topk_prompt, topk_sample));
+                        if let Some((client, request_id, prompt_tokens)) = record_for {
+                            let sampled = Sampled::new(prompt_tokens, output.sequences);
+                            if !app.records.remember(app.ledger(), &client, &request_id, sampled) {
+                                tracing::warn!(
+                                    request_id,
+                                    "no room to record what was sampled; its client has the log-probabilities"
+                                );
+                            }
+                            // A session that ended meanwhile has been cleared before.
+                            if !app.registry.is_active(&client.session) {
+                                app.records.forget_session(&client.session);
+                            }
+                        }
+                        Ok(answer)
+                    }
+                    other => Err(unexpected(&other)),
+                }
+            },
+            move |app, _| app.registry.end_sample(&failed_id),
+        );
+        match dispatched {
+            Ok(()) | Err(Refusal::Seen) => Ok(acknowledgement),
+            Err(refusal) => {
+                app.registry.end_sample(&sampler_id);
+                Err(refused(refusal))
+            }
         }
-    }
+    };
+    if has_pictures { in_turn((&turns, &owner.0), begin).await } else { begin() }
 }
 
 /// Tokens of a prompt, if every picture in it says how many it counts as: the engine sees to it that it does.

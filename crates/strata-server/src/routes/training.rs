@@ -15,6 +15,7 @@ use strata_engine::api::{Failure, LoraSpec, ModelId, Refusal, Request, Response,
 use crate::app::{App, acknowledged, json_answer, refused, unexpected};
 use crate::auth::Owner;
 use crate::bases::BaseId;
+use crate::blocking::in_turn;
 use crate::error::{ApiError, ApiResult};
 use crate::futures::{Answer, fingerprint_of};
 use crate::limits;
@@ -158,12 +159,12 @@ pub async fn forward(State(app): State<Arc<App>>, owner: Owner, body: Payload) -
 }
 
 async fn pass(app: Arc<App>, Owner(owner): Owner, body: Payload, forward_only: bool) -> ApiResult<Json<Value>> {
-    let (is_protobuf, of_app) = (body.is_protobuf, app.clone());
+    let (is_protobuf, of_app, of_owner) = (body.is_protobuf, app.clone(), owner.clone());
     let work = move |bytes: Bytes, budget: &Budget| {
         // What spans name becomes a part of the operation here, where large bodies hold up nobody.
         let resolved = |mut op: TrainOp, spans: &[Spans]| {
             let counts = provenance::counts_for(&op);
-            let resolve = || provenance::resolve(&mut op, spans, &of_app.records, &owner, budget);
+            let resolve = || provenance::resolve(&mut op, spans, &of_app.records, &of_owner, budget);
             let sources = counts.then(resolve).transpose()?;
             Ok((op, sources))
         };
@@ -186,16 +187,22 @@ async fn pass(app: Arc<App>, Owner(owner): Owner, body: Payload, forward_only: b
     };
     let ((head, op), _held) = body.decode(work).await?;
     let (op, sources) = op.map_or_else(|reason| (Err(reason), None), |(op, sources)| (Ok(op), sources));
-    accept(&app, head, op, move |_, response| match response {
-        Response::ForwardBackward(mut output) => {
-            if let Some(Sources { recorded, passed }) = sources {
-                let counts = [("recorded_logprobs:sum", recorded), ("passed_logprobs:sum", passed)];
-                output.metrics.extend(counts.map(|(name, count)| (name.to_owned(), count as f64)));
+    let has_pictures =
+        matches!(&op, Ok(TrainOp::ForwardBackward { data, .. }) if data.iter().any(|datum| !datum.images.is_empty()));
+    let turns = app.picture_checks.clone();
+    let begin = move || {
+        accept(&app, head, op, move |_, response| match response {
+            Response::ForwardBackward(mut output) => {
+                if let Some(Sources { recorded, passed }) = sources {
+                    let counts = [("recorded_logprobs:sum", recorded), ("passed_logprobs:sum", passed)];
+                    output.metrics.extend(counts.map(|(name, count)| (name.to_owned(), count as f64)));
+                }
+                Ok(Answer::ForwardBackward(proto::encode_forward_backward(&output)))
             }
-            Ok(Answer::ForwardBackward(proto::encode_forward_backward(&output)))
-        }
-        other => Err(unexpected(&other)),
-    })
+            other => Err(unexpected(&other)),
+        })
+    };
+    if has_pictures { in_turn((&turns, &owner), begin).await } else { begin() }
 }
 
 /// `POST optim_step`

@@ -208,6 +208,20 @@ async fn who_waits_for_a_store_waits_no_longer_than_a_client_and_holds_up_no_dir
 }
 
 #[tokio::test]
+async fn pictures_that_wait_to_be_decoded_hold_up_nobody_else() {
+    let (server, _dir, location) = with_picture(10, None);
+    let (sampler_id, free) = (server.new_sampler().await, server.app.transit.bytes_free());
+    let turns = all_turns(&server.app.picture_checks);
+    let body = prompt_body(&sampler_id, 0, pointer(&location));
+    let waiting = server.post("asample", body.clone());
+    assert!(tokio::time::timeout(Duration::from_millis(50), waiting).await.is_err());
+    assert_eq!(server.app.transit.bytes_free(), free, "who hangs up meanwhile leaves nothing");
+    server.ok("asample", sample_body(&sampler_id, 1)).await;
+    drop(turns);
+    server.ok("asample", body).await;
+}
+
+#[tokio::test]
 async fn storage_that_does_not_answer_holds_up_no_bodies() {
     let (server, _dir, location) = with_picture(10, None);
     let sampler_id = server.new_sampler().await;

@@ -22,6 +22,7 @@ struct Acknowledged {
     path: &'static str,
     body: Value,
     result: Option<Bytes>,
+    is_given_up: bool,
 }
 
 struct World {
@@ -101,7 +102,7 @@ impl World {
         let id = serde_json::from_slice::<Value>(&bytes).unwrap()["request_id"].as_str().unwrap().to_owned();
         let known = self.acknowledged.get(&id).is_some_and(|known| known.path != path);
         assert!(!known, "{id} is the id of two requests");
-        let entry = Acknowledged { session: session.to_owned(), path, body, result: None };
+        let entry = Acknowledged { session: session.to_owned(), path, body, result: None, is_given_up: false };
         self.acknowledged.entry(id).or_insert(entry);
     }
 
@@ -204,6 +205,7 @@ impl World {
                 let ids: Vec<String> = self.acknowledged.keys().cloned().collect();
                 if let Some(id) = self.rng.pick(&ids).cloned() {
                     self.post("cancel_future", "tml-a", &json!({ "request_id": id })).await;
+                    self.acknowledged.get_mut(&id).unwrap().is_given_up = true;
                 }
             }
             92..95 if !session.is_empty() => {
@@ -251,10 +253,10 @@ impl World {
                 known.result = Some(bytes);
             }
             StatusCode::REQUEST_TIMEOUT => assert!(known.result.is_none(), "{id} was done before"),
-            // What nobody read is kept, as long as its session is there and its time is not over.
+            // What nobody read or gave up is kept, as long as its session is there and its time is not over.
             StatusCode::GONE | StatusCode::NOT_FOUND => {
                 let is_over = self.moved > Duration::from_secs(3600) || !self.app.registry.is_active(&known.session);
-                assert!(known.result.is_some() || is_over, "{id} is lost unread");
+                assert!(known.result.is_some() || known.is_given_up || is_over, "{id} is lost unread");
             }
             other => panic!("{id}: {other}"),
         }
