@@ -61,8 +61,12 @@ pub(crate) fn check(params: &AdamParams) -> Result<AdamwStep, String> {
     }
     Ok(AdamwStep {
         learning_rate,
-        beta1: in_range("beta1", params.beta1, "a number from 0 to below 1", |v| (0.0..1.0).contains(&v))?,
-        beta2: in_range("beta2", params.beta2, "a number from 0 to below 1", |v| (0.0..1.0).contains(&v))?,
+        beta1: in_range("beta1", params.beta1, "a number from 0 to below 1, also as a 32-bit float", |v| {
+            (0.0..1.0).contains(&v)
+        })?,
+        beta2: in_range("beta2", params.beta2, "a number from 0 to below 1, also as a 32-bit float", |v| {
+            (0.0..1.0).contains(&v)
+        })?,
         eps: in_range("eps", params.eps, "a positive number", |v| v > 0.0)?,
         weight_decay: in_range("weight_decay", params.weight_decay, "a number from 0", |v| v >= 0.0)?,
         gradient_scale: 1.0,

@@ -425,7 +425,10 @@ impl<C: Compute> Part<C> {
         if why.is_none() && !self.ops.is_empty() {
             let failure = match c.gradient_is_finite(&self.learner) {
                 Ok(true) => return,
-                Ok(false) => told("the gradient is not finite"),
+                Ok(false) if self.ops.len() == 1 => told("the gradient is not finite"),
+                Ok(false) => {
+                    told("the gradient is not finite, of this request or of another of the model that was computed with it")
+                }
                 Err(failure) => failure,
             };
             self.ops.drain(..).for_each(|forward| forward.fail(failure.clone()));
