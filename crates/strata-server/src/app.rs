@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use strata_engine::adapters::Adapters;
 use strata_engine::api::{Client, Failure, Outcome, Refusal, Request, Response};
 use strata_engine::ledger::{Charge, Ledger, Shortage};
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::bases::{Base, BaseId, Bases};
@@ -241,7 +242,7 @@ impl App {
         let (weak, started) = (Arc::downgrade(self), Instant::now());
         let id: Arc<str> = request_id.into();
         let request_id = id.clone();
-        let reply = move |outcome: Outcome, charge: Option<Charge>| {
+        let finished = move |outcome: Outcome, charge: Option<Charge>| {
             // A server that is gone has nobody to answer.
             let Some(app) = Weak::upgrade(&weak) else { return };
             let answer = match outcome {
@@ -269,6 +270,17 @@ impl App {
                 answer => answer,
             };
             completer.complete(answer, charge);
+        };
+        let runtime = Handle::try_current().ok();
+        let reply = move |outcome: Outcome, charge: Option<Charge>| {
+            // The engine's thread is no place to write down a large result.
+            let is_large = charge.as_ref().is_some_and(|charge| charge.bytes() > limits::RESULT_INLINE_BYTES_MAX);
+            match (&outcome, runtime) {
+                (Ok(Response::Sampled(_) | Response::ForwardBackward(_)), Some(runtime)) if is_large => {
+                    drop(runtime.spawn_blocking(move || finished(outcome, charge)));
+                }
+                _ => finished(outcome, charge),
+            }
         };
         self.bases.get(base).engine.submit(id, client, request, Box::new(reply))
     }

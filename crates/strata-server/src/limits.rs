@@ -12,6 +12,8 @@ pub const TRANSIT_BYTES: usize = 512 << 20;
 pub const TRANSIT_WAIT: Duration = Duration::from_secs(2);
 /// Bodies above this, and all compressed ones, are decoded on a blocking thread, so that no async thread is held for longer than about 500 µs.
 pub const BODY_INLINE_BYTES_MAX: usize = 16 << 10;
+/// Requests that are charged for more have their results encoded on a blocking thread.
+pub const RESULT_INLINE_BYTES_MAX: u64 = 1 << 20;
 /// Bodies that are decoded at the same time on blocking threads.
 pub const DECODES_MAX: usize = 4;
 /// Time in which a body arrives, unless settings say otherwise.
