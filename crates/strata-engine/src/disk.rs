@@ -245,6 +245,7 @@ mod tests {
     use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 
     use super::*;
+    use crate::api::CheckpointSource;
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
