@@ -75,7 +75,7 @@ impl Attempts {
             Failure::Final(error) => return Err(error),
         };
         let Some(pause) = self.0.next() else { return Err(Error::Hub(message)) };
-        let pause = after.map_or(*pause, |after| after.clamp(*pause, RETRY_AFTER_MAX));
+        let pause = after.map_or(*pause, |after| after.min(RETRY_AFTER_MAX).max(*pause));
         tracing::warn!("{message}; trying again in {} s", pause.as_secs());
         thread::sleep(pause);
         Ok(())
@@ -85,7 +85,7 @@ impl Attempts {
 impl Http {
     pub(super) fn new(options: &HubOptions) -> Result<Self> {
         let endpoint = options.endpoint.trim_end_matches('/').to_string();
-        let host = endpoint.parse::<Uri>().ok().filter(|uri| uri.host().is_some() && origin(uri).is_some());
+        let host = endpoint.parse::<Uri>().ok().filter(|uri| origin(uri).is_some());
         let Some(host) = host else {
             return Err(Error::Hub(format!("{:?} is no address of a hub such as https://huggingface.co", shown(&endpoint))));
         };
