@@ -390,8 +390,7 @@ fn is_plain(text: &str) -> bool {
 /// A file's name as part of an address.
 fn escaped(name: &str) -> String {
     let escape = |byte: u8| match byte {
-        b'-' | b'_' | b'.' | b'~' => char::from(byte).to_string(),
-        _ if byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => char::from(byte).to_string(),
         _ => format!("%{byte:02X}"),
     };
     name.bytes().map(escape).collect()
