@@ -71,7 +71,7 @@ fn a_model_is_downloaded_once_and_then_found_in_the_cache() {
 #[test]
 fn shards_that_the_index_names_are_downloaded_and_resumed() {
     let cache = tempfile::tempdir().unwrap();
-    let (one, two) = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors");
+    let (one, two) = ("model-00001-of-00002.safetensors", "model 2#é.safetensors");
     let (index, first, second) = (index_of(&[one, two]), weights(10), weights(20));
     let hub = Hub::start(&files(&[
         ("config.json", b"{}"),

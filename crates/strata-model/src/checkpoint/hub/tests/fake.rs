@@ -121,9 +121,10 @@ fn serve(mut stream: TcpStream, files: &Files, log: &Mutex<Vec<Request>>, hook: 
     let first = lines.next().unwrap_or_default();
     let headers: Vec<String> = lines.take_while(|l| !l.is_empty()).map(|l| l.to_ascii_lowercase()).collect();
     let path = first.split(' ').nth(1).unwrap_or_default().split('?').next().unwrap_or_default();
+    let path = path.replace("%20", " ").replace("%23", "#").replace("%C3%A9", "é");
     let range = headers.iter().find_map(|h| h.strip_prefix("range: ")).map(String::from);
     let has_token = headers.iter().any(|h| h == "authorization: bearer hf_secret");
-    let request = Request { path: path.into(), range, has_token };
+    let request = Request { path, range, has_token };
     let Reply { status, headers, body, length, stalls } = hook(&request, files).unwrap_or_else(|| reply(&request, files));
     log.lock().unwrap().push(request);
     let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
