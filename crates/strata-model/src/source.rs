@@ -45,14 +45,20 @@ impl ModelSource {
     /// # Errors
     /// If it is none of these, or the repository cannot be had.
     pub fn resolve(spec: &str) -> Result<Self> {
-        Self::resolve_with(spec, &HubOptions::from_env(), &NoProgress)
+        Self::resolve_with(spec, &HubOptions::from_env(), &NoProgress, &|_| Ok(()))
     }
 
-    /// [`ModelSource::resolve`] with these settings of the hub, and progress of a download told to `progress`.
+    /// [`ModelSource::resolve`] with these settings of the hub, and progress of a download told to `progress`. Before weights are downloaded, the configuration is read, and `check` may
+    /// refuse a model that has everything else.
     ///
     /// # Errors
-    /// As [`ModelSource::resolve`].
-    pub fn resolve_with(spec: &str, hub: &HubOptions, progress: &dyn DownloadProgress) -> Result<Self> {
+    /// As [`ModelSource::resolve`], and those of `check`.
+    pub fn resolve_with(
+        spec: &str,
+        hub: &HubOptions,
+        progress: &dyn DownloadProgress,
+        check: &dyn Fn(&ModelSource) -> Result<()>,
+    ) -> Result<Self> {
         if spec == EMBEDDED_NAME {
             return Ok(ModelSource::Embedded);
         }
@@ -66,7 +72,13 @@ impl ModelSource {
             let message = format!("{spec:?} is neither a directory nor a repository name such as Qwen/Qwen3-0.6B");
             return Err(Error::Hub(message));
         }
-        Ok(ModelSource::Hub { repository: spec.into(), snapshot: fetch_model(spec, hub, progress)? })
+        let of = |snapshot: &Path| ModelSource::Hub { repository: spec.into(), snapshot: snapshot.into() };
+        let before_weights = |snapshot: &Path| {
+            let source = of(snapshot);
+            source.config()?;
+            check(&source)
+        };
+        Ok(of(&fetch_model(spec, hub, progress, &before_weights)?))
     }
 
     /// The name to serve the model under: that of the repository, or of the directory.
@@ -241,11 +253,10 @@ mod tests {
         std::fs::create_dir_all(&snapshot).unwrap();
         std::fs::create_dir(dir.path().join("models--org--model/refs")).unwrap();
         std::fs::write(dir.path().join("models--org--model/refs/main"), "abc").unwrap();
-        for file in ["config.json", "tokenizer.json", "model.safetensors"] {
-            std::fs::write(snapshot.join(file), "").unwrap();
-        }
+        std::fs::write(snapshot.join("config.json"), embedded::CONFIG).unwrap();
+        std::fs::write(snapshot.join("model.safetensors"), embedded::weights()).unwrap();
         let hub = HubOptions { cache_dir: path.into(), offline: true, ..HubOptions::from_env() };
-        let source = ModelSource::resolve_with("org/model", &hub, &NoProgress).unwrap();
+        let source = ModelSource::resolve_with("org/model", &hub, &NoProgress, &|_| Ok(())).unwrap();
         assert_eq!(source.directory(), Some(snapshot.as_path()));
         assert_eq!(source.served_name(), "org/model");
     }

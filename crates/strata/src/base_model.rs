@@ -9,9 +9,9 @@ use indicatif::HumanBytes;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy};
+use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
 use strata_server::{DataDir, ModelInfo};
-use strata_tensor::{CpuBackend, DType, Int4Group, WeightStorage};
+use strata_tensor::{CpuBackend, DType, Int4Group, WeightFormat, WeightStorage};
 
 use crate::download::DownloadBars;
 use crate::machine;
@@ -230,7 +230,7 @@ pub fn start(
     }
     let embedded = [EMBEDDED_NAME.to_string()];
     let specs = if specs.is_empty() { &embedded } else { specs };
-    let found = find(specs, naming, Quantize::storage(resources.quantize))?;
+    let found = find(specs, naming, Quantize::storage(resources.quantize), resources.memory_bytes())?;
     let memory = divide(resources.memory_bytes(), &found)?;
     let adapter_bytes = resources.adapter_memory.map(|bytes| bytes / found.len() as u64);
     let machine = Machine::default();
@@ -241,8 +241,8 @@ pub fn start(
         .collect()
 }
 
-/// Finds the models, before any of them is loaded.
-fn find(specs: &[String], naming: &Naming, storage: WeightStorage) -> anyhow::Result<Vec<Found>> {
+/// Finds the models, before any of them is loaded. What cannot be served with so much memory is not downloaded.
+fn find(specs: &[String], naming: &Naming, storage: WeightStorage, memory_bytes: u64) -> anyhow::Result<Vec<Found>> {
     for (flag, given) in [("--name", naming.name.len()), ("--tokenizer", naming.tokenizer.len())] {
         if given > specs.len() {
             anyhow::bail!("{flag} is given {given} times, and there are {} models", specs.len());
@@ -250,7 +250,9 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage) -> anyhow::Re
     }
     let mut all: Vec<Found> = Vec::new();
     for (i, spec) in specs.iter().enumerate() {
-        let source = ModelSource::resolve_with(spec, &HubOptions::from_env(), &DownloadBars::default())?;
+        let taken = all.iter().fold(0u64, |sum, model| sum.saturating_add(model.weight_bytes));
+        let check = |source: &ModelSource| check_before_weights(source, storage, memory_bytes.saturating_sub(taken));
+        let source = ModelSource::resolve_with(spec, &HubOptions::from_env(), &DownloadBars::default(), &check)?;
         let name = naming.name.get(i).cloned().unwrap_or_else(|| source.served_name());
         if all.iter().any(|other| other.name == name) {
             anyhow::bail!("two models would be served as {name}: give them names with --name, one after another");
@@ -260,6 +262,22 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage) -> anyhow::Re
         all.push(Found { source, config, name, tokenizer: naming.tokenizer.get(i).cloned(), weight_bytes });
     }
     Ok(all)
+}
+
+/// Whether a model of which there is everything but the weights can be served, as far as that is known.
+fn check_before_weights(source: &ModelSource, storage: WeightStorage, memory_bytes: u64) -> strata_model::Result<()> {
+    let config = source.config()?;
+    if let Some(tokenizer) = Tokenizer::load_if_exists(source)? {
+        tokenizer.check_against(&config)?;
+    }
+    // What files have in four bits, and whether they have wider numbers than these, they say themselves.
+    let least = weight_bytes(&config, WeightFormat { compute: DType::BF16, storage });
+    if config.int4.is_none() && least > memory_bytes {
+        let message =
+            format!("the weights take at least {least} bytes, and of what --memory grants there are {memory_bytes} for them");
+        return Err(strata_model::Error::Checkpoint { path: source.directory().unwrap_or(Path::new("")).into(), message });
+    }
+    Ok(())
 }
 
 /// What each model may use of the memory: its weights, and an equal part of the rest.
@@ -377,9 +395,6 @@ pub fn default_data_dir() -> anyhow::Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use strata_model::weight_bytes;
-    use strata_tensor::WeightFormat;
-
     use super::*;
 
     #[test]
@@ -410,11 +425,24 @@ mod tests {
     }
 
     #[test]
+    fn what_cannot_be_served_is_refused_before_its_weights_are_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = ModelSource::Directory(dir.path().into());
+        let check = |memory_bytes| check_before_weights(&source, WeightStorage::Dense, memory_bytes);
+        fs::write(dir.path().join("config.json"), &*ModelSource::Embedded.config_json().unwrap()).unwrap();
+        assert!(check(1 << 30).is_ok());
+        let error = check(1 << 20).unwrap_err().to_string();
+        assert!(error.contains("--memory grants") && error.contains("1048576"), "{error}");
+        fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+        assert!(check(1 << 30).is_err());
+    }
+
+    #[test]
     fn names_are_those_of_models_in_order_and_no_two_alike() {
         let two = ["strata/tiny-base".to_string(), "strata/tiny-base".to_string()];
         let named = |names: &[&str]| {
             let naming = Naming { name: names.iter().map(|name| name.to_string()).collect(), tokenizer: Vec::new() };
-            let found = find(&two, &naming, WeightStorage::Dense);
+            let found = find(&two, &naming, WeightStorage::Dense, u64::MAX);
             found.map(|found| found.into_iter().map(|model| model.name).collect::<Vec<_>>()).map_err(|error| error.to_string())
         };
         assert_eq!(named(&["a"]), Ok(vec!["a".to_string(), EMBEDDED_NAME.to_string()]));

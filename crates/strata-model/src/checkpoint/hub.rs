@@ -1,26 +1,31 @@
 //! Models of the Hugging Face hub: found in its local cache, or downloaded into it.
 //!
 //! The cache is the one that Python's `huggingface_hub` uses, and so are the variables of the environment: `HF_HOME`, `HF_HUB_CACHE`,
-//! `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`. A model that is in the cache whole is used as it is, without a word to the network.
+//! `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`. A model of which everything is in the cache, or known not to exist, is used without a word to the network.
+//!
+//! `options` is what the environment says, `http` how a hub is asked, `cache` what lies where. Here is which files are needed, and in which order.
 
-use std::env;
-use std::fs;
+mod cache;
+mod http;
+mod options;
+
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
 use std::time::Duration;
 
-use hf_hub::api::Progress;
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
-use hf_hub::{Cache, Repo, RepoType};
+use ureq::Body;
+use ureq::http::{HeaderMap, Response, header};
 
+use self::cache::{Arrival, CHUNK_BYTES, Part, Remote, RepositoryCache, fault};
+use self::http::{Failure, Http, text};
+pub use self::options::{HubOptions, Patience};
 use super::safetensors::{INDEX_FILE, SINGLE_FILE, read_index};
 use crate::{Error, Result};
 
-const PUBLIC_ENDPOINT: &str = "https://huggingface.co";
-/// Files to have before the weights: without the first two a model cannot be used, the others are taken where they exist.
-const SMALL_FILES: [&str; 7] = [
-    "config.json",
+/// The file that every model has.
+const CONFIG_FILE: &str = "config.json";
+/// Files that change what a model is or says, where a repository has them. They come before the weights.
+const OPTIONAL_FILES: [&str; 6] = [
     "tokenizer.json",
     "generation_config.json",
     "tokenizer_config.json",
@@ -28,74 +33,16 @@ const SMALL_FILES: [&str; 7] = [
     "preprocessor_config.json",
     "processor_config.json",
 ];
-/// How many of [`SMALL_FILES`] must exist.
-const REQUIRED_FILES: usize = 2;
 /// The revision that is used.
 const REVISION: &str = "main";
 /// The longest name of a repository or organisation, as the hub has it.
 const NAME_CHARS_MAX: usize = 96;
-
-/// Pauses before trying again when a download breaks off; what has arrived is kept.
-const RETRY_PAUSES: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(3), Duration::from_secs(9)];
-
-/// How long the hub may take to answer. It sends no more than a list of files, or what is known of one.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Where and how to look for models.
-#[derive(Clone)]
-pub struct HubOptions {
-    /// Base URL of the hub.
-    pub endpoint: String,
-    /// Access token; `None`: none is sent.
-    pub token: Option<String>,
-    /// Directory of the cache.
-    pub cache_dir: PathBuf,
-    /// Whether to stay off the network.
-    pub offline: bool,
-    /// How long the hub may take to answer what it is asked. A download may take as long as it likes.
-    pub answer_timeout: Duration,
-}
-
-impl HubOptions {
-    /// What the environment says, read as `huggingface_hub` reads it.
-    pub fn from_env() -> Self {
-        let home = variable("HF_HOME").map(PathBuf::from).unwrap_or_else(|| {
-            let cache = variable("XDG_CACHE_HOME").map(PathBuf::from);
-            cache.unwrap_or_else(|| env::home_dir().unwrap_or_default().join(".cache")).join("huggingface")
-        });
-        let cache_dir = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).map(PathBuf::from);
-        HubOptions {
-            endpoint: variable("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_ENDPOINT.into()),
-            token: token(&home),
-            cache_dir: cache_dir.unwrap_or_else(|| home.join("hub")),
-            offline: variable("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
-            answer_timeout: ANSWER_TIMEOUT,
-        }
-    }
-}
-
-/// A variable of the environment that is set and not empty.
-fn variable(name: &str) -> Option<String> {
-    env::var(name).ok().filter(|value| !value.is_empty())
-}
-
-/// `HF_TOKEN`, or the token that a login stored.
-fn token(home: &Path) -> Option<String> {
-    if variable("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some_and(|value| is_true(&value)) {
-        return None;
-    }
-    let stored = || {
-        let path = variable("HF_TOKEN_PATH").map(PathBuf::from).unwrap_or_else(|| home.join("token"));
-        fs::read_to_string(path).ok()
-    };
-    let token = variable("HF_TOKEN").or_else(stored)?.trim().to_string();
-    (!token.is_empty()).then_some(token)
-}
-
-/// Values of flags that `huggingface_hub` takes for true.
-fn is_true(value: &str) -> bool {
-    ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
-}
+/// The longest list of a repository's files.
+const LISTING_BYTES_MAX: u64 = 32 << 20;
+/// How often a file is fetched whose SHA-256 is wrong.
+const ARRIVALS_MAX: usize = 2;
+/// How long the hub is waited for where a start can do without it.
+const OPTIONAL_SILENCE: Duration = Duration::from_secs(10);
 
 /// How far a download is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,7 +52,7 @@ pub enum DownloadEvent<'a> {
         /// Its address.
         endpoint: &'a str,
     },
-    /// Files are about to be downloaded. Occurs more than once: shards come after the index that names them.
+    /// Files are about to be downloaded. Occurs more than once: weights come after what says whether they can be used.
     Started {
         /// Number of files.
         files: usize,
@@ -153,82 +100,128 @@ pub fn is_repository_name(text: &str) -> bool {
     text.len() <= 2 * NAME_CHARS_MAX && text.split_once('/').is_some_and(|(owner, name)| part(owner) && part(name))
 }
 
-/// The directory of a model's files, downloaded if they are not all in the cache. Blocks.
+/// The directory of a model's files, downloaded if they are not all in the cache. Blocks. `check` is asked of a directory with everything but the weights whether they are worth
+/// downloading.
 ///
 /// # Errors
-/// If the name is not one, the hub has no such model or does not let us have it, cannot be reached, or must not be reached.
-pub fn fetch_model(repository: &str, options: &HubOptions, progress: &dyn DownloadProgress) -> Result<PathBuf> {
+/// If the name is not one, the hub has no such model or does not let us have it, cannot be reached, or must not be reached; and those of `check`.
+pub fn fetch_model(
+    repository: &str,
+    options: &HubOptions,
+    progress: &dyn DownloadProgress,
+    check: &dyn Fn(&Path) -> Result<()>,
+) -> Result<PathBuf> {
     if !is_repository_name(repository) {
         return Err(Error::Hub(format!("{repository:?} is not a repository name such as Qwen/Qwen3-0.6B")));
     }
-    let cached = cached_snapshot(&options.cache_dir, repository);
-    let missing = match &cached {
-        Some(snapshot) => missing_files(snapshot)?,
+    let cache = RepositoryCache::new(&options.cache_dir, repository)?;
+    let commit = cache.commit(REVISION);
+    let lacking = match &commit {
+        Some(commit) => needed_faults(&cache.snapshot(commit))?,
         None => vec!["everything".into()],
     };
-    match cached {
-        Some(snapshot) if missing.is_empty() => Ok(snapshot),
-        _ if options.offline => Err(Error::Hub(format!(
-            "HF_HUB_OFFLINE is set, and of {repository} the cache {} lacks {}",
-            options.cache_dir.display(),
-            missing.join(", ")
-        ))),
-        _ => Download::begin(repository, options, progress)?.run(),
+    match commit {
+        Some(commit) if lacking.is_empty() => {
+            let snapshot = cache.snapshot(&commit);
+            let is_unknown = |name: &&str| !cache.is_known_absent(&commit, name) && fault(&snapshot.join(name)).is_some();
+            let unknown: Vec<&str> = OPTIONAL_FILES.into_iter().filter(is_unknown).collect();
+            if let Some(reason) = complete(&cache, repository, &commit, &unknown, options, progress) {
+                let names = unknown.join(", ");
+                tracing::warn!(
+                    "{repository} is used without {names}, which the cache lacks and the repository may have: {reason}"
+                );
+            }
+            Ok(snapshot)
+        }
+        _ if options.offline => {
+            let (place, lacking) = (options.cache_dir.display(), lacking.join(", "));
+            Err(Error::Hub(format!("HF_HUB_OFFLINE is set, and of {repository} the cache {place} lacks {lacking}")))
+        }
+        _ => Download::begin(&cache, repository, REVISION, options, progress)?.run(check),
     }
+}
+
+/// Looks for the optional files of a commit that are not in the cache. Why they could not be looked for, if so: a model that can be used is used.
+fn complete(
+    cache: &RepositoryCache,
+    repository: &str,
+    commit: &str,
+    unknown: &[&str],
+    options: &HubOptions,
+    progress: &dyn DownloadProgress,
+) -> Option<String> {
+    if unknown.is_empty() {
+        return None;
+    }
+    if options.offline {
+        return Some("HF_HUB_OFFLINE is set".into());
+    }
+    let patience = Patience { silence: options.patience.silence.min(OPTIONAL_SILENCE), pauses: &[] };
+    let options = HubOptions { patience, ..options.clone() };
+    let looked =
+        Download::begin(cache, repository, commit, &options, progress).and_then(|download| download.fetch_optional(&[]));
+    looked.err().map(|error| error.to_string())
 }
 
 /// A download of one commit of a repository.
 struct Download<'a> {
+    cache: &'a RepositoryCache,
     repository: &'a str,
     progress: &'a dyn DownloadProgress,
-    cache: Cache,
-    api: Api,
-    repo: ApiRepo,
+    http: Http,
     commit: String,
     /// Files of the commit.
     files: Vec<String>,
-    answer_timeout: Duration,
 }
 
 impl<'a> Download<'a> {
     /// Asks the hub for the commit and its files.
-    fn begin(repository: &'a str, options: &HubOptions, progress: &'a dyn DownloadProgress) -> Result<Self> {
-        // Links within the cache are relative, and are made from absolute paths.
-        let cache_dir =
-            std::path::absolute(&options.cache_dir).map_err(|source| Error::Io { path: options.cache_dir.clone(), source })?;
-        let cache = Cache::new(cache_dir);
-        let api = ApiBuilder::from_cache(cache.clone())
-            .with_endpoint(options.endpoint.trim_end_matches('/').into())
-            .with_token(options.token.clone())
-            .with_progress(false)
-            .build()
-            .map_err(|e| hub_error(repository, "", &e))?;
-        progress.on_event(DownloadEvent::Asking { endpoint: &options.endpoint });
-        let asked = api.model(repository.into());
-        let info = answered(options.answer_timeout, (repository, ""), move || asked.info())?;
-        if !is_plain(&info.sha) {
-            return Err(Error::Hub(format!("{repository}: the hub names commit {:?}", info.sha)));
+    fn begin(
+        cache: &'a RepositoryCache,
+        repository: &'a str,
+        revision: &str,
+        options: &HubOptions,
+        progress: &'a dyn DownloadProgress,
+    ) -> Result<Self> {
+        #[derive(serde::Deserialize)]
+        struct Listing {
+            sha: String,
+            siblings: Vec<Sibling>,
         }
-        let repo = api.repo(Repo::with_revision(repository.into(), RepoType::Model, info.sha.clone()));
-        let files = info.siblings.into_iter().map(|s| s.rfilename).collect();
-        let answer_timeout = options.answer_timeout;
-        Ok(Download { repository, progress, cache, api, repo, commit: info.sha, files, answer_timeout })
+        #[derive(serde::Deserialize)]
+        struct Sibling {
+            rfilename: String,
+        }
+        let http = Http::new(options)?;
+        progress.on_event(DownloadEvent::Asking { endpoint: &http.shown_endpoint() });
+        let path = format!("api/models/{repository}/revision/{revision}");
+        let listing: Listing = http.retrying(|| {
+            let mut answer = http.get(repository, &path, None)?;
+            let body = answer.response.body_mut().with_config().limit(LISTING_BYTES_MAX);
+            body.read_json().map_err(|error| http.failure(repository, &answer.host, error))
+        })?;
+        if !is_plain(&listing.sha) {
+            return Err(Error::Hub(format!("{repository}: the hub names commit {:?}", listing.sha)));
+        }
+        let files = listing.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
+        Ok(Download { cache, repository, progress, http, commit: listing.sha, files })
     }
 
-    fn run(self) -> Result<PathBuf> {
-        let cached = self.cache.model(self.repository.into());
-        let snapshot = cached.pointer_path(&self.commit);
-        let mut first: Vec<&str> = SMALL_FILES.to_vec();
+    fn run(self, check: &dyn Fn(&Path) -> Result<()>) -> Result<PathBuf> {
+        let snapshot = self.cache.snapshot(&self.commit);
         // One file or shards, as transformers prefers them.
-        first.push(if self.holds(SINGLE_FILE) { SINGLE_FILE } else { INDEX_FILE });
-        self.fetch(first.into_iter().filter(|name| self.holds(name) && !snapshot.join(name).is_file()))?;
-        let shards = missing_shards(&snapshot)?;
-        self.fetch(shards.iter().map(String::as_str).filter(|name| self.holds(name)))?;
-        let missing = missing_files(&snapshot)?;
-        if !missing.is_empty() {
-            return Err(Error::Hub(format!("{} does not hold {}", self.repository, missing.join(", "))));
-        }
-        cached.create_ref(&self.commit).map_err(|source| Error::Io { path: snapshot.clone(), source })?;
+        let weights = if self.holds(SINGLE_FILE) { SINGLE_FILE } else { INDEX_FILE };
+        self.require([(CONFIG_FILE, CONFIG_FILE), (weights, "model.safetensors or model.safetensors.index.json")])?;
+        let first: &[&str] = if weights == INDEX_FILE { &[CONFIG_FILE, INDEX_FILE] } else { &[CONFIG_FILE] };
+        self.fetch_optional(first)?;
+        check(&snapshot)?;
+        let weights: Vec<String> = match weights {
+            INDEX_FILE => read_index(&snapshot.join(INDEX_FILE))?.into_keys().collect(),
+            single => vec![single.into()],
+        };
+        self.require(weights.iter().map(|name| (&**name, &**name)))?;
+        self.fetch(weights.iter().map(String::as_str))?;
+        self.cache.set_commit(REVISION, &self.commit)?;
         Ok(snapshot)
     }
 
@@ -236,111 +229,155 @@ impl<'a> Download<'a> {
         self.files.iter().any(|file| file == name)
     }
 
-    /// Downloads files into the snapshot.
+    /// Checks that the repository holds files; each comes with what to call it.
+    fn require<'n>(&self, names: impl IntoIterator<Item = (&'n str, &'n str)>) -> Result<()> {
+        let missing: Vec<&str> = names.into_iter().filter(|(name, _)| !self.holds(name)).map(|(_, called)| called).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Hub(format!("{} does not hold {}", self.repository, missing.join(", "))))
+    }
+
+    /// Downloads what must be there, and the optional files that are; notes which are not.
+    fn fetch_optional(&self, required: &[&str]) -> Result<()> {
+        let (present, absent): (Vec<&str>, Vec<&str>) = OPTIONAL_FILES.into_iter().partition(|name| self.holds(name));
+        absent.iter().for_each(|name| self.cache.note_absent(&self.commit, name));
+        self.fetch(required.iter().copied().chain(present))
+    }
+
+    /// Downloads those of the files into the snapshot that are not there or damaged.
     fn fetch<'n>(&self, names: impl Iterator<Item = &'n str>) -> Result<()> {
+        let snapshot = self.cache.snapshot(&self.commit);
         let mut files = Vec::new();
-        for name in names {
-            let (api, url) = (self.api.clone(), self.repo.url(name));
-            let metadata = answered(self.answer_timeout, (self.repository, name), move || api.metadata(&url))?;
-            // Both become names of files.
-            if !is_plain(metadata.etag()) || metadata.commit_hash() != self.commit {
-                return Err(Error::Hub(format!(
-                    "{}: the hub says that {name} is {:?} of commit {:?}",
-                    self.repository,
-                    metadata.etag(),
-                    metadata.commit_hash()
-                )));
-            }
-            files.push((name, metadata.etag().to_string(), metadata.size() as u64));
+        for name in names.filter(|name| fault(&snapshot.join(name)).is_some()) {
+            files.push(self.http.retrying(|| self.look_up(name))?);
         }
         if files.is_empty() {
             return Ok(());
         }
-        let bytes = files.iter().map(|(_, _, size)| size).sum();
+        let bytes = files.iter().map(|file| file.bytes).sum();
         self.progress.on_event(DownloadEvent::Started { files: files.len(), bytes });
-        for (name, etag, size) in files {
-            self.fetch_file(name, &etag, size)?;
+        for remote in &files {
+            let _lock = self.cache.lock(&remote.etag, &remote.name)?;
+            let path = snapshot.join(&remote.name);
+            if fault(&path).is_none() {
+                // Another process has brought it meanwhile.
+                continue;
+            }
+            let is_suspect = path.is_file();
+            if !self.cache.has_blob(remote, is_suspect)? {
+                self.fetch_blob(remote)?;
+            }
+            self.cache.link(&self.commit, remote)?;
         }
         self.progress.on_event(DownloadEvent::Finished);
         Ok(())
     }
 
-    fn fetch_file(&self, name: &str, etag: &str, size: u64) -> Result<()> {
-        let blob = self.cache.model(self.repository.into()).blob_path(etag);
-        let part = blob.with_extension("part");
-        let mut pauses = RETRY_PAUSES.iter();
-        let path = loop {
-            // A file that arrived whole just before a crash would be resumed beyond its end.
-            if part.metadata().is_ok_and(|m| m.len() >= size) {
-                fs::remove_file(&part).map_err(|source| Error::Io { path: part.clone(), source })?;
-            }
-            let progress = FileProgress { listener: self.progress, name: name.into(), bytes_done: 0, bytes_total: 0 };
-            match self.repo.download_with_progress(name, progress) {
-                Ok(path) => break path,
-                Err(error) => match pauses.next() {
-                    Some(pause) if is_passing(&error) => thread::sleep(*pause),
-                    _ => return Err(hub_error(self.repository, name, &error)),
-                },
-            }
+    /// Asks what the hub says of a file: by its first byte, as wherever the hub leads gives files and need not answer to anything else.
+    fn look_up(&self, name: &str) -> Result<Remote, Failure> {
+        let what = self.named(name);
+        let answer = self.http.get(&what, &self.path(name), Some("bytes=0-0"))?;
+        let hub = &answer.hub_headers;
+        // Python's library takes all that it is not for from either end.
+        let etag = text(hub, "x-linked-etag").or_else(|| text(hub, header::ETAG.as_str())).unwrap_or_default();
+        let etag = etag.trim_start_matches(['W', '/']).trim_matches('"');
+        let commit = text(hub, "x-repo-commit").unwrap_or_default();
+        // Both become names of files.
+        if !is_plain(etag) || commit != self.commit {
+            let told = format!("{etag:?} of commit {commit:?}, where it should be of {}", self.commit);
+            return Err(Failure::lasting(format!("{what}: the hub {} says that it is {told}", self.http.shown_endpoint())));
+        }
+        let linked = text(hub, "x-linked-size").and_then(|size| size.parse().ok());
+        let Some(bytes) = linked.or_else(|| all_bytes(&answer.response)) else {
+            return Err(Failure::lasting(format!("{what}: {} does not say how large it is", answer.host)));
         };
-        let found = fs::metadata(&path).map_err(|source| Error::Io { path: path.clone(), source })?.len();
-        if found != size {
-            // Left in the cache it would be taken for the file.
-            for broken in [&path, &blob] {
-                fs::remove_file(broken).map_err(|source| Error::Io { path: broken.clone(), source })?;
+        Ok(Remote { name: name.into(), etag: etag.into(), bytes })
+    }
+
+    /// Downloads a blob. Under its lock.
+    fn fetch_blob(&self, remote: &Remote) -> Result<()> {
+        let what = self.named(&remote.name);
+        let mut found = String::new();
+        for _ in 0..ARRIVALS_MAX {
+            let mut part = self.cache.receive(remote)?;
+            let (mut attempts, mut furthest) = (self.http.attempts(), part.bytes);
+            while let Err(failure) = self.receive(&what, remote, &mut part) {
+                // However often a connection breaks: as long as there is more each time, it is worth another.
+                if part.bytes > furthest {
+                    (attempts, furthest) = (self.http.attempts(), part.bytes);
+                }
+                attempts.wait(failure)?;
             }
-            return Err(Error::Hub(format!("{}: {name} arrived with {found} bytes of {size}", self.repository)));
+            match part.finish()? {
+                Arrival::Kept => return Ok(()),
+                Arrival::Damaged(sha256) => found = sha256,
+            }
+            tracing::warn!("{what} has arrived with SHA-256 {found} in the place of {}", remote.etag);
         }
-        Ok(())
+        let expected = &remote.etag;
+        Err(Error::Hub(format!(
+            "{what}: its SHA-256 should be {expected}, and {ARRIVALS_MAX} times what arrived had another, {found}"
+        )))
     }
-}
 
-/// What the hub answers, if it does in time. `what`: the repository and the file that it is asked for.
-fn answered<T: Send + 'static>(
-    timeout: Duration,
-    what: (&str, &str),
-    ask: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T> {
-    let (tell, told) = mpsc::sync_channel(1);
-    // The library knows no limit: a thread that waits for ever ends with the process, which has nothing else to do without the answer.
-    thread::spawn(move || drop(tell.send(ask())));
-    match told.recv_timeout(timeout) {
-        Ok(answer) => answer.map_err(|error| hub_error(what.0, what.1, &error)),
-        Err(RecvTimeoutError::Timeout) => {
-            Err(Error::Hub(format!("{}: the hub has not answered in {} s", named(what), timeout.as_secs())))
+    /// Receives what a blob lacks, over one connection.
+    fn receive(&self, what: &str, remote: &Remote, part: &mut Part<'_>) -> Result<(), Failure> {
+        let tell = |bytes_done| {
+            let event = DownloadEvent::File { name: &remote.name, bytes_done, bytes_total: remote.bytes };
+            self.progress.on_event(event);
+        };
+        tell(part.bytes);
+        if part.bytes == remote.bytes {
+            return Ok(());
         }
-        Err(RecvTimeoutError::Disconnected) => Err(Error::Hub(format!("{}: asking the hub has panicked", named(what)))),
+        let answer = self.http.get(what, &self.path(&remote.name), Some(&format!("bytes={}-", part.bytes)))?;
+        let (host, all) = (answer.host, remote.bytes);
+        if let Some(other) = all_bytes(&answer.response).filter(|bytes| *bytes != all) {
+            return Err(Failure::lasting(format!(
+                "{what}: the hub says that it has {all} bytes, and {host} that it has {other}"
+            )));
+        }
+        match (answer.response.status().as_u16(), content_range(answer.response.headers())) {
+            (206, Some((start, _))) if start == part.bytes => {}
+            // All of it, whatever was asked for.
+            (200, _) => part.begin_anew()?,
+            (status, _) => {
+                let asked = part.bytes;
+                part.begin_anew()?;
+                return Err(Failure::passing(format!("{what}: {host} does not send what begins at byte {asked} ({status})")));
+            }
+        }
+        let mut body = answer.response.into_body().into_reader();
+        let mut chunk = vec![0; CHUNK_BYTES];
+        loop {
+            let read = body.read(&mut chunk).map_err(|error| {
+                let error = error.downcast::<ureq::Error>().unwrap_or_else(ureq::Error::Io);
+                self.http.failure(what, &host, error)
+            })?;
+            if part.bytes + read as u64 > all {
+                part.begin_anew()?;
+                return Err(Failure::lasting(format!("{what} arrives from {host} with more than its {all} bytes")));
+            }
+            if read == 0 && part.bytes < all {
+                return Err(Failure::passing(format!("{what} arrived from {host} with {} bytes of {all}", part.bytes)));
+            }
+            if read == 0 {
+                return Ok(());
+            }
+            part.write(&chunk[..read])?;
+            tell(part.bytes);
+        }
     }
-}
 
-/// Passes the progress of one file on.
-struct FileProgress<'a> {
-    listener: &'a dyn DownloadProgress,
-    name: String,
-    bytes_done: u64,
-    bytes_total: u64,
-}
-
-impl FileProgress<'_> {
-    fn tell(&self) {
-        let FileProgress { name, bytes_done, bytes_total, .. } = self;
-        let event = DownloadEvent::File { name, bytes_done: *bytes_done, bytes_total: *bytes_total };
-        self.listener.on_event(event);
-    }
-}
-
-impl Progress for FileProgress<'_> {
-    fn init(&mut self, size: usize, _filename: &str) {
-        (self.bytes_done, self.bytes_total) = (0, size as u64);
+    /// A file's address, behind the hub's.
+    fn path(&self, name: &str) -> String {
+        format!("{}/resolve/{}/{}", self.repository, self.commit, escaped(name))
     }
 
-    fn update(&mut self, size: usize) {
-        self.bytes_done += size as u64;
-        self.tell();
-    }
-
-    fn finish(&mut self) {
-        self.tell();
+    /// A file in messages.
+    fn named(&self, name: &str) -> String {
+        format!("{}, {name}", self.repository)
     }
 }
 
@@ -350,65 +387,45 @@ fn is_plain(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && text.chars().all(plain)
 }
 
-/// Whether trying again may help.
-fn is_passing(error: &ApiError) -> bool {
-    match error {
-        ApiError::RequestError(error) => !matches!(**error, ureq::Error::StatusCode(400..500)),
-        ApiError::IoError(_) | ApiError::LockAcquisition(_) => true,
-        _ => false,
-    }
-}
-
-fn named((repository, file): (&str, &str)) -> String {
-    if file.is_empty() { repository.to_string() } else { format!("{repository}, {file}") }
-}
-
-fn hub_error(repository: &str, file: &str, error: &ApiError) -> Error {
-    let what = named((repository, file));
-    let status = match error {
-        ApiError::RequestError(error) => match **error {
-            ureq::Error::StatusCode(status) => Some(status),
-            _ => None,
-        },
-        _ => None,
+/// A file's name as part of an address.
+fn escaped(name: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => char::from(byte).to_string(),
+        _ => format!("%{byte:02X}"),
     };
-    Error::Hub(match status {
-        Some(401 | 403) => {
-            format!("{what} does not exist, or is restricted: set HF_TOKEN to a token that may read it")
-        }
-        Some(404) => format!("{what} does not exist, or is private: if so, set HF_TOKEN to a token that may read it"),
-        _ => format!("{what}: {error}"),
-    })
+    name.bytes().map(escape).collect()
 }
 
-/// The snapshot of [`REVISION`] in the cache, complete or not.
-fn cached_snapshot(cache_dir: &Path, repository: &str) -> Option<PathBuf> {
-    let folder = cache_dir.join(format!("models--{}", repository.replace('/', "--")));
-    let commit = fs::read_to_string(folder.join("refs").join(REVISION)).ok()?;
-    let commit = commit.trim();
-    let is_commit = !commit.is_empty() && commit.chars().all(|c| c.is_ascii_alphanumeric());
-    let snapshot = folder.join("snapshots").join(commit);
-    (is_commit && snapshot.is_dir()).then_some(snapshot)
+/// The first byte that an answer says to bring, and how many there are in all: of `bytes 5-9/10` and `bytes */10`, which brings none.
+fn content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
+    let (range, all) = text(headers, header::CONTENT_RANGE.as_str())?.strip_prefix("bytes ")?.split_once('/')?;
+    let start = range.split_once('-').map_or(Some(u64::MAX), |(start, _)| start.parse().ok())?;
+    Some((start, all.parse().ok()))
 }
 
-/// Names of files that a snapshot lacks to be a model.
-fn missing_files(snapshot: &Path) -> Result<Vec<String>> {
-    let lacks = |file: &str| !snapshot.join(file).is_file();
-    let mut missing: Vec<String> = SMALL_FILES[..REQUIRED_FILES].iter().filter(|f| lacks(f)).map(|f| f.to_string()).collect();
-    if lacks(SINGLE_FILE) && lacks(INDEX_FILE) {
-        missing.push(format!("{SINGLE_FILE} or {INDEX_FILE}"));
+/// How many bytes a file has of which an answer brings some or all.
+fn all_bytes(response: &Response<Body>) -> Option<u64> {
+    match response.status().as_u16() {
+        200 => text(response.headers(), header::CONTENT_LENGTH.as_str())?.parse().ok(),
+        _ => content_range(response.headers())?.1,
     }
-    missing.extend(missing_shards(snapshot)?);
-    Ok(missing)
 }
 
-/// Names of shards that a snapshot lacks, if it needs shards.
-fn missing_shards(snapshot: &Path) -> Result<Vec<String>> {
-    let index = snapshot.join(INDEX_FILE);
-    if snapshot.join(SINGLE_FILE).is_file() || !index.is_file() {
-        return Ok(Vec::new());
+/// What is wrong with the files of a snapshot that a model cannot be without.
+fn needed_faults(snapshot: &Path) -> Result<Vec<String>> {
+    let of = |name: &str| fault(&snapshot.join(name));
+    let mut faults: Vec<String> = of(CONFIG_FILE).into_iter().collect();
+    let is_there = |name: &str| snapshot.join(name).is_file();
+    if is_there(SINGLE_FILE) {
+        faults.extend(of(SINGLE_FILE));
+    } else if !is_there(INDEX_FILE) {
+        faults.push(format!("{SINGLE_FILE} or {INDEX_FILE}"));
+    } else if let Some(index) = of(INDEX_FILE) {
+        faults.push(index);
+    } else {
+        faults.extend(read_index(&snapshot.join(INDEX_FILE))?.keys().filter_map(|shard| of(shard)));
     }
-    Ok(read_index(&index)?.into_keys().filter(|file| !snapshot.join(file).is_file()).collect())
+    Ok(faults)
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ pub use atomic::{
     Existing, NamesHeld, abandon_writes, hold_names, recover_directories, remove_empty_directories, set_aside,
     write_atomically, write_file_atomically,
 };
-pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, fetch_model, is_repository_name};
+pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, Patience, fetch_model, is_repository_name};
 pub use limits::read_own_file;
 pub use peft::{
     AdapterFormat, OptimizerState, PeftAdapter, PlannedAdapter, check_form, gradient_as_given, has_optimizer, named_base_model,

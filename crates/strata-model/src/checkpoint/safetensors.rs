@@ -387,6 +387,11 @@ fn map(path: &Path) -> Result<(ShardBytes, Option<FileIdentity>)> {
     Ok((ShardBytes::Mapped(map, AtomicUsize::new(0)), Some(identity)))
 }
 
+/// Checks that a file of a model is a whole safetensors file: that it is as long as its header says.
+pub(super) fn check_whole(path: &Path) -> Result<()> {
+    Checkpoint::open_one(path, OF_MODEL).map(drop)
+}
+
 /// What is wrong with a file that is not a whole safetensors file: of a tensor its name, of a file that has been cut off how long it should be.
 fn what_is_wrong(data: &[u8], error: &SafeTensorError) -> String {
     let more = match (error, entries_of(data)) {

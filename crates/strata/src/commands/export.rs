@@ -11,6 +11,7 @@ use strata_model::checkpoint::{
 use strata_model::{ModelSource, lora_modules, write_merged};
 use strata_tensor::{CpuBackend, DType};
 
+use crate::logging::{self, LogFormat};
 use crate::output::{say, say_aside};
 
 /// Settings of `strata export`.
@@ -90,6 +91,7 @@ pub fn note_other_base(adapter: &PeftAdapter, used: &str) {
 /// # Errors
 /// If it cannot be found, or neither names one.
 pub fn base_of(named: Option<&str>, adapter: &Path) -> Result<ModelSource> {
+    logging::init(LogFormat::Text);
     if let Some(named) = named {
         return Ok(ModelSource::resolve(named)?);
     }

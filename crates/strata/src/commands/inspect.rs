@@ -12,6 +12,7 @@ use strata_tensor::{DType, WeightFormat, WeightStorage};
 
 use crate::base_model::Quantize;
 use crate::download::DownloadBars;
+use crate::logging::{self, LogFormat};
 use crate::output;
 
 /// Settings of `strata inspect`.
@@ -29,7 +30,8 @@ pub struct Args {
 /// # Errors
 /// If the model cannot be found, is not supported, or its files do not hold it; the reason is the error.
 pub fn run(args: Args) -> anyhow::Result<()> {
-    let source = ModelSource::resolve_with(&args.model, &HubOptions::from_env(), &DownloadBars::default())?;
+    logging::init(LogFormat::Text);
+    let source = ModelSource::resolve_with(&args.model, &HubOptions::from_env(), &DownloadBars::default(), &|_| Ok(()))?;
     let config = source.config()?;
     Model::check_files(&source)?;
     let storage = Quantize::storage(args.quantize);
