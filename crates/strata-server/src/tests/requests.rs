@@ -1,5 +1,6 @@
 //! Keys, bodies, ids that make no sense, sessions.
 
+use std::sync::Barrier;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use axum::http::{Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
 use strata_engine::api::Request;
 
-use super::{TestServer, create_model_body, sample_body};
+use super::{Reply, TestServer, create_model_body, sample_body};
 use crate::clock;
 use crate::limits;
 
@@ -284,4 +285,34 @@ async fn a_refused_body_is_not_kept_without_being_paid_for() {
     drop(others);
     assert_eq!(server.post("no_such_thing", json!({})).await.status, StatusCode::NOT_FOUND);
     assert_eq!(server.app.transit.bytes_free(), free);
+}
+
+/// Has two threads send at the same moment, and answers what they were told.
+fn at_once(server: &TestServer, path: &str, bodies: [Value; 2]) -> [Reply; 2] {
+    let barrier = Barrier::new(2);
+    let send = |body: Value| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        barrier.wait();
+        runtime.block_on(server.post(path, body))
+    };
+    std::thread::scope(|scope| bodies.map(|body| scope.spawn(|| send(body))).map(|thread| thread.join().unwrap()))
+}
+
+/// A client sends a snapshot again under another number of a session.
+#[tokio::test]
+async fn of_two_snapshots_at_the_same_moment_one_is_made_and_nothing_is_left_of_the_other() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for round in 0..100 {
+        let number = |n: u64| 2 * round + n;
+        let snapshot = |n: u64| json!({ "model_id": model_id, "seq_id": round + 1, "sampling_session_seq_id": number(n) });
+        let told = at_once(&server, "save_weights_for_sampler", [snapshot(0), snapshot(1)]);
+        assert!(told.iter().all(|reply| reply.status == StatusCode::OK), "{:?}", told.map(|reply| reply.bytes));
+        let made = server.retrieve(told[0].json()["request_id"].as_str().unwrap()).await.json();
+        let made = made["sampling_session_id"].as_str().unwrap_or_else(|| panic!("round {round}: {made}")).to_owned();
+        for id in [0, 1].map(|n| format!("{}:sample:{}", model_id.split(':').next().unwrap(), number(n))) {
+            let expected = if id == made { StatusCode::OK } else { StatusCode::NOT_FOUND };
+            assert_eq!(server.get(&format!("samplers/{id}")).await.status, expected, "{id} beside {made}");
+        }
+    }
 }

@@ -71,7 +71,8 @@ impl AttentionGeometry {
     }
 
     /// Columns of the fused projection of [`QkvLayout::fused`]: queries, then keys, then values.
-    pub fn qkv_width(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn qkv_width(&self) -> usize {
         (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.values.width()
     }
 }
