@@ -303,7 +303,7 @@ fn at_once(server: &TestServer, path: &str, bodies: [Value; 2]) -> [Reply; 2] {
 async fn of_two_snapshots_at_the_same_moment_one_is_made_and_nothing_is_left_of_the_other() {
     let server = TestServer::new();
     let (_, model_id) = server.new_model().await;
-    for round in 0..100 {
+    for round in 0..400 {
         let number = |n: u64| 2 * round + n;
         let snapshot = |n: u64| json!({ "model_id": model_id, "seq_id": round + 1, "sampling_session_seq_id": number(n) });
         let told = at_once(&server, "save_weights_for_sampler", [snapshot(0), snapshot(1)]);
