@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_model::lora::{Adapter, LoraParams};
@@ -32,11 +32,13 @@ pub(crate) struct Device {
     start: Instant,
     turn: Turn,
     switches: Arc<Switches>,
+    /// Who has this decodes: others are seen while a picture is decoded, and memory is set aside for one.
+    decoding: Mutex<()>,
 }
 
 impl Device {
     pub(crate) fn new(model: Arc<Model>, turn: Turn, switches: Arc<Switches>) -> Self {
-        Device { model, start: Instant::now(), turn, switches }
+        Device { model, start: Instant::now(), turn, switches, decoding: Mutex::default() }
     }
 }
 
@@ -149,7 +151,12 @@ impl Compute for Device {
 
     fn see(&self, file: &[u8], between: Between<'_>) -> Result<Self::Seen, PassError> {
         let processor = self.model.image_processor().ok_or_else(|| PassError::Failed("the model reads text alone".into()))?;
-        let patches = decoded_beside(|| processor.process(file), &mut *between)?;
+        let one_at_a_time = &self.decoding;
+        let decode = || {
+            let _decoding = one_at_a_time.lock().unwrap_or_else(PoisonError::into_inner);
+            processor.process(file)
+        };
+        let patches = decoded_beside(decode, &mut *between)?;
         let mut between = || self.turn.aside(&mut *between);
         let seen = self.turn.work(|| self.model.image_features(&patches, &mut between));
         seen.map(Rc::new).map_err(pass_error)

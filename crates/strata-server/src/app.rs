@@ -143,6 +143,8 @@ pub struct App {
     pub uploads: Turns,
     /// Turns at reading adapters and writing them in another form.
     pub conversions: Turns,
+    /// Held while a model or a snapshot is registered and handed to its engine, so that a copy of the request finds it there, or not at all.
+    pub registering: Mutex<()>,
     /// Sampling sessions of those who sample without one, by owner and source.
     pub shared_samplers: Mutex<HashMap<SharedSource, String>>,
     /// What addresses of files are signed with, for as long as this server lives.
@@ -160,6 +162,7 @@ impl App {
         getrandom::fill(&mut signing_key).map_err(std::io::Error::other)?;
         let app = App {
             signing_key,
+            registering: Mutex::default(),
             shared_samplers: Mutex::default(),
             registry: Registry::new(config.session_timeout),
             records: Records::default(),

@@ -2,7 +2,7 @@
 //!
 //! A connection is idle, or it sends the headers of a request, or a request is being answered, or its answer is sent. The first may take long and counts from the
 //! last byte in either direction, the second counts from the first byte on, so that a client that drips gains nothing, the third is the
-//! business of whoever reads the body or holds the poll, and the last counts from the last byte that the client has taken. When all places are taken, a new connection takes that of the
+//! business of whoever reads the body or holds the poll, and the last counts from the last byte that the system has taken for the client. When all places are taken, a new connection takes that of the
 //! one that has been idle for longest; where none is idle, it waits.
 
 use std::collections::HashMap;
@@ -34,7 +34,7 @@ use crate::limits;
 /// How long accepting pauses after an error that is not the client's, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
-/// How often a connection that found no place looks for one that has become idle.
+/// How long a connection has been idle that gives its place to another; and how often one that found no place looks for it.
 const PLACE_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long connections may take over what.
@@ -132,9 +132,10 @@ impl Open {
     }
 
     fn end_longest_idle(&self) {
-        let clocks = self.lock();
+        let (clocks, now) = (self.lock(), Instant::now());
         let idle = clocks.values().filter_map(|clock| match *clock.lock() {
-            (Phase::Idle, since) => Some((since, clock)),
+            // A request may be here of which nothing has been read yet.
+            (Phase::Idle, since) if now.duration_since(since) >= PLACE_PAUSE => Some((since, clock)),
             _ => None,
         });
         if let Some((_, clock)) = idle.min_by_key(|(since, _)| *since) {

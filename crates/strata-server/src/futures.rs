@@ -308,8 +308,11 @@ impl Futures {
     pub fn sweep(&self, now: Instant) {
         let (mut freed, mut table) = (Vec::new(), self.shared.lock());
         let retention = &self.shared.retention;
-        while table.read.front().is_some_and(|(at, _)| now.saturating_duration_since(*at) > retention.read) {
-            freed.extend(table.evict_read(retention));
+        while let Some((at, _)) = table.read.front()
+            && now.saturating_duration_since(*at) > retention.read
+        {
+            // Of one that went before its time only the id is here.
+            freed.extend(table.forget_first_read(retention));
         }
         while let Some((at, id)) = table.unread.front()
             && (now.saturating_duration_since(*at) > retention.unread
@@ -414,12 +417,19 @@ impl Table {
     // Entries are handed out to be dropped without the lock: what they hold goes back to the ledger.
 
     fn evict_read(&mut self, retention: &Retention) -> Option<Entry> {
-        loop {
-            let (_, id) = self.read.pop_front()?;
-            if let Some(entry) = self.forget(id, retention) {
+        while !self.read.is_empty() {
+            if let Some(entry) = self.forget_first_read(retention) {
                 return Some(entry);
             }
         }
+        None
+    }
+
+    /// Forgets what was read first, if it is there still.
+    fn forget_first_read(&mut self, retention: &Retention) -> Option<Entry> {
+        let (_, id) = self.read.pop_front()?;
+        let was_read = self.entries.get(&id).is_some_and(|entry| entry.was_read);
+        was_read.then(|| self.forget(id, retention)).flatten()
     }
 
     fn evict_unread(&mut self, retention: &Retention) -> Option<Entry> {

@@ -198,7 +198,11 @@ impl<'a> Download<'a> {
         let listing: Listing = http.retrying(|| {
             let mut answer = http.get(repository, &path, None)?;
             let body = answer.response.body_mut().with_config().limit(LISTING_BYTES_MAX);
-            body.read_json().map_err(|error| http.failure(repository, &answer.host, error))
+            // Parsed when it is here: what breaks on the way is not taken for what is no JSON.
+            let listing = body.read_to_vec().map_err(|error| http.failure(repository, &answer.host, error))?;
+            let malformed =
+                |error| Failure::lasting(format!("{repository}: {} answers no list of files: {error}", answer.host));
+            serde_json::from_slice(&listing).map_err(malformed)
         })?;
         if !is_plain(&listing.sha) {
             return Err(Error::Hub(format!("{repository}: the hub names commit {:?}", listing.sha)));
@@ -277,7 +281,11 @@ impl<'a> Download<'a> {
     /// Asks what the hub says of a file: by its first byte, as wherever the hub leads gives files and need not answer to anything else.
     fn look_up(&self, name: &str) -> Result<Remote, Failure> {
         let what = self.named(name);
-        let answer = self.http.get(&what, &self.path(name), Some("bytes=0-0"))?;
+        let mut answer = self.http.get(&what, &self.path(name), Some("bytes=0-0"))?;
+        if answer.response.status() == 416 && text(&answer.hub_headers, "x-repo-commit").is_none() {
+            // Of an empty file there is no first byte, and such an answer need not say what it is of.
+            answer = self.http.get(&what, &self.path(name), None)?;
+        }
         let hub = &answer.hub_headers;
         // Python's library takes all that it is not for from either end.
         let etag = text(hub, "x-linked-etag").or_else(|| text(hub, header::ETAG.as_str())).unwrap_or_default();
@@ -347,6 +355,13 @@ impl<'a> Download<'a> {
                 part.begin_anew()?;
                 return Err(Failure::passing(format!("{what}: {host} does not send what begins at byte {asked} ({status})")));
             }
+        }
+        if let Some(encoding) = text(answer.response.headers(), header::CONTENT_ENCODING.as_str())
+            && encoding != "identity"
+        {
+            return Err(Failure::lasting(format!(
+                "{what}: {host} sends it in the encoding {encoding:?}, which was not asked for"
+            )));
         }
         let mut body = answer.response.into_body().into_reader();
         let mut chunk = vec![0; CHUNK_BYTES];

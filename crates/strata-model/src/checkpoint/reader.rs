@@ -60,6 +60,11 @@ impl<'a> CheckpointReader<'a> {
         None
     }
 
+    /// As [`Checkpoint::forget_all`].
+    pub(super) fn forget(&self, name: &str) {
+        self.checkpoint.forget_all(name);
+    }
+
     /// Remembers what is wrong with a tensor beside its dtype and shape.
     pub(crate) fn refuse(&mut self, problem: String) {
         self.malformed.push(problem);

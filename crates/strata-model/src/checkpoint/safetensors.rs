@@ -269,6 +269,12 @@ impl Checkpoint {
         }
     }
 
+    /// As [`Checkpoint::forget`], all of a tensor.
+    pub(crate) fn forget_all(&self, name: &str) {
+        let len = self.tensors.get(name).map_or(0, |entry| entry.bytes.len());
+        self.forget(name, 0..len);
+    }
+
     /// The number that a tensor of one u64 holds; `None` if there is no such tensor, the error if it is something else.
     pub(crate) fn count(&self, name: &str) -> Option<Result<u64, String>> {
         let entry = self.tensors.get(name)?;

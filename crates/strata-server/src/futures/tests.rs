@@ -154,6 +154,23 @@ async fn a_completion_wakes_who_waits_for_it_and_no_waiting_is_left_behind() {
 }
 
 #[tokio::test]
+async fn a_result_that_goes_before_its_time_takes_no_other_along() {
+    let futures = Futures::new(Retention { read: LONG, ..Retention::default() });
+    for id in ["first", "second"] {
+        begin(&futures, id).complete(json("{}"), None);
+    }
+    futures.wait("first", SHORT).await;
+    let read_first = clock::now();
+    futures.retrieved("first");
+    tokio::time::sleep(SHORT).await;
+    futures.wait("second", SHORT).await;
+    futures.sweep(read_first + LONG + SHORT / 2);
+    assert!(matches!(futures.wait("second", SHORT).await, Waited::Ready(_)), "its time is not over");
+    futures.sweep(clock::now() + LONG + SHORT);
+    assert_eq!(futures.wait("second", SHORT).await, Waited::Gone);
+}
+
+#[tokio::test]
 async fn the_result_of_a_request_that_is_given_up_makes_room_first() {
     let (futures, ledger) = (Futures::new(Retention::default()), Ledger::new(1 << 20));
     let charge = || Some(ledger.charge(&client("s"), 4096).unwrap());

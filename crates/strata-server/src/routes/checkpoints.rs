@@ -1,6 +1,6 @@
 //! Saving, loading and keeping checkpoints.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use axum::Json;
 use axum::body::Bytes;
@@ -114,6 +114,7 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
         }
         other => Err(format!("kind {:?} is neither snapshot nor inflight", shown(other))),
     };
+    let _registering = app.registering.lock().unwrap_or_else(PoisonError::into_inner);
     // Sent again, it comes under its seq_id with a sampling_session_seq_id of its own, for which nothing is made.
     let request_id = format!("{}:{}", &*head.model_id, head.seq_id);
     if app.futures.is_known(&request_id, op.as_ref().ok().and_then(|(_, op)| op.fingerprint()))? {
@@ -148,7 +149,7 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
             }
         },
     );
-    // Sent twice at the same time, under two numbers of sessions, it is one operation, which makes one session.
+    // What was not accepted as it is made no session.
     if is_new && !matches!(accepted, Ok(true)) {
         app.registry.remove_sampler(&sampler_id);
     }

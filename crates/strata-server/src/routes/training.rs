@@ -4,7 +4,7 @@
 //! the outcome of its future, and it still takes its place: the operations behind it must not wait for ever.
 
 use std::hash::Hash;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use axum::Json;
 use axum::body::Bytes;
@@ -70,7 +70,7 @@ pub fn create(
     let fingerprint = Some(fingerprint_of(wanted));
     let own_id = model_id(session_id, model_seq_id);
     let request_id = format!("{own_id}:0");
-    // Of two that are sent at the same time, one goes on from here.
+    let _registering = app.registering.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(completer) = app.futures.begin_for(&request_id, &client, fingerprint, None)? else {
         return Ok(acknowledged(&request_id));
     };

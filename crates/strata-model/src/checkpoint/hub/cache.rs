@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use crate::checkpoint::atomic::{sync, write_file_atomically};
+use crate::checkpoint::hub::is_plain;
 use crate::checkpoint::safetensors::check_whole;
 use crate::{Error, Result};
 
@@ -59,8 +60,7 @@ impl RepositoryCache {
     /// The commit of a revision, if there is a snapshot of it, whole or not.
     pub(super) fn commit(&self, revision: &str) -> Option<String> {
         let commit = fs::read_to_string(self.folder.join("refs").join(revision)).ok()?.trim().to_string();
-        let is_commit = !commit.is_empty() && commit.chars().all(|c| c.is_ascii_alphanumeric());
-        (is_commit && self.snapshot(&commit).is_dir()).then_some(commit)
+        (is_plain(&commit) && self.snapshot(&commit).is_dir()).then_some(commit)
     }
 
     /// Notes the commit of a revision.
@@ -115,7 +115,7 @@ impl RepositoryCache {
         }
     }
 
-    /// Whether the blob of a file is here, of the right size. One of another size is removed, and so is one that is suspected to be damaged and not proven sound by its hash. Under its lock.
+    /// Whether the blob of a file is here, of the right size. One that is suspected to be damaged is sound if its hash says so; what is not sound stays until another takes its place. Under its lock.
     pub(super) fn has_blob(&self, remote: &Remote, is_suspect: bool) -> Result<bool> {
         let path = self.blob(remote);
         let Ok(metadata) = fs::metadata(&path) else { return Ok(false) };
@@ -128,7 +128,6 @@ impl RepositoryCache {
             return Ok(true);
         }
         tracing::warn!(path = %path.display(), "{} is damaged in the cache, and is fetched again", remote.name);
-        fs::remove_file(&path).map_err(io_error(&path))?;
         Ok(false)
     }
 
@@ -235,13 +234,16 @@ pub(super) fn fault(path: &Path) -> Option<String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let Some(bytes) = fs::metadata(path).ok().filter(|m| m.is_file()).map(|m| m.len()) else { return Some(name) };
     let wrong = match path.extension().and_then(|extension| extension.to_str()) {
-        _ if bytes == 0 => Some("is empty".to_string()),
+        Some("json" | "safetensors") if bytes == 0 => Some("is empty".to_string()),
         Some("safetensors") => check_whole(path).err().map(|error| error.to_string()),
         Some("json") => {
             let text = fs::read(path).map_err(|error| error.to_string());
-            let parsed =
-                text.and_then(|text| serde_json::from_slice::<serde::de::IgnoredAny>(&text).map_err(|e| e.to_string()));
-            parsed.err()
+            // Cut short, or never written. What else is no JSON for us (Python's has NaN) is for whoever reads it.
+            let broken = |text: Vec<u8>| match serde_json::from_slice::<serde::de::IgnoredAny>(&text) {
+                Err(error) if error.is_eof() || text.first() == Some(&0) => Err(error.to_string()),
+                _ => Ok(()),
+            };
+            text.and_then(broken).err()
         }
         _ => None,
     }?;

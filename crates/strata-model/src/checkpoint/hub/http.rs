@@ -215,8 +215,28 @@ pub(super) fn joined(from: &Uri, location: &str) -> String {
         format!("{scheme}://{authority}{location}")
     } else {
         let directory = from.path().rsplit_once('/').map_or("", |(directory, _)| directory);
-        format!("{scheme}://{authority}{directory}/{location}")
+        let (path, query) = location.split_at(location.find(['?', '#']).unwrap_or(location.len()));
+        // One without a path is about the same file.
+        let path = if path.is_empty() { from.path().to_owned() } else { without_dots(&format!("{directory}/{path}")) };
+        format!("{scheme}://{authority}{path}{query}")
     }
+}
+
+/// A path from `/` on in which `.` and `..` have been followed.
+fn without_dots(path: &str) -> String {
+    let mut kept: Vec<&str> = Vec::new();
+    let parts: Vec<&str> = path.split('/').skip(1).collect();
+    for (i, part) in parts.iter().enumerate() {
+        match *part {
+            ".." => drop(kept.pop()),
+            "." => {}
+            part => kept.push(part),
+        }
+        if i + 1 == parts.len() && matches!(*part, "." | "..") {
+            kept.push("");
+        }
+    }
+    format!("/{}", kept.join("/"))
 }
 
 /// An address without what may be secret: a user's name and password, and what was signed.

@@ -51,7 +51,9 @@ impl HubOptions {
             endpoint: variable("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_ENDPOINT.into()),
             token: token(&home),
             cache_dir: cache_dir.unwrap_or_else(|| home.join("hub")),
-            offline: variable("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
+            offline: variable("HF_HUB_OFFLINE")
+                .or_else(|| variable("TRANSFORMERS_OFFLINE"))
+                .is_some_and(|value| is_true(&value)),
             patience: Patience::default(),
         }
     }
@@ -72,7 +74,9 @@ fn token(home: &Path) -> Option<String> {
         return None;
     }
     let stored = || fs::read_to_string(path_variable("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"))).ok();
-    let token = variable("HF_TOKEN").or_else(stored)?.trim().to_string();
+    let token = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")).or_else(stored)?;
+    // A header has no room for line ends, nor for anything that is not ASCII.
+    let token: String = token.trim().chars().filter(|c| !matches!(c, '\r' | '\n')).collect();
     (!token.is_empty()).then_some(token)
 }
 

@@ -211,6 +211,8 @@ fn addresses_are_joined_as_they_should_and_shown_without_secrets() {
         ("//else.example/x", "https://else.example/x"),
         ("/x?to=http://y", "https://hub.example:8000/x?to=http://y"),
         ("x", "https://hub.example:8000/a/x"),
+        ("../../c/./d/..?x=/../y", "https://hub.example:8000/c/?x=/../y"),
+        ("?e=f", "https://hub.example:8000/a/b?e=f"),
     ] {
         assert_eq!(joined(&from, location), to);
     }
@@ -415,6 +417,51 @@ fn what_is_damaged_in_the_cache_is_named_and_fetched_again() {
         hub.fetch(cache.path()).unwrap();
     }
     assert_eq!(hub.starts(SINGLE_FILE), [0]);
+}
+
+#[test]
+fn what_python_takes_is_not_damaged_and_an_empty_file_is_a_file() {
+    let cache = tempfile::tempdir().unwrap();
+    let mut all = model();
+    all.extend(files(&[("tokenizer_config.json", b"{\"most\": NaN}"), ("chat_template.jinja", b"")]));
+    // Such an answer says nothing of what it is of.
+    let hub = Hub::with(&all, |request, _| {
+        let is_empty = request.path.ends_with("chat_template.jinja") && request.range.is_some();
+        is_empty.then(|| Reply::status(416, "content-range: bytes */0"))
+    });
+    let snapshot = hub.fetch(cache.path()).unwrap();
+    assert_eq!(fs::read(snapshot.join("chat_template.jinja")).unwrap(), b"");
+    hub.count();
+    hub.fetch(cache.path()).unwrap();
+    assert_eq!(hub.count(), 0, "all of it is here");
+}
+
+#[test]
+fn what_is_damaged_stays_until_another_takes_its_place() {
+    let (cache, hub) = (tempfile::tempdir().unwrap(), Hub::start(&model()));
+    hub.fetch(cache.path()).unwrap();
+    let blob = blob_of("config.json", cache.path());
+    fs::write(&blob, b"{").unwrap();
+    let down = Hub::with(&model(), |request, _| request.is_for("config.json").then(|| Reply::status(500, "x: y")));
+    assert!(down.fetch(cache.path()).is_err());
+    assert_eq!(fs::read(&blob).unwrap(), b"{");
+    hub.fetch(cache.path()).unwrap();
+    assert_eq!(fs::read(&blob).unwrap(), model()["config.json"]);
+}
+
+#[test]
+fn a_list_of_files_that_breaks_off_is_asked_for_again() {
+    let (cache, asked) = (tempfile::tempdir().unwrap(), AtomicUsize::new(0));
+    let hub = Hub::with(&model(), move |request, files| {
+        let is_first = request.path.contains("/revision/") && asked.fetch_add(1, Ordering::Relaxed) == 0;
+        is_first.then(|| {
+            let whole = reply(request, files);
+            let body = format!("{:x}\r\n", whole.body.len()).into_bytes();
+            let cut = [&body[..], &whole.body[..whole.body.len() / 2]].concat();
+            Reply { headers: vec!["transfer-encoding: chunked".into()], body: cut, ..whole }
+        })
+    });
+    hub.fetch(cache.path()).unwrap();
 }
 
 #[test]

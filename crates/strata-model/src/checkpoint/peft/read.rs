@@ -29,7 +29,7 @@ pub(super) fn read_params(
         }
         let rank = config.rank_of(index, module);
         let layout = tensors.layout(module).unwrap_or(Layout::OfLayer);
-        let mut pairs = Vec::with_capacity(module.layers.len());
+        let (mut pairs, mut names) = (Vec::with_capacity(module.layers.len()), Vec::new());
         for &number in &module.layers {
             let is_there = layers.is_none_or(|layers| layers[index].contains(&number));
             for (place, path) in tensors.paths(module, layout, number).into_iter().enumerate() {
@@ -41,6 +41,7 @@ pub(super) fn read_params(
                 let [of_a, of_b] = shapes(reader, module, layout, (rank, place), [&a, &b]);
                 let (a, b) = (reader.require(&a, &of_a), reader.require(&b, &of_b));
                 pairs.extend(a.zip(b).map(Some));
+                names.extend([a_name, b_name].map(|name| name(tensors.prefix, &path)));
             }
         }
         // Memory is for what is there: with anything missing the reader fails, and what is read here is not used.
@@ -54,6 +55,8 @@ pub(super) fn read_params(
                 Layout::OfParts => read_parts(backend, module, rank, &pairs)?,
                 _ => read_stack(backend, module, layout, rank, &pairs)?,
             }));
+            // Read, it is in memory twice.
+            names.iter().for_each(|name| reader.forget(name));
         }
     }
     Ok(LoraParams { stacks })
@@ -187,6 +190,7 @@ pub(super) fn refuse_not_finite(checkpoint: &Checkpoint) -> Result<()> {
         if let Some((place, value)) = first_not_finite(&crate::checkpoint::alone, tensor.read(DType::F32)?.as_ref()) {
             return Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, not a finite number")));
         }
+        checkpoint.forget_all(name);
     }
     Ok(())
 }

@@ -129,7 +129,8 @@ fn serve(mut stream: TcpStream, files: &Files, log: &Mutex<Vec<Request>>, hook: 
     log.lock().unwrap().push(request);
     let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
     let length = length.unwrap_or(body.len());
-    let head = format!("HTTP/1.1 {status} \r\n{headers}Content-Length: {length}\r\nConnection: close\r\n\r\n");
+    let length = if headers.contains("chunked") { String::new() } else { format!("Content-Length: {length}\r\n") };
+    let head = format!("HTTP/1.1 {status} \r\n{headers}{length}Connection: close\r\n\r\n");
     let _ = stream.write_all(&[head.as_bytes(), &body].concat());
     if stalls {
         let _ = stream.flush();
@@ -152,6 +153,10 @@ pub(super) fn reply(request: &Request, files: &Files) -> Reply {
 /// The part of a file that is asked for.
 pub(super) fn ranged(request: &Request, name: &str, bytes: &[u8]) -> Reply {
     let (start, all) = (request.start(), bytes.len());
+    if request.range.is_none() {
+        let headers = vec![format!("ETag: \"{}\"", etag(name, bytes)), format!("X-Repo-Commit: {COMMIT}")];
+        return Reply { status: 200, headers, body: bytes.into(), ..Reply::default() };
+    }
     let end = if request.is_look() { 1 } else { all };
     let headers = vec![
         format!("ETag: \"{}\"", etag(name, bytes)),
