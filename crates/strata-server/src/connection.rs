@@ -389,9 +389,24 @@ mod tests {
         let router = Router::new()
             .route("/small", get(async || "small"))
             .route("/large", get(async || vec![7; LARGE]))
+            .route("/parts", get(async || Body::new(Parts(LARGE))))
             .route("/never", get(std::future::pending::<()>));
         tokio::spawn(serve(listener, router, Times { header: Duration::from_secs(60), idle }, 2, std::future::pending()));
         address
+    }
+
+    /// A body of so many bytes, of which each part is asked for.
+    struct Parts(usize);
+
+    impl HttpBody for Parts {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            let part = self.0.min(64 << 10);
+            self.0 -= part;
+            Poll::Ready((part > 0).then(|| Ok(Frame::data(vec![7; part].into()))))
+        }
     }
 
     async fn ask(address: std::net::SocketAddr, path: &str) -> TcpStream {
@@ -422,13 +437,15 @@ mod tests {
     #[tokio::test]
     async fn a_client_that_does_not_take_its_answer_loses_it() {
         let address = started(Duration::from_millis(200)).await;
-        let mut large = ask(address, "/large").await;
-        assert_eq!(large.read(&mut [0]).await.unwrap(), 1);
-        tokio::time::sleep(Duration::from_millis(600)).await;
-        let mut rest = Vec::new();
-        // An end or a reset, as the system has it.
-        let _ = large.read_to_end(&mut rest).await;
-        assert!(rest.len() < LARGE, "{}", rest.len());
+        for path in ["/large", "/parts"] {
+            let mut large = ask(address, path).await;
+            assert_eq!(large.read(&mut [0]).await.unwrap(), 1);
+            tokio::time::sleep(Duration::from_millis(600)).await;
+            let mut rest = Vec::new();
+            // An end or a reset, as the system has it.
+            let _ = large.read_to_end(&mut rest).await;
+            assert!(rest.len() < LARGE, "{path}: {}", rest.len());
+        }
         // One that takes it, however slowly, has it all.
         let mut large = ask(address, "/large").await;
         let (mut taken, mut buffer) = (0, vec![0; 8 << 20]);

@@ -316,3 +316,20 @@ async fn of_two_snapshots_at_the_same_moment_one_is_made_and_nothing_is_left_of_
         }
     }
 }
+
+#[tokio::test]
+async fn a_result_that_a_client_cancels_makes_room_before_one_that_is_waited_for() {
+    let server = TestServer::new();
+    let session = server.ok("create_session", json!({})).await["session_id"].clone();
+    let made = json!({ "session_id": session, "sampling_session_seq_id": 0, "base_model": "org/base" });
+    let made = server.ok("create_sampling_session", made).await;
+    let sampler_id = made["sampling_session_id"].as_str().unwrap();
+    for seq_id in 0..2 {
+        server.ok("asample", sample_body(sampler_id, seq_id)).await;
+    }
+    assert!(!server.app.futures.evict(), "nobody has read any of them");
+    server.ok("cancel_future", json!({ "request_id": format!("{sampler_id}:0") })).await;
+    assert!(server.app.futures.evict() && !server.app.futures.evict());
+    assert_eq!(server.retrieve(&format!("{sampler_id}:0")).await.status, StatusCode::GONE);
+    assert_eq!(server.retrieve(&format!("{sampler_id}:1")).await.status, StatusCode::OK);
+}
