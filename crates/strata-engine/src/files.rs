@@ -176,14 +176,19 @@ impl<S> Files<S> {
         }
         self.load_waits = false;
         while self.reading.len() < LOADS_MAX {
-            let may = |c: &&Client| self.reading.iter().filter(|other| other.client == **c).count() < LOADS_PER_SESSION_MAX;
+            let beside = |c: &Client| self.loads[c].front().map_or(0, |load| load.beside_bytes);
+            let may = |c: &&Client| {
+                let reads = self.reading.iter().filter(|other| other.client == **c).count();
+                // What takes no room passes by what waits for it; nothing else does.
+                reads < LOADS_PER_SESSION_MAX && (!self.load_waits || beside(c) == 0)
+            };
             let next = self.loads.keys().filter(may).min_by_key(|c| self.turns.standing(c, Work::Sampling)).cloned();
             let Some(client) = next else { break };
-            let beside_bytes = self.loads[&client].front().map_or(0, |load| load.beside_bytes);
+            let beside_bytes = beside(&client);
             // One that is larger than all the room there is takes it alone.
             if self.captured_bytes > 0 && self.captured_bytes + beside_bytes > self.captured_bytes_max && beside_bytes > 0 {
                 self.load_waits = true;
-                break;
+                continue;
             }
             let Some(load) = pop(&mut self.loads, &client) else { break };
             self.turns.serve(&client, Work::Sampling);
@@ -337,25 +342,27 @@ mod tests {
         load(&mut files, "b", 2, 10);
         load(&mut files, "c", 3, 0);
         files.dispatch(&mut storage);
-        assert_eq!(storage.loads, [1], "the second has no room, and the third does not pass it by");
+        assert_eq!(storage.loads, [1, 3], "the second has no room, and the third needs none");
+        load(&mut files, "f", 6, 1);
+        files.dispatch(&mut storage);
+        assert_eq!(storage.loads, [1, 3], "and what needs some does not pass by");
         assert!(!files.try_capture(0), "nothing that is saved takes what a load waits for");
         files.loaded(1);
         files.dispatch(&mut storage);
-        assert_eq!(storage.loads, [1, 2, 3]);
-        assert!(files.try_capture(40));
+        assert_eq!(storage.loads, [1, 3, 2, 6]);
+        assert!(files.try_capture(39));
         assert_eq!(files.captured_bytes(), 100);
 
         load(&mut files, "d", 4, 1000);
         files.dispatch(&mut storage);
-        assert_eq!(storage.loads.len(), 3);
-        files.loaded(2);
-        files.loaded(3);
-        files.captured_bytes -= 90;
+        assert_eq!(storage.loads.len(), 4);
+        [2, 3, 6].map(|ticket| files.loaded(ticket).is_some());
+        files.captured_bytes -= 89;
         files.dispatch(&mut storage);
-        assert_eq!(storage.loads, [1, 2, 3, 4], "alone");
+        assert_eq!(storage.loads, [1, 3, 2, 6, 4], "alone");
         load(&mut files, "e", 5, 1);
         files.dispatch(&mut storage);
-        assert_eq!(storage.loads.len(), 4);
+        assert_eq!(storage.loads.len(), 5);
         // Given up, it takes its memory until it is read; what has not begun takes none.
         assert!(!files.abandon_load(4) && files.abandon_load(5));
         assert_eq!(files.captured_bytes(), 1000);
