@@ -356,7 +356,7 @@ mod tests {
         load(&mut files, "d", 4, 1000);
         files.dispatch(&mut storage);
         assert_eq!(storage.loads.len(), 4);
-        [2, 3, 6].map(|ticket| files.loaded(ticket).is_some());
+        assert!([2, 3, 6].into_iter().all(|ticket| files.loaded(ticket).is_some()));
         files.captured_bytes -= 89;
         files.dispatch(&mut storage);
         assert_eq!(storage.loads, [1, 3, 2, 6, 4], "alone");
