@@ -164,7 +164,18 @@ fn checkpoints_that_do_not_fit_are_refused_and_leave_the_tenant_as_it_was() {
     let load = |dir: &Path| TrainOp::LoadState { source: source(dir), with_optimizer: false };
     assert!(user_error(ask(&engine, train("m", 2, load(&target)))).contains("adapter has rank 4, and the model's 8"));
     user_error(ask(&engine, train("m", 3, load(&dir.path().join("nothing")))));
-    assert!(before == saved_bytes(&engine, "m", 4));
+    // What is larger than there is room for is refused by its shape, before a number of it is read.
+    let large = dir.path().join("rank16");
+    create(&engine, "large", 16, 1);
+    ask(&engine, train("large", 1, TrainOp::SaveState(save(&large)))).unwrap();
+    let file = large.join("adapter_model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let last = bytes.len() - 4;
+    bytes[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    let message = user_error(ask(&engine, train("m", 4, load(&large))));
+    assert!(message.contains("adapter has rank 16, and the model's 8"), "{message}");
+    assert!(before == saved_bytes(&engine, "m", 5));
     user_error(from_checkpoint(&engine, "x", &dir.path().join("nothing"), false));
     user_error(ask(
         &engine,

@@ -435,6 +435,22 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_connection_that_has_just_come_is_not_taken_for_idle() {
+        let address = started(Duration::from_secs(60)).await;
+        let clients = (0..6).map(|_| {
+            tokio::spawn(async move {
+                for _ in 0..100 {
+                    let mut small = ask(address, "/small").await;
+                    assert_eq!(small.read(&mut [0]).await.unwrap(), 1, "closed before it was answered");
+                }
+            })
+        });
+        for client in clients.collect::<Vec<_>>() {
+            client.await.unwrap();
+        }
+    }
+
+    #[tokio::test]
     async fn a_client_that_does_not_take_its_answer_loses_it() {
         let address = started(Duration::from_millis(200)).await;
         for path in ["/large", "/parts"] {
@@ -446,7 +462,7 @@ mod tests {
             let _ = large.read_to_end(&mut rest).await;
             assert!(rest.len() < LARGE, "{path}: {}", rest.len());
         }
-        // One that takes it, however slowly, has it all.
+        // One that takes it, part by part, has it all.
         let mut large = ask(address, "/large").await;
         let (mut taken, mut buffer) = (0, vec![0; 8 << 20]);
         while taken < LARGE {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use strata_engine::Reply;
 use strata_engine::api::{
@@ -20,6 +20,8 @@ pub struct ScriptedEngine {
     pub is_full: AtomicBool,
     /// Tokens of a pass beyond which it is refused for good; 0: none.
     pub datum_tokens_max: AtomicUsize,
+    /// What a request and its result are charged for.
+    pub charged_bytes: AtomicU64,
     /// Everything that was asked, in the order it arrived.
     pub requests: Mutex<Vec<Request>>,
     /// Operations of a model that wait for those before them.
@@ -77,6 +79,7 @@ impl Default for ScriptedEngine {
             ledger: Ledger::new(16 << 20),
             is_full: AtomicBool::new(false),
             datum_tokens_max: AtomicUsize::new(0),
+            charged_bytes: AtomicU64::new(1000),
             requests: Mutex::default(),
             waiting: Mutex::default(),
             next_seq_id: Mutex::default(),
@@ -113,7 +116,9 @@ impl Submit for ScriptedEngine {
                 return Err(Refusal::User(format!("{tokens} tokens are above the limit of {max}")));
             }
         }
-        let Ok(charge) = self.ledger.charge(&client, 1000) else { return Err(Refusal::Busy("no room".into())) };
+        let Ok(charge) = self.ledger.charge(&client, self.charged_bytes.load(Ordering::Relaxed)) else {
+            return Err(Refusal::Busy("no room".into()));
+        };
         self.requests.lock().unwrap().push(request.clone());
         let owed = Owed(reply, charge);
         if self.holds.load(Ordering::Relaxed) {

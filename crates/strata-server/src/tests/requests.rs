@@ -7,9 +7,10 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::http::{Request as HttpRequest, StatusCode};
 use serde_json::{Value, json};
-use strata_engine::api::Request;
+use strata_engine::api::{Client, Request, SampleRequest};
 
 use super::{Reply, TestServer, create_model_body, sample_body};
+use crate::app::{App, json_answer};
 use crate::clock;
 use crate::limits;
 
@@ -304,7 +305,8 @@ async fn of_two_snapshots_at_the_same_moment_one_is_made_and_nothing_is_left_of_
     let server = TestServer::new();
     let (_, model_id) = server.new_model().await;
     for round in 0..400 {
-        let number = |n: u64| 2 * round + n;
+        // Or under the same, as it was.
+        let number = |n: u64| 2 * round + n * (round % 2);
         let snapshot = |n: u64| json!({ "model_id": model_id, "seq_id": round + 1, "sampling_session_seq_id": number(n) });
         let told = at_once(&server, "save_weights_for_sampler", [snapshot(0), snapshot(1)]);
         assert!(told.iter().all(|reply| reply.status == StatusCode::OK), "{:?}", told.map(|reply| reply.bytes));
@@ -332,4 +334,25 @@ async fn a_result_that_a_client_cancels_makes_room_before_one_that_is_waited_for
     assert!(server.app.futures.evict() && !server.app.futures.evict());
     assert_eq!(server.retrieve(&format!("{sampler_id}:0")).await.status, StatusCode::GONE);
     assert_eq!(server.retrieve(&format!("{sampler_id}:1")).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_large_result_is_written_down_on_another_thread_than_the_engines() {
+    let server = TestServer::new();
+    let client = Client { owner: "o".into(), session: "s".into() };
+    for (id, bytes, is_large) in [("small", 1000, false), ("large", limits::RESULT_INLINE_BYTES_MAX + 1, true)] {
+        server.engine.charged_bytes.store(bytes, Ordering::Relaxed);
+        let (told, thread) = std::sync::mpsc::channel();
+        let completer = server.app.futures.begin(id, &client).unwrap();
+        let finish = move |_: &App, _| {
+            told.send(std::thread::current().id()).unwrap();
+            Ok(json_answer(&json!({})))
+        };
+        let request = Request::Sample { sampler_id: "x".into(), sample: SampleRequest::of(vec![1]) };
+        let base = server.app.bases.find("org/base").unwrap();
+        // The engine of these tests answers on the thread that asks.
+        server.app.dispatch(id, (base, client.clone()), completer, request, finish, |_, _| {}).unwrap();
+        assert_eq!(server.retrieve(id).await.status, StatusCode::OK);
+        assert_eq!(thread.recv().unwrap() != std::thread::current().id(), is_large, "{id}");
+    }
 }

@@ -75,7 +75,11 @@ fn token(home: &Path) -> Option<String> {
     }
     let stored = || fs::read_to_string(path_variable("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"))).ok();
     let token = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")).or_else(stored)?;
-    // A header has no room for line ends, nor for anything that is not ASCII.
+    in_one_line(&token)
+}
+
+/// A token without the line ends that a file or a paste left in it, for which a header has no room; `None` if nothing is left.
+pub(super) fn in_one_line(token: &str) -> Option<String> {
     let token: String = token.trim().chars().filter(|c| !matches!(c, '\r' | '\n')).collect();
     (!token.is_empty()).then_some(token)
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::http::{joined, shown};
-use super::options::{expanded, is_true};
+use super::options::{expanded, in_one_line, is_true};
 use super::*;
 use crate::ModelSource;
 
@@ -450,6 +450,20 @@ fn what_is_damaged_stays_until_another_takes_its_place() {
 }
 
 #[test]
+fn what_comes_in_another_encoding_is_refused_by_its_name() {
+    let cache = tempfile::tempdir().unwrap();
+    let hub = Hub::with(&model(), |request, files| {
+        request.is_for("config.json").then(|| {
+            let mut reply = reply(request, files);
+            reply.headers.push("Content-Encoding: br".into());
+            reply
+        })
+    });
+    let error = hub.error(cache.path());
+    assert!(error.contains("config.json") && error.contains("encoding \"br\""), "{error}");
+}
+
+#[test]
 fn a_list_of_files_that_breaks_off_is_asked_for_again() {
     let (cache, asked) = (tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     let hub = Hub::with(&model(), move |request, files| {
@@ -585,6 +599,8 @@ fn only_plain_names_are_repositories() {
 fn the_environment_is_read_as_the_python_library_reads_it() {
     assert!(["1", "ON", "yes", "True"].iter().all(|v| is_true(v)));
     assert!(["", "0", "off", "no", "2"].iter().all(|v| !is_true(v)));
+    assert_eq!(in_one_line(" hf_a\r\nb\n"), Some("hf_ab".into()));
+    assert_eq!(in_one_line(" \n"), None);
     let value_of = |name: &str| (name == "DISK_1").then(|| "/disk".to_string());
     for (text, path) in [
         ("~", "/home/me"),
