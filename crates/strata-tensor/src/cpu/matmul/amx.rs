@@ -3,12 +3,15 @@
 //! Roofline: a product takes sixteen cycles, the load of a tile, a kilobyte, eight from the first-level cache and some twenty from the second. Many rows keep a block of a whole panel in the first, and
 //! four products need one tile from the second ([`near`]); two tiles of rows by two of columns would need two of their four. Few rows take a cycle for each row and wait for memory.
 //!
-//! Measured on Emerald Rapids, eight cores at a time, each of 2.84 TFLOP/s, 256 rows by 768 inputs and 1,024 outputs, left sides and sums from the second-level cache: 1.36 TFLOP/s with loads where their products
-//! are; 1.50 with those of the right side a product ahead, those of the left side a granule ahead and not kept in the first-level cache, from which they push what stays there; and 1.76 with the sums of the next
-//! tile fetched meanwhile (1.93 of operands that are all in the first-level cache). Blocks of six granules take 8% longer, of four 26%. What gives less: one loop over all tiles, with the stores and
-//! loads of sums between the products (1.1) or of two halves of a panel half a block apart (1.0); two tiles of rows by two of columns, which are faster (1.81) only of right sides that lie closer than
-//! panels do, and copying those costs a fourth; sums in rows of a panel (1.73), and left sides in rows of four granules (1.68). Prefetches of left sides into the first level take 6 to 30%, and a core has
-//! room for 16 lines on their way: prefetches of the right side in runs of 32 waited for an eighth of a prefill.
+//! Measured on Emerald Rapids, one core, in nanoseconds for each product, of which the unit alone makes one in 7.3 to 7.5: 9.2 to 9.5 with all 1,024 inputs of 512 rows, left sides and sums from the second-level
+//! cache. Of these the stores of sums are 0.9 and their loads 0.5. Loads go as far ahead as there are registers, across tiles of rows: 2 to 3% (5% of 3,072 inputs) over a call for each tile. Those of the left side are
+//! not kept in the first-level cache, from which they push what stays there (11.1 if they are), and the sums of the next tile are fetched meanwhile. Blocks of six granules take 8% longer, of four 26%, and sixteen,
+//! which do not fit the first level, 50%. What gives nothing or less: stores and loads of sums between the last products of a tile (9.6) wherever they lie, right sides in tiles of their own (9.2), sums in rows of a
+//! panel (9.3), left sides in rows of four granules. Registers of tiles are renamed: loading one that is being read costs nothing. A core has room for 16 lines on their way: prefetches of the right side in runs of 32
+//! waited for an eighth of a prefill.
+//!
+//! Where a neighbour has the core's other thread and its tiles, the unit alone makes a product in 17, a load takes 13 where it took 3.4 (vectors are as fast as ever), and no kernel makes a product in less than 30: 31 to
+//! 46 this one, and with a right side alone and no sums 29. Limits are of quiet moments then, and fractions of them say more of the neighbour than of the kernel.
 //!
 //! What `tdpbf16ps` computes is written down in [`granules`](super::granules). The instructions have no stable intrinsics, so each loop is one block of assembly: nothing the compiler
 //! does can come between a tile's loads and its products.
@@ -21,7 +24,7 @@ use std::cell::Cell;
 use std::mem::offset_of;
 
 use super::granules::{GranuleTile, ROW_BYTES, TILE_ROWS};
-use super::tiled::near::NearTile;
+use super::tiled::near::NearTiles;
 use crate::cpu::packed::LANES;
 
 /// Vectors of columns that one tile of rows is multiplied with at a time, at most.
@@ -148,37 +151,45 @@ macro_rules! one_by_four_products {
     };
 }
 
-/// A granule of sixteen rows by four vectors, whose left tile and first right tile were loaded before: `(left, the other left)`, and what loads those of the granule behind it. Loads go a product ahead:
-/// a tile that is read cannot be loaded.
+/// A granule of sixteen rows by four vectors: the register of its left tile, those of its right tiles, of which the fourth comes into that of the first, and what is loaded meanwhile for the granule behind it.
+/// Three products ahead, as far as there are registers.
 macro_rules! near_granule {
-    ($left:literal, $next_left:literal, $next_right:literal) => {
+    ($left:literal, [$first:literal, $second:literal, $third:literal], $goes_on:expr, [$after_second:expr, $after_third:expr, $after_last:expr]) => {
         concat!(
-            "tileloadd tmm7, [{b} + {b_step}*1 + 64]\n",
             "tdpbf16ps tmm0, ",
             $left,
-            ", tmm6\n",
-            $next_left,
-            "tileloadd tmm6, [{b} + {b_step}*1 + 128]\n",
+            ", ",
+            $first,
+            "\n",
+            "tileloadd ",
+            $first,
+            ", [{b} + {b_step}*1 + 192]\n",
+            $goes_on,
             "tdpbf16ps tmm1, ",
             $left,
-            ", tmm7\n",
-            "tileloadd tmm7, [{b} + {b_step}*1 + 192]\n",
+            ", ",
+            $second,
+            "\n",
+            $after_second,
             "tdpbf16ps tmm2, ",
             $left,
-            ", tmm6\n",
-            "lea {b}, [{b} + 8*{b_step}]\n",
-            "lea {b}, [{b} + 8*{b_step}]\n",
-            $next_right,
+            ", ",
+            $third,
+            "\n",
+            $after_third,
             "tdpbf16ps tmm3, ",
             $left,
-            ", tmm7\n",
-            "mov {from}, {coming_each}\n",
-            "test {from}, {from}\n",
+            ", ",
+            $first,
+            "\n",
+            $after_last,
+            "mov {n}, [{t} + {coming_each}]\n",
+            "test {n}, {n}\n",
             "jz 5f\n",
             "4:\n",
             "prefetcht1 [{coming}]\n",
             "add {coming}, 64\n",
-            "dec {from}\n",
+            "dec {n}\n",
             "jnz 4b\n",
             "5:\n",
             ".irp line, 0, 64, 128, 192, 256, 320, 384, 448\n",
@@ -189,22 +200,83 @@ macro_rules! near_granule {
     };
 }
 
+/// The left tile of the granule at hand, which does not push the right side out of the first-level cache, and a right tile.
+macro_rules! near_load {
+    (left $tile:literal) => {
+        concat!("tileloaddt1 ", $tile, ", [{a} + {row}*1]\n")
+    };
+    (right $tile:literal, $place:literal) => {
+        concat!("tileloadd ", $tile, ", [{b} + {b_step}*1 + ", $place, "]\n")
+    };
+}
+
+/// On to the next granule of a tile.
+macro_rules! near_next_granule {
+    () => {
+        concat!("lea {b}, [{b} + 8*{b_step}]\n", "lea {b}, [{b} + 8*{b_step}]\n", "add {a}, 1024\n")
+    };
+}
+
+/// On to the first granule of the next tile of rows; behind the last, to that of the last once more.
+macro_rules! near_next_tile {
+    () => {
+        concat!(
+            "mov {b}, [{t} + {first_b}]\n",
+            "mov {a}, [{t} + {first_a}]\n",
+            "add {a}, [{t} + {a_tile}]\n",
+            "cmp {a}, [{t} + {last_a}]\n",
+            "cmova {a}, [{t} + {last_a}]\n",
+            "mov [{t} + {first_a}], {a}\n",
+        )
+    };
+}
+
+/// The granule whose left tile is the fourth tile; behind it comes [`near_odd_granule`].
+macro_rules! near_even_granule {
+    () => {
+        near_granule!("tmm4", ["tmm5", "tmm6", "tmm7"], near_next_granule!(), [
+            near_load!(left "tmm6"),
+            near_load!(right "tmm7", 0),
+            concat!(near_load!(right "tmm4", 64), near_load!(right "tmm5", 128))
+        ])
+    };
+}
+
+/// The granule whose left tile is the sixth; behind it comes [`near_even_granule`].
+macro_rules! near_odd_granule {
+    ($goes_on:expr) => {
+        near_granule!("tmm6", ["tmm7", "tmm4", "tmm5"], $goes_on, [
+            near_load!(left "tmm4"),
+            near_load!(right "tmm5", 0),
+            concat!(near_load!(right "tmm6", 64), near_load!(right "tmm7", 128))
+        ])
+    };
+}
+
 /// See [`NearFn`](super::tiled::near::NearFn): of four products one load comes from the second-level cache, where two tiles of rows by two of columns would be two of four.
 ///
 /// # Safety
 /// As there, with AMX-BF16 and the system's permission.
-pub(super) unsafe fn near(t: &NearTile) {
+pub(super) unsafe fn near(mut t: NearTiles) {
     configure(TILE_ROWS, TILE_ROWS);
-    // Sums lie as the left side does, in tiles of sixteen rows of 64 bytes (`a_row`). The left side, which comes by once in a while, does not push the right side out of the first-level cache.
+    // Sums lie as the left side does, in tiles of sixteen rows of 64 bytes (`row`).
     // SAFETY: the caller vouches for the operands; tile registers are used in this block alone.
     unsafe {
         asm!(
-            "test {from}, {from}",
+            near_load!(left "tmm4"),
+            near_load!(right "tmm5", 0),
+            near_load!(right "tmm6", 64),
+            near_load!(right "tmm7", 128),
+            "20:",
+            "mov {n}, [{t} + {from}]",
+            "test {n}, {n}",
             "jz 3f",
-            "tileloadd tmm0, [{from} + {a_row}*1]",
-            "tileloadd tmm1, [{from} + {a_row}*1 + 1024]",
-            "tileloadd tmm2, [{from} + {a_row}*1 + 2048]",
-            "tileloadd tmm3, [{from} + {a_row}*1 + 3072]",
+            "tileloadd tmm0, [{n} + {row}*1]",
+            "tileloadd tmm1, [{n} + {row}*1 + 1024]",
+            "tileloadd tmm2, [{n} + {row}*1 + 2048]",
+            "tileloadd tmm3, [{n} + {row}*1 + 3072]",
+            "add {n}, 4096",
+            "mov [{t} + {from}], {n}",
             "jmp 2f",
             "3:",
             "tilezero tmm0",
@@ -212,44 +284,80 @@ pub(super) unsafe fn near(t: &NearTile) {
             "tilezero tmm2",
             "tilezero tmm3",
             "2:",
-            "tileloaddt1 tmm4, [{a} + {a_row}*1]",
-            "tileloadd tmm6, [{b} + {b_step}*1]",
-            "sub {behind}, 2",
-            "jb 7f",
+            "mov {n}, [{t} + {written_rows}]",
+            "test {n}, {n}",
+            "jz 5f",
+            "mov {next_sums}, [{t} + {written}]",
+            "4:",
+            "prefetchw [{next_sums}]",
+            "prefetchw [{next_sums} + 64]",
+            "prefetchw [{next_sums} + 128]",
+            "prefetchw [{next_sums} + 192]",
+            "add {next_sums}, [{t} + {written_row}]",
+            "dec {n}",
+            "jnz 4b",
+            "mov {next_sums}, [{t} + {written_tile}]",
+            "add [{t} + {written}], {next_sums}",
+            "5:",
+            "add qword ptr [{t} + {sums}], 4096",
+            "mov {next_sums}, [{t} + {sums}]",
+            "mov {behind}, [{t} + {granules}]",
+            "sub {behind}, 3",
+            "jl 7f",
             "6:",
-            near_granule!("tmm4", "tileloaddt1 tmm5, [{a} + {a_row}*1 + 1024]\n", "tileloadd tmm6, [{b} + {b_step}*1]\n"),
-            near_granule!("tmm5", "tileloaddt1 tmm4, [{a} + {a_row}*1 + 2048]\n", "tileloadd tmm6, [{b} + {b_step}*1]\n"),
-            "add {a}, 2048",
+            near_even_granule!(),
+            near_odd_granule!(near_next_granule!()),
             "sub {behind}, 2",
-            "jae 6b",
+            "jge 6b",
             "7:",
             "cmp {behind}, -1",
-            "je 8f",
-            near_granule!("tmm4", "", ""),
+            "jne 8f",
+            near_even_granule!(),
+            near_odd_granule!(near_next_tile!()),
             "jmp 9f",
             "8:",
-            near_granule!("tmm4", "tileloaddt1 tmm5, [{a} + {a_row}*1 + 1024]\n", "tileloadd tmm6, [{b} + {b_step}*1]\n"),
-            near_granule!("tmm5", "", ""),
+            near_granule!("tmm4", ["tmm5", "tmm6", "tmm7"], near_next_tile!(), [
+                near_load!(right "tmm6", 64),
+                near_load!(right "tmm7", 128),
+                concat!(near_load!(left "tmm4"), near_load!(right "tmm5", 0))
+            ]),
             "9:",
-            "tilestored [{to} + {to_row}*1], tmm0",
-            "add {to}, {to_vector}",
-            "tilestored [{to} + {to_row}*1], tmm1",
-            "add {to}, {to_vector}",
-            "tilestored [{to} + {to_row}*1], tmm2",
-            "add {to}, {to_vector}",
-            "tilestored [{to} + {to_row}*1], tmm3",
-            from = inout(reg) t.from => _,
+            "mov {n}, [{t} + {to}]",
+            "tilestored [{n} + {to_row}*1], tmm0",
+            "add {n}, {to_vector}",
+            "tilestored [{n} + {to_row}*1], tmm1",
+            "add {n}, {to_vector}",
+            "tilestored [{n} + {to_row}*1], tmm2",
+            "add {n}, {to_vector}",
+            "tilestored [{n} + {to_row}*1], tmm3",
+            "add qword ptr [{t} + {to}], 4096",
+            "dec qword ptr [{t} + {tiles}]",
+            "jnz 20b",
+            t = in(reg) &raw mut t,
+            tiles = const offset_of!(NearTiles, tiles),
+            granules = const offset_of!(NearTiles, granules),
+            first_a = const offset_of!(NearTiles, a),
+            a_tile = const offset_of!(NearTiles, a_tile),
+            last_a = const offset_of!(NearTiles, last_a),
+            first_b = const offset_of!(NearTiles, b),
+            from = const offset_of!(NearTiles, from),
+            to = const offset_of!(NearTiles, to),
+            sums = const offset_of!(NearTiles, sums),
+            coming_each = const offset_of!(NearTiles, coming_each),
+            written = const offset_of!(NearTiles, written),
+            written_rows = const offset_of!(NearTiles, written_rows),
+            written_row = const offset_of!(NearTiles, written_row),
+            written_tile = const offset_of!(NearTiles, written_tile),
             a = inout(reg) t.a => _,
-            a_row = in(reg) ROW_BYTES,
+            row = in(reg) ROW_BYTES,
             b = inout(reg) t.b => _,
             b_step = in(reg) t.b_step,
             coming = inout(reg) t.coming => _,
-            coming_each = in(reg) t.coming_each,
-            next_sums = inout(reg) t.next_sums => _,
-            to = inout(reg) t.to => _,
-            to_row = in(reg) t.to_row * 4,
-            to_vector = in(reg) t.to_vector * 4,
-            behind = inout(reg) t.granules - 1 => _,
+            next_sums = out(reg) _,
+            to_row = in(reg) t.to_row,
+            to_vector = in(reg) t.to_vector,
+            behind = out(reg) _,
+            n = out(reg) _,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );

@@ -11,7 +11,6 @@ use super::{PanelProduct, fill_up};
 use crate::cpu::isa::Isa;
 use crate::cpu::matmul::Matmul;
 use crate::cpu::matmul::addends::{Addends, PanelAddends};
-use crate::cpu::matmul::fetch::fetch_to_write;
 use crate::cpu::matmul::granules::{ROWS_MAX, STEPS, TILE_ROWS};
 use crate::cpu::matmul::operands::{Right, panel_columns};
 use crate::cpu::packed::{LANES, PANEL};
@@ -25,38 +24,48 @@ const LINES_EACH_MAX: usize = 16;
 /// Bytes of a result that would not stay in a second-level cache.
 const STREAMED_BYTES_MIN: usize = 8 << 20;
 
-/// Operands of sixteen rows and a whole panel over whole granules.
-#[derive(Clone, Copy)]
+/// Operands of tiles of sixteen rows, one after another, and a whole panel over whole granules. Distances are in bytes.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Some of it is for matrix units.
-pub(in crate::cpu::matmul) struct NearTile {
+pub(in crate::cpu::matmul) struct NearTiles {
+    /// How many, at least one.
+    pub tiles: usize,
     /// Granules of the reduction, at least one.
     pub granules: usize,
-    /// Left side: `[granules][16 rows][64 bytes]`.
+    /// Left side of the first tile: `[granules][16 rows][64 bytes]`.
     pub a: *const u8,
-    /// Right side: each step has 64 words.
+    /// From one tile to the next.
+    pub a_tile: usize,
+    /// That of the last tile.
+    pub last_a: *const u8,
+    /// Right side of all: each step has 64 words.
     pub b: *const u8,
-    /// Bytes from one step to the next.
+    /// From one step to the next.
     pub b_step: usize,
-    /// A tile of sums that the product is added to: a null pointer for zeros.
+    /// Sums that the product is added to, tile after tile: a null pointer for zeros.
     pub from: *const f32,
-    /// Where the result goes, which may be the same.
+    /// Where the result goes, which may be the same. From one tile to the next it is as many bytes as a tile has.
     pub to: *mut f32,
-    /// Elements from one of its rows to the next.
+    /// From one of its rows to the next.
     pub to_row: usize,
-    /// Elements from one of its vectors to the next.
+    /// From one of its vectors to the next.
     pub to_vector: usize,
+    /// The sums of these tiles, each of which is fetched into the first-level cache a tile ahead.
+    pub sums: *const f32,
     /// What is fetched into the second-level cache meanwhile: from here on, so many lines during each granule.
     pub coming: *const u8,
     pub coming_each: usize,
-    /// What is fetched into the first: a tile of sums that comes next.
-    pub next_sums: *const f32,
+    /// Rows of the result that are fetched for writing: where the first is, how many before each tile, from one to the next, and from the first of a tile to that of the next.
+    pub written: *const f32,
+    pub written_rows: usize,
+    pub written_row: usize,
+    pub written_tile: usize,
 }
 
-/// Adds the product to what there is.
+/// Adds the products to what there is.
 ///
 /// # Safety
 /// All operands must be readable, and the result writable. The machine must have the instructions.
-pub(in crate::cpu::matmul) type NearFn = unsafe fn(tile: &NearTile);
+pub(in crate::cpu::matmul) type NearFn = unsafe fn(tiles: NearTiles);
 
 /// The kernel of an instruction set, if it has one.
 pub(super) fn kernel(isa: Isa) -> Option<NearFn> {
@@ -88,14 +97,21 @@ impl<R: Right> PanelProduct<'_, R> {
         mut arena: Arena<'_>,
     ) {
         let PanelProduct { left, out, accumulate, block_steps, right, .. } = *self;
-        let block_words = block_steps * PANEL;
+        let (block_words, num_tiles) = (block_steps * PANEL, part.len().div_ceil(TILE_ROWS));
         let (written, filled_up) = (arena.take(block_words), arena.take(block_words));
-        let sums = arena.take::<f32>(part.len().div_ceil(TILE_ROWS) * SUMS);
+        let sums = arena.take::<f32>(num_tiles * SUMS);
         let side = arena.take::<f32>(ROWS_MAX * PANEL);
         let mut added = addends.map(|addends| PanelAddends::new(addends, &matmul.kernel, matmul.isa, panel, &mut arena));
         let is_streamed =
             addends.is_some() && !out.stays_near && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
-        let is_fetched = !is_streamed && !out.stays_near && !accumulate;
+        let mut runs = left.rows.parts(part.clone());
+        let result = out.at(runs.next().expect("there are rows").start, panel * PANEL);
+        let is_fetched = !is_streamed && !out.stays_near && !accumulate && runs.next().is_none();
+        drop(runs);
+        let tile = |tile: usize, granules_before: usize| {
+            let at = (part.start / TILE_ROWS + tile) * left.tile + granules_before * left.granule;
+            left.first.wrapping_add(at)
+        };
         for first in left.steps.clone().step_by(block_steps) {
             let steps = first..(first + block_steps).min(left.steps.end);
             let (is_first, is_last) = (first == left.steps.start, steps.end == left.steps.end);
@@ -106,52 +122,62 @@ impl<R: Right> PanelProduct<'_, R> {
                 unsafe { fill_up(&block, steps.len(), PANEL, filled_up) };
                 (b, b_step) = (filled_up.as_ptr().cast(), PANEL * 4);
             }
-            let mut ahead = self.coming(panel, next_panel, &steps);
             let granules = steps.len().div_ceil(STEPS);
-            let lines_max = ahead.lines_each(part.len().div_ceil(TILE_ROWS)).min(LINES_EACH_MAX * granules);
             let granules_before = (first - left.steps.start) / STEPS;
-            for places in part.clone().step_by(ROWS_MAX).map(|first| first..(first + ROWS_MAX).min(part.end)) {
-                let sums = &mut sums[(places.start - part.start) / TILE_ROWS * SUMS..];
-                if is_first && accumulate {
-                    // SAFETY: rows of the result, which are this task's.
-                    unsafe { self.fill_in(panel, places.clone(), sums) };
-                }
-                for (i, sums) in sums.chunks_exact_mut(SUMS).take(places.len().div_ceil(TILE_ROWS)).enumerate() {
-                    let sums = sums.as_mut_ptr();
-                    let (coming, lines) = ahead.next_lines(lines_max);
-                    if is_fetched {
-                        // Of the rows of the tile as many during each block.
-                        let before = |step: usize| TILE_ROWS * (step - left.steps.start) / left.steps.len();
-                        let first = places.start + i * TILE_ROWS;
-                        let of_block = first + before(steps.start)..(first + before(steps.end)).min(places.end);
-                        left.rows.parts(of_block).flatten().for_each(|row| fetch_to_write(out.at(row, panel * PANEL), PANEL));
+            let mut ahead = self.coming(panel, next_panel, &steps);
+            let coming_each = ahead.lines_each(num_tiles).div_ceil(granules).min(LINES_EACH_MAX);
+            // Of the rows of a tile as many during each block.
+            let written_before = |step: usize| TILE_ROWS * (step - left.steps.start) / left.steps.len();
+            let written_rows = if is_fetched { written_before(steps.end) - written_before(steps.start) } else { 0 };
+            if is_first && accumulate {
+                // SAFETY: rows of the result, which are this task's.
+                unsafe { self.fill_in(panel, part.clone(), sums) };
+            }
+            let of_block = |tiles: Range<usize>, sums: &mut [f32]| NearTiles {
+                tiles: tiles.len(),
+                granules,
+                a: tile(tiles.start, granules_before),
+                a_tile: left.tile,
+                last_a: tile(tiles.end - 1, granules_before),
+                b,
+                b_step,
+                from: if is_first && !accumulate { std::ptr::null() } else { sums.as_ptr() },
+                to: sums.as_mut_ptr(),
+                to_row: LANES * size_of::<f32>(),
+                to_vector: TILE_ROWS * LANES * size_of::<f32>(),
+                sums: sums.as_ptr(),
+                coming: std::ptr::null(),
+                coming_each: 0,
+                written: result.wrapping_add((tiles.start * TILE_ROWS + written_before(steps.start)) * out.stride),
+                written_rows,
+                written_row: out.stride * size_of::<f32>(),
+                written_tile: TILE_ROWS * out.stride * size_of::<f32>(),
+            };
+            // The last block's are finished while they are in the first-level cache.
+            let at_once = if is_last { ROWS_MAX / TILE_ROWS } else { num_tiles };
+            for tiles in (0..num_tiles).step_by(at_once).map(|first| first..(first + at_once).min(num_tiles)) {
+                let mut next = tiles.start;
+                while next < tiles.end {
+                    let rest = tiles.end - next;
+                    let (coming, lines) = ahead.next_lines(rest * granules * coming_each);
+                    let count = if lines > 0 { lines.div_ceil(granules * coming_each) } else { rest };
+                    let mut these = of_block(next..next + count, &mut sums[next * SUMS..(next + count) * SUMS]);
+                    if lines > 0 {
+                        (these.coming, these.coming_each) = (std::ptr::without_provenance(coming), coming_each);
+                    }
+                    if is_last {
+                        these.to = side[(next - tiles.start) * SUMS..].as_mut_ptr();
+                        (these.to_row, these.to_vector) = (PANEL * size_of::<f32>(), LANES * size_of::<f32>());
                     }
                     // SAFETY: the tiles have these rows and granules, the block its steps, the side its rows.
-                    unsafe {
-                        let to = match is_last {
-                            true => (side[i * SUMS..].as_mut_ptr(), PANEL, LANES),
-                            false => (sums, LANES, TILE_ROWS * LANES),
-                        };
-                        run(&NearTile {
-                            granules,
-                            a: left.first.add((places.start / TILE_ROWS + i) * left.tile + granules_before * left.granule),
-                            b,
-                            b_step,
-                            from: if is_first && !accumulate { std::ptr::null() } else { sums },
-                            to: to.0,
-                            to_row: to.1,
-                            to_vector: to.2,
-                            coming: std::ptr::without_provenance(coming),
-                            coming_each: lines.div_ceil(granules),
-                            next_sums: sums.wrapping_add(SUMS),
-                        });
-                    }
+                    unsafe { run(these) };
+                    next += count;
                 }
-                if !is_last {
-                    continue;
+                if is_last {
+                    let places = part.start + tiles.start * TILE_ROWS..(part.start + tiles.end * TILE_ROWS).min(part.end);
+                    // SAFETY: the caller's promise.
+                    unsafe { self.finish(panel, places, side, added.as_mut(), is_streamed) };
                 }
-                // SAFETY: the caller's promise.
-                unsafe { self.finish(panel, places, side, added.as_mut(), is_streamed) };
             }
         }
         if is_streamed {
@@ -260,6 +286,7 @@ mod tests {
         let rank = 7;
         let shapes = [
             (64, 32, 64),
+            (90, 90, 64),
             (300, 3000, 40),
             (100, 100, 200),
             (130, 1040, 200),
