@@ -213,6 +213,12 @@ impl Pieces {
         (first, lines)
     }
 
+    /// Goes past what the first of so many tiles fetch of one piece, each so many lines, behind each other; answers where that begins, if there is something left, and how many tiles it takes.
+    pub(super) fn next_tiles(&mut self, tiles: usize, lines_each: usize) -> (Option<usize>, usize) {
+        let (first, lines) = self.next_lines(tiles * lines_each);
+        if lines > 0 { (Some(first), lines.div_ceil(lines_each)) } else { (None, tiles) }
+    }
+
     /// Goes past a line.
     #[inline]
     fn next_line(&mut self) -> Option<usize> {
@@ -387,6 +393,30 @@ mod tests {
         assert_eq!(left[..2], [(4096 + 2 * LINE_BYTES, 4), (14_096 + LINE_BYTES, 2)]);
         assert_eq!(left[2].1, 0);
         assert_eq!(Pieces::default().fetch(1), Pieces::default());
+    }
+
+    #[test]
+    fn tiles_one_after_another_fetch_every_line_of_all_pieces_once() {
+        for (count, bytes, tiles) in
+            [(1, 512 * LINE_BYTES, 32), (1, 100 * LINE_BYTES, 32), (1, LINE_BYTES, 2), (3, 33 * LINE_BYTES, 8), (0, 1, 4)]
+        {
+            let mut pieces = if count > 0 { Pieces::one(4096, 0..bytes).repeated(count, 1 << 20) } else { Pieces::default() };
+            let (all, lines_each) = (pieces.clone(), pieces.lines_each(tiles));
+            let (mut lines, mut done) = (Vec::new(), 0);
+            while done < tiles {
+                let (first, of_run) = pieces.next_tiles(tiles - done, lines_each);
+                assert!((1..=tiles - done).contains(&of_run));
+                // The last tile goes on behind the end, which is fetched for nothing.
+                lines.extend(
+                    first.into_iter().flat_map(|first| (0..of_run * lines_each).map(move |line| first + line * LINE_BYTES)),
+                );
+                done += of_run;
+            }
+            assert_eq!(pieces.lines(), 0, "{count} pieces of {bytes} bytes");
+            lines.retain(|line| all.clone().each().iter().any(|piece| piece.contains(line)));
+            let expected: Vec<usize> = all.each().into_iter().flat_map(|piece| piece.step_by(LINE_BYTES)).collect();
+            assert_eq!(lines, expected, "{count} pieces of {bytes} bytes");
+        }
     }
 
     #[test]

@@ -158,11 +158,9 @@ impl<R: Right> PanelProduct<'_, R> {
             for tiles in (0..num_tiles).step_by(at_once).map(|first| first..(first + at_once).min(num_tiles)) {
                 let mut next = tiles.start;
                 while next < tiles.end {
-                    let rest = tiles.end - next;
-                    let (coming, lines) = ahead.next_lines(rest * granules * coming_each);
-                    let count = if lines > 0 { lines.div_ceil(granules * coming_each) } else { rest };
+                    let (coming, count) = ahead.next_tiles(tiles.end - next, granules * coming_each);
                     let mut these = of_block(next..next + count, &mut sums[next * SUMS..(next + count) * SUMS]);
-                    if lines > 0 {
+                    if let Some(coming) = coming {
                         (these.coming, these.coming_each) = (std::ptr::without_provenance(coming), coming_each);
                     }
                     if is_last {
