@@ -40,4 +40,4 @@ pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
 pub(crate) use one_writer::write_by_one;
 pub(crate) use pieces::{Run, alone, fill_pieces};
 pub(crate) use safetensors::{FileIdentity, INDEX_FILE, SINGLE_FILE, StoredTensor};
-pub(crate) use source_tensor::{e4m3_to_f32, first_not_finite, write_values};
+pub(crate) use source_tensor::{e4m3_to_f32, first_negative, first_not_finite, write_values};

@@ -26,7 +26,7 @@ use crate::lora::{LoraConfig, LoraModule, LoraParams, ModuleSet, Part};
 use crate::{Error, ModelConfig, Result};
 use config::AdapterSettings;
 use names::{AdapterTensors, Layout, Naming};
-use read::{leave_base, read_params, refuse_not_finite};
+use read::{leave_base, read_params, refuse_not_finite, refuse_wrong_moments};
 use write::{Lost, OutTensor, Source, tensors, write_tensors};
 
 pub use forms::check_form;
@@ -333,7 +333,7 @@ pub fn has_optimizer(dir: &Path) -> bool {
 /// Reads the state of an optimizer of an adapter of `config`: the bits that were written.
 ///
 /// # Errors
-/// If the file is missing or malformed, or does not fit the adapter.
+/// If the file is missing or malformed, does not fit the adapter, or has a moment that is no finite number, or a second one below zero.
 pub fn read_optimizer(
     backend: &dyn Backend,
     dir: &Path,
@@ -341,6 +341,7 @@ pub fn read_optimizer(
     config: &LoraConfig,
 ) -> Result<OptimizerState> {
     let checkpoint = Checkpoint::open_file(&dir.join(OPTIMIZER_FILE))?;
+    refuse_wrong_moments(&checkpoint, MOMENTS)?;
     let mut reader = CheckpointReader::new(&checkpoint);
     let of = |prefix| AdapterTensors { checkpoint: &checkpoint, prefix, naming: Naming::default() };
     let [m, v] = MOMENTS.map(|prefix| read_params(backend, of(prefix), &mut reader, modules, config, None));

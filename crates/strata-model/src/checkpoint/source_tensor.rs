@@ -123,23 +123,32 @@ impl<'a> SourceTensor<'a> {
 
 /// The place and value of the first element that is infinite or not a number, if there is one.
 pub(crate) fn first_not_finite(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
+    // The exponent of infinities and of NaNs is all ones.
+    first_by_bits(run, tensor, |bits| bits & 0x7f80_0000 == 0x7f80_0000)
+}
+
+/// The place and value of the first element below zero, if there is one.
+pub(crate) fn first_negative(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
+    first_by_bits(run, tensor, |bits| bits > 0x8000_0000)
+}
+
+/// The place and value of the first element whose bits as f32 are of some kind.
+fn first_by_bits(run: Run<'_>, tensor: HostRef<'_>, is_wanted: impl Fn(u32) -> bool + Sync) -> Option<(usize, f32)> {
     let (bytes, size) = (tensor.as_bytes(), tensor.dtype().size_bytes());
+    let widened = |b: [u8; 2]| u32::from(u16::from_ne_bytes(b)) << 16;
     // Without a branch within a piece, and so at the speed of memory.
-    let is_not_finite = |piece: &[u8]| match tensor.dtype() {
-        // The exponent of infinities and of NaNs is all ones.
-        DType::F32 => {
-            piece.as_chunks().0.iter().fold(false, |any, &b| any | (u32::from_ne_bytes(b) & 0x7f80_0000 == 0x7f80_0000))
-        }
-        DType::BF16 => piece.as_chunks().0.iter().fold(false, |any, &b| any | (u16::from_ne_bytes(b) & 0x7f80 == 0x7f80)),
+    let has = |piece: &[u8]| match tensor.dtype() {
+        DType::F32 => piece.as_chunks().0.iter().fold(false, |any, &b| any | is_wanted(u32::from_ne_bytes(b))),
+        DType::BF16 => piece.as_chunks().0.iter().fold(false, |any, &b| any | is_wanted(widened(b))),
     };
     let piece = |i: usize| &bytes[i * PIECE * size..bytes.len().min((i + 1) * PIECE * size)];
-    let (index, ()) = first_found(run, bytes.len().div_ceil(PIECE * size), &|i| is_not_finite(piece(i)).then_some(()))?;
-    let (place, element) = piece(index).chunks(size).enumerate().find(|(_, element)| is_not_finite(element))?;
-    let value = match tensor.dtype() {
-        DType::F32 => f32::from_ne_bytes(element.try_into().expect("four bytes")),
-        DType::BF16 => bf16::from_ne_bytes(element.try_into().expect("two bytes")).to_f32(),
+    let (index, ()) = first_found(run, bytes.len().div_ceil(PIECE * size), &|i| has(piece(i)).then_some(()))?;
+    let (place, element) = piece(index).chunks(size).enumerate().find(|(_, element)| has(element))?;
+    let bits = match tensor.dtype() {
+        DType::F32 => u32::from_ne_bytes(element.try_into().expect("four bytes")),
+        DType::BF16 => widened(element.try_into().expect("two bytes")),
     };
-    Some((index * PIECE + place, value))
+    Some((index * PIECE + place, f32::from_bits(bits)))
 }
 
 fn read<'a>(run: Run<'_>, bytes: &'a [u8], shape: &[usize], from: SourceDType, to: DType) -> Result<Converted<'a>> {
@@ -308,6 +317,23 @@ mod tests {
                 let (actual, expected) = (tensor.as_ref().to_f32_vec(), expected.as_ref().to_f32_vec());
                 let same = |(a, e): (&f32, &f32)| a.to_bits() == e.to_bits() || a.is_nan() && e.is_nan();
                 assert!(actual.iter().zip(&expected).all(same), "{from:?} to {to}");
+            }
+        }
+    }
+
+    #[test]
+    fn whatever_is_below_zero_is_found() {
+        for dtype in [DType::F32, DType::BF16] {
+            for place in [0, PIECE - 1, 2 * PIECE + 998] {
+                let mut values = vec![1.0e38f32; 2 * PIECE + 999];
+                values[3] = -0.0;
+                let found = |values: &[f32]| {
+                    let tensor = HostTensor::from_f32(values, &[values.len()], dtype).unwrap();
+                    first_negative(&backwards, tensor.as_ref())
+                };
+                assert!(found(&values).is_none());
+                values[place] = -f32::from_bits(0x0001_0000);
+                assert_eq!(found(&values), Some((place, values[place])), "{dtype}");
             }
         }
     }

@@ -5,7 +5,8 @@ use strata_tensor::{Backend, DType, HostRef, HostTensor};
 use super::fused::b_of_rows;
 use super::names::{AdapterTensors, EMBEDDING_PATH, Layout, UNEMBED_PATHS, a_name, b_name};
 use crate::Result;
-use crate::checkpoint::{Checkpoint, CheckpointReader, Converted, SourceTensor, first_not_finite};
+use crate::checkpoint::pieces::Run;
+use crate::checkpoint::{Checkpoint, CheckpointReader, Converted, SourceTensor, first_negative, first_not_finite};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, Part};
 
 /// What the name of a copy of the base's weight ends in.
@@ -186,11 +187,31 @@ pub(super) fn leave_base(reader: &mut CheckpointReader<'_>, module: &LoraModule)
 /// Refuses an adapter that would make every number it touches infinite or not a number.
 pub(super) fn refuse_not_finite(checkpoint: &Checkpoint) -> Result<()> {
     for name in checkpoint.names().filter(|name| !name.ends_with(BASE_WEIGHT)) {
-        let Some(tensor) = checkpoint.tensor(name)? else { continue };
-        if let Some((place, value)) = first_not_finite(&crate::checkpoint::alone, tensor.read(DType::F32)?.as_ref()) {
-            return Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, not a finite number")));
+        refuse_elements(checkpoint, name, first_not_finite, "not a finite number")?;
+        checkpoint.forget_all(name);
+    }
+    Ok(())
+}
+
+/// Refuses moments with which the next step would leave no number of the adapter: squares that were averaged are not negative.
+pub(super) fn refuse_wrong_moments(checkpoint: &Checkpoint, [m, v]: [&str; 2]) -> Result<()> {
+    for name in checkpoint.names().filter(|name| name.starts_with(m) || name.starts_with(v)) {
+        refuse_elements(checkpoint, name, first_not_finite, "not a finite number")?;
+        if name.starts_with(v) {
+            refuse_elements(checkpoint, name, first_negative, "which an average of squares cannot be")?;
         }
         checkpoint.forget_all(name);
     }
     Ok(())
+}
+
+/// What finds the first of some elements, with its place.
+type First = fn(Run<'_>, HostRef<'_>) -> Option<(usize, f32)>;
+
+fn refuse_elements(checkpoint: &Checkpoint, name: &str, first: First, what: &str) -> Result<()> {
+    let Some(tensor) = checkpoint.tensor(name)? else { return Ok(()) };
+    match first(&crate::checkpoint::alone, tensor.read(DType::F32)?.as_ref()) {
+        Some((place, value)) => Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, {what}"))),
+        None => Ok(()),
+    }
 }

@@ -77,6 +77,17 @@ fn distinct_params(config: &LoraConfig) -> LoraParams {
     params
 }
 
+/// Numbers that averages of squares can be: none is negative.
+fn squares(config: &LoraConfig, seed: u64) -> LoraParams {
+    let mut params = LoraParams::init(&*BACKEND, &modules(), config, seed).unwrap();
+    for tensor in params.tensors_mut() {
+        let mut bytes = bytes_of(tensor);
+        bytes.as_chunks_mut().0.iter_mut().for_each(|number: &mut [u8; 4]| number[3] &= 0x7f);
+        fill(tensor, &bytes);
+    }
+    params
+}
+
 fn bits(params: &LoraParams) -> Vec<Option<[Vec<u8>; 2]>> {
     let stack_bits = |s: &LoraStack| [bytes_of(&s.a), bytes_of(&s.b)];
     params.stacks.iter().map(|s| s.as_ref().map(stack_bits)).collect()
@@ -454,7 +465,7 @@ fn adapters_that_peft_wrote_are_read() {
 fn optimizer_state_reads_back_to_the_bit() {
     let dir = tempfile::tempdir().unwrap();
     let config = LoraConfig { mlp: false, ..all_parts() };
-    let (m, v) = (distinct_params(&config), LoraParams::init(&*BACKEND, &modules(), &config, 7).unwrap());
+    let (m, v) = (distinct_params(&config), squares(&config, 7));
     write_optimizer(&*BACKEND, dir.path(), &modules(), [&m, &v], u64::MAX).unwrap();
     let state = read_optimizer(&*BACKEND, dir.path(), &modules(), &config).unwrap();
     assert_eq!(state.step, u64::MAX);
@@ -465,8 +476,31 @@ fn optimizer_state_reads_back_to_the_bit() {
 }
 
 #[test]
+fn moments_that_would_leave_no_number_of_an_adapter_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = all_parts();
+    for (moment, bad, reason) in [
+        (0, f32::NAN, "is NaN, not a finite number"),
+        (0, f32::NEG_INFINITY, "is -inf, not a finite number"),
+        (1, f32::INFINITY, "is inf, not a finite number"),
+        (1, -1e-30, "is -0.000000000000000000000000000001, which an average of squares cannot be"),
+    ] {
+        let mut moments = [squares(&config, 1), squares(&config, 2)];
+        let last = moments[moment].tensors_mut().next().unwrap();
+        let mut bytes = bytes_of(last);
+        bytes[4..8].copy_from_slice(&bad.to_le_bytes());
+        fill(last, &bytes);
+        let [m, v] = &moments;
+        write_optimizer(&*BACKEND, dir.path(), &modules(), [m, v], 3).unwrap();
+        let error = read_optimizer(&*BACKEND, dir.path(), &modules(), &config).unwrap_err().to_string();
+        let name = ["m.", "v."][moment];
+        assert!(error.contains(&format!("of tensor {name}base_model")) && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
 fn the_state_of_an_optimizer_says_in_which_order_its_numbers_were_added() {
-    let moment = || LoraParams::init(&*BACKEND, &modules(), &all_parts(), 1).unwrap();
+    let moment = || squares(&all_parts(), 1);
     let dir = tempfile::tempdir().unwrap();
     write_optimizer(&*BACKEND, dir.path(), &modules(), [&moment(), &moment()], 3).unwrap();
     let bytes = std::fs::read(dir.path().join(OPTIMIZER_FILE)).unwrap();
