@@ -12,7 +12,7 @@
 //! memory until it is read, and so a client that never reads fills its own share and nobody else's. When the account runs short, results that
 //! were read, or whose request was given up, go first, and then those whose session is over.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -133,12 +133,18 @@ struct Shared {
 #[derive(Default)]
 struct Table {
     entries: HashMap<Arc<str>, Entry>,
-    /// Results no one has read, oldest first; those read since are skipped when they come up.
-    unread: VecDeque<(Instant, Arc<str>)>,
+    /// The requests of each session.
+    of_session: HashMap<Arc<str>, HashSet<Arc<str>>>,
+    /// Results no one has read, oldest first.
+    unread: Queue,
     /// Results someone has read, in the order of their first readers.
-    read: VecDeque<(Instant, Arc<str>)>,
+    read: Queue,
+    /// Places that were given out in either.
+    places: u64,
     /// Sessions that are over: their results are kept as long as there is room.
     over: HashSet<Arc<str>>,
+    /// Of what no one has read, what is of them.
+    orphans: BTreeSet<u64>,
     /// Completions by their targets and numbers.
     completions: BTreeMap<(Target, u64), Completion>,
     completed: u64,
@@ -148,6 +154,9 @@ struct Table {
     gone: Gone<(Target, u64)>,
 }
 
+/// Results by their places, with the moments since when they are there.
+type Queue = BTreeMap<u64, (Instant, Arc<str>)>;
+
 struct Entry {
     slot: Arc<Slot>,
     client: Client,
@@ -155,6 +164,8 @@ struct Entry {
     fingerprint: Option<u64>,
     was_read: bool,
     is_given_up: bool,
+    /// Where a result stands among those that were read, or those that were not.
+    place: Option<u64>,
     charge: Option<Charge>,
     target: Option<Target>,
     completion: Option<(Target, u64)>,
@@ -210,10 +221,12 @@ impl Futures {
             fingerprint,
             was_read: false,
             is_given_up: false,
+            place: None,
             charge: None,
             target,
             completion: None,
         };
+        table.of_session.entry(client.session.clone()).or_default().insert(id.clone());
         table.entries.insert(id.clone(), entry);
         Ok(Some(Completer { shared: self.shared.clone(), id, slot, charge: None }))
     }
@@ -308,38 +321,37 @@ impl Futures {
     pub fn sweep(&self, now: Instant) {
         let (mut freed, mut table) = (Vec::new(), self.shared.lock());
         let retention = &self.shared.retention;
-        while let Some((at, _)) = table.read.front()
-            && now.saturating_duration_since(*at) > retention.read
-        {
-            // Of one that went before its time only the id is here.
-            freed.extend(table.forget_first_read(retention));
+        let over = |first: Option<(&u64, &(Instant, Arc<str>))>, kept: Duration| {
+            first.filter(|(_, (at, _))| now.saturating_duration_since(*at) > kept).map(|(_, (_, id))| id.clone())
+        };
+        while let Some(id) = over(table.read.first_key_value(), retention.read) {
+            freed.extend(table.forget(id, retention));
         }
-        while let Some((at, id)) = table.unread.front()
-            && (now.saturating_duration_since(*at) > retention.unread
-                || table.entries.get(id).is_none_or(|entry| entry.was_read))
-        {
-            freed.extend(table.evict_unread(retention));
+        while let Some(id) = over(table.unread.first_key_value(), retention.unread) {
+            freed.extend(table.forget(id, retention));
         }
         drop(table);
     }
 
     /// Notes that a session is over: nobody is expected to come for its results.
     pub fn session_over(&self, session_id: &str) {
-        self.shared.lock().over.insert(session_id.into());
+        let mut table = self.shared.lock();
+        table.over.insert(session_id.into());
+        let orphans: Vec<u64> = table.of_session(session_id).filter(|entry| !entry.was_read).filter_map(|e| e.place).collect();
+        table.orphans.extend(orphans);
     }
 
     /// Forgets a session that is over, with all its results.
     pub fn forget_session(&self, session_id: &str) {
         let mut table = self.shared.lock();
         table.over.remove(session_id);
-        let of_it = |entry: &Entry| *entry.client.session == *session_id && entry.slot.answer.get().is_some();
-        let ids: Vec<Arc<str>> = table.entries.iter().filter(|(_, e)| of_it(e)).map(|(id, _)| id.clone()).collect();
-        let freed: Vec<Entry> = ids.iter().filter_map(|id| table.entries.remove(id)).collect();
+        let ids = table.of_session.get(session_id).into_iter().flatten();
+        let done = ids.filter(|id| table.entries.get(*id).is_some_and(|entry| entry.place.is_some()));
+        let done: Vec<Arc<str>> = done.cloned().collect();
+        let freed: Vec<Entry> = done.iter().filter_map(|id| table.remove(id)).collect();
         for completion in freed.iter().filter_map(|entry| entry.completion.as_ref()) {
             table.completions.remove(completion);
         }
-        table.unread.retain(|(_, id)| !ids.contains(id));
-        table.read.retain(|(_, id)| !ids.contains(id));
         drop(table);
         drop(freed);
     }
@@ -347,15 +359,9 @@ impl Futures {
     /// Gives up the result that is missed least: the first that was read, or else one of a session that is over. Answers whether there was one.
     pub fn evict(&self) -> bool {
         let mut table = self.shared.lock();
-        let mut freed = table.evict_read(&self.shared.retention);
-        if freed.is_none() && !table.over.is_empty() {
-            let is_orphan = |id: &Arc<str>| table.entries.get(id).is_some_and(|e| table.over.contains(&e.client.session));
-            let orphan = table.unread.iter().find(|(_, id)| is_orphan(id)).map(|(_, id)| id.clone());
-            if let Some(id) = orphan {
-                table.unread.retain(|(_, other)| *other != id);
-                freed = table.forget(id, &self.shared.retention);
-            }
-        }
+        let orphan = || table.orphans.first().and_then(|place| table.unread.get(place));
+        let first = table.read.first_key_value().map(|(_, first)| first).or_else(orphan);
+        let freed = first.map(|(_, id)| id.clone()).and_then(|id| table.forget(id, &self.shared.retention));
         drop(table);
         freed.is_some()
     }
@@ -390,10 +396,11 @@ impl Shared {
             return;
         }
         let key = key.clone();
+        table.leave_queue(&key);
         if let Some(entry) = table.entries.get_mut(id) {
             entry.was_read = true;
         }
-        table.read.push_back((clock::now(), key));
+        table.enter_queue(&key);
     }
 }
 
@@ -416,30 +423,45 @@ impl Table {
 
     // Entries are handed out to be dropped without the lock: what they hold goes back to the ledger.
 
-    fn evict_read(&mut self, retention: &Retention) -> Option<Entry> {
-        while !self.read.is_empty() {
-            if let Some(entry) = self.forget_first_read(retention) {
-                return Some(entry);
+    /// Puts a result behind those that were read, or those that were not, as it is one.
+    fn enter_queue(&mut self, id: &Arc<str>) {
+        let Some(entry) = self.entries.get_mut(id) else { return };
+        self.places += 1;
+        entry.place = Some(self.places);
+        if !entry.was_read && self.over.contains(&entry.client.session) {
+            self.orphans.insert(self.places);
+        }
+        let queue = if entry.was_read { &mut self.read } else { &mut self.unread };
+        queue.insert(self.places, (clock::now(), id.clone()));
+    }
+
+    fn leave_queue(&mut self, id: &str) {
+        let Some(place) = self.entries.get_mut(id).and_then(|entry| entry.place.take()) else { return };
+        self.read.remove(&place);
+        self.unread.remove(&place);
+        self.orphans.remove(&place);
+    }
+
+    /// The requests of a session.
+    fn of_session(&self, session_id: &str) -> impl Iterator<Item = &Entry> {
+        self.of_session.get(session_id).into_iter().flatten().filter_map(|id| self.entries.get(id))
+    }
+
+    /// Takes a request out, wherever it is known.
+    fn remove(&mut self, id: &str) -> Option<Entry> {
+        self.leave_queue(id);
+        let entry = self.entries.remove(id)?;
+        if let Some(others) = self.of_session.get_mut(&entry.client.session) {
+            others.remove(id);
+            if others.is_empty() {
+                self.of_session.remove(&entry.client.session);
             }
         }
-        None
-    }
-
-    /// Forgets what was read first, if it is there still.
-    fn forget_first_read(&mut self, retention: &Retention) -> Option<Entry> {
-        let (_, id) = self.read.pop_front()?;
-        let was_read = self.entries.get(&id).is_some_and(|entry| entry.was_read);
-        was_read.then(|| self.forget(id, retention)).flatten()
-    }
-
-    fn evict_unread(&mut self, retention: &Retention) -> Option<Entry> {
-        let (_, id) = self.unread.pop_front()?;
-        let is_unread = self.entries.get(&id).is_some_and(|entry| !entry.was_read);
-        is_unread.then(|| self.forget(id, retention)).flatten()
+        Some(entry)
     }
 
     fn forget(&mut self, id: Arc<str>, retention: &Retention) -> Option<Entry> {
-        let mut entry = self.entries.remove(&id)?;
+        let mut entry = self.remove(&id)?;
         let completion = entry.completion.take();
         let untold = match (completion, entry.was_read) {
             (Some(completion), true) => {
@@ -505,8 +527,7 @@ impl Completer {
             if let Some(entry) = table.entries.get_mut(&self.id) {
                 entry.charge = charge;
                 entry.was_read |= entry.is_given_up;
-                let queue = if entry.was_read { &mut table.read } else { &mut table.unread };
-                queue.push_back((clock::now(), self.id.clone()));
+                table.enter_queue(&self.id);
             }
             table.note_completion(&self.id, result_bytes)
         };
@@ -518,7 +539,7 @@ impl Completer {
 impl Drop for Completer {
     fn drop(&mut self) {
         if self.slot.answer.get().is_none() {
-            let withdrawn = self.shared.lock().entries.remove(&self.id);
+            let withdrawn = self.shared.lock().remove(&self.id);
             let _ = self.slot.withdrawn.set(());
             self.slot.done.notify_waiters();
             drop(withdrawn);
