@@ -120,6 +120,11 @@ impl Admission {
         }
     }
 
+    /// Bytes for adapters that are missing for a model of `client`; none for one that is refused anyway.
+    pub(crate) fn model_shortage(&self, client: &Client, lora: &LoraSpec) -> u64 {
+        self.sizes(lora).map_or(0, |bytes| self.intake.shortage(client, bytes.training))
+    }
+
     fn sizes(&self, lora: &LoraSpec) -> Result<AdapterBytes, Refusal> {
         (self.adapter_bytes)(lora).map_err(Refusal::User)
     }

@@ -240,6 +240,21 @@ impl EngineHandle {
         self.shared.admission.submit(id, client, request, reply)
     }
 
+    /// Bytes for adapters that are missing now for a snapshot of a model.
+    pub fn snapshot_shortage(&self, model_id: &str) -> u64 {
+        self.shared.admission.intake.snapshot_shortage(model_id)
+    }
+
+    /// Bytes for adapters that are missing now for a model of `client`.
+    pub fn model_shortage(&self, client: &Client, lora: &LoraSpec) -> u64 {
+        self.shared.admission.model_shortage(client, lora)
+    }
+
+    /// Bytes that [`Request::DropSampler`] gives back at once: `None` if there are no such sampling weights, or they are still to be made.
+    pub fn sampler_bytes(&self, sampler_id: &str) -> Option<u64> {
+        self.shared.admission.intake.sampler_bytes(sampler_id)
+    }
+
     /// How many saves were submitted and are not answered yet. Whoever ends the process waits until there are none, if they are to be kept.
     pub fn saves_in_work(&self) -> usize {
         self.shared.unfinished_saves.owed()

@@ -241,6 +241,24 @@ impl Intake {
         Ok(())
     }
 
+    /// Bytes for adapters that are missing for what a client wants to have.
+    pub(crate) fn shortage(&self, client: &Client, bytes: u64) -> u64 {
+        if bytes > 0 { self.lock().adapter_room(client, self.adapter_bytes_max).shortage(bytes) } else { 0 }
+    }
+
+    /// The same for a snapshot of a model.
+    pub(crate) fn snapshot_shortage(&self, model_id: &str) -> u64 {
+        let inner = self.lock();
+        let Some(queue) = inner.models.get(model_id) else { return 0 };
+        inner.adapter_room(&queue.client, self.adapter_bytes_max).shortage(queue.bytes.frozen)
+    }
+
+    /// Bytes of sampling weights, if they are there and no snapshot of their name is still to come.
+    pub(crate) fn sampler_bytes(&self, sampler_id: &str) -> Option<u64> {
+        let inner = self.lock();
+        inner.samplers.get(sampler_id).filter(|entry| entry.made && entry.pending == 0).map(|entry| entry.bytes)
+    }
+
     fn take_adapter_room(&self, inner: &mut Inner, client: &Client, bytes: u64) -> Result<(), Refusal> {
         if bytes > 0 {
             inner.adapter_room(client, self.adapter_bytes_max).check("the adapter", bytes)?;

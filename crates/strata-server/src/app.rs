@@ -26,6 +26,7 @@ use crate::records::Records;
 use crate::registry::Registry;
 use crate::store::CheckpointRecord;
 use crate::store::Store;
+use crate::submit::Wanted;
 use crate::transit::Transit;
 use crate::turns::Turns;
 
@@ -300,6 +301,17 @@ impl App {
             if let Err(refusal) = base.engine.submit(kind.into(), client.clone(), request.clone(), Box::new(reply)) {
                 tracing::warn!(kind, "{refusal}");
             }
+        }
+    }
+
+    /// Gives up snapshots of a client that nobody asks for, if what it wants to have finds room then and does not now.
+    pub fn make_adapter_room(&self, (client, base): (&Client, BaseId), wanted: Wanted<'_>) {
+        let engine = &self.bases.get(base).engine;
+        let shortage = engine.shortage(client, wanted);
+        if shortage > 0 {
+            let of_model = if let Wanted::Snapshot(model_id) = wanted { Some(model_id) } else { None };
+            let bytes_of = |sampler_id: &str| engine.sampler_bytes(sampler_id);
+            self.notify_engine(client, self.registry.give_up_snapshots((client, base), of_model, shortage, bytes_of));
         }
     }
 

@@ -20,6 +20,8 @@ use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::shown;
 
+mod snapshots;
+
 /// What a user attached to something.
 pub type Metadata = Option<BTreeMap<String, String>>;
 
@@ -116,7 +118,7 @@ pub enum Weights {
     /// A checkpoint, by its `tinker://` path.
     Checkpoint(String),
     /// A model as it was at one point of its training.
-    Snapshot,
+    Snapshot(ModelId),
     /// A model as it was last published; shared by all such sampling sessions of the model.
     Inflight(ModelId),
 }
@@ -131,6 +133,8 @@ pub struct SamplingSession {
     /// How it stands.
     pub state: State,
     session_id: String,
+    /// In which order they were made.
+    number: u64,
     last_used: Instant,
     running: usize,
     /// Clients that joined it.
@@ -178,6 +182,7 @@ struct Inner {
     ended: VecDeque<String>,
     models: HashMap<ModelId, ModelEntry>,
     samplers: HashMap<String, SamplingSession>,
+    samplers_made: u64,
 }
 
 struct ModelEntry {
@@ -455,11 +460,13 @@ impl Registry {
         }
         inner.active_session(session_id)?;
         let freed = inner.make_room_for_sampler(session_id, &weights)?;
+        inner.samplers_made += 1;
         let sampler = SamplingSession {
             base,
             weights,
             state: State::Active,
             session_id: session_id.to_owned(),
+            number: inner.samplers_made,
             last_used: clock::now(),
             running: 0,
             joined: 0,
@@ -595,47 +602,6 @@ impl Inner {
         let samplers = session.samplers.iter().filter_map(|id| self.samplers.remove(id)).collect();
         self.session_order.remove(&session.number);
         Some((session, models, samplers))
-    }
-
-    /// Frees the least recently used snapshot of a session that has too many. Snapshots are what a reinforcement-learning loop makes at every
-    /// step and never deletes.
-    fn make_room_for_sampler(&mut self, session_id: &str, weights: &Weights) -> ApiResult<Vec<Request>> {
-        let Some(session) = self.sessions.get_mut(session_id) else { return Err(unknown_session(session_id)) };
-        if session.samplers.len() >= limits::SAMPLERS_PER_SESSION_MAX {
-            // Those that are gone only serve to explain themselves, which they have had time for.
-            let is_active = |id: &String| self.samplers.get(id).is_some_and(|s| s.state == State::Active);
-            let (active, gone) = std::mem::take(&mut session.samplers).into_iter().partition(is_active);
-            session.samplers = active;
-            let gone: Vec<String> = gone;
-            for id in gone {
-                self.samplers.remove(&id);
-            }
-        }
-        if session.samplers.len() >= limits::SAMPLERS_PER_SESSION_MAX {
-            return Err(ApiError::bad(format!(
-                "session {session_id} has {} sampling sessions, which is the limit",
-                limits::SAMPLERS_PER_SESSION_MAX
-            )));
-        }
-        let mut snapshots = Vec::new();
-        for id in &session.samplers {
-            if let Some(sampler) = self.samplers.get(id)
-                && (&sampler.state, &sampler.weights) == (&State::Active, &Weights::Snapshot)
-            {
-                snapshots.push((sampler.running > 0, sampler.last_used, id.clone()));
-            }
-        }
-        if *weights != Weights::Snapshot || snapshots.len() < limits::SNAPSHOTS_PER_SESSION_MAX {
-            return Ok(Vec::new());
-        }
-        let Some((false, _, oldest)) = snapshots.into_iter().min() else { return Ok(Vec::new()) };
-        if let Some(sampler) = self.samplers.get_mut(&oldest) {
-            sampler.state = State::Gone(format!(
-                "a session keeps its {} most recently used unnamed snapshots; save weights under a name to keep them longer",
-                limits::SNAPSHOTS_PER_SESSION_MAX
-            ));
-        }
-        Ok(vec![Request::DropSampler { sampler_id: oldest }])
     }
 }
 

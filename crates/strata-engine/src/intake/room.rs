@@ -33,6 +33,11 @@ impl AdapterRoom {
         AdapterRoom { total, kept_for_others, used, owned }
     }
 
+    /// Bytes that are missing for `bytes` more.
+    pub(super) fn shortage(&self, bytes: u64) -> u64 {
+        self.used.saturating_add(bytes).saturating_sub(self.total - self.kept_for_others)
+    }
+
     /// Whether there is room for `bytes` more.
     ///
     /// # Errors
@@ -40,7 +45,7 @@ impl AdapterRoom {
     pub(super) fn check(&self, what: &str, bytes: u64) -> Result<(), Refusal> {
         let AdapterRoom { total, kept_for_others, used, owned } = self;
         let bytes_max = total - kept_for_others;
-        if used.saturating_add(bytes) <= bytes_max {
+        if self.shortage(bytes) == 0 {
             return Ok(());
         }
         let kept = match kept_for_others {

@@ -30,6 +30,29 @@ fn begin(intake: &Intake) -> Option<RequestId> {
 }
 
 #[test]
+fn what_is_missing_for_adapters_is_what_has_to_be_given_back() {
+    let intake = intake(1 << 20);
+    let make = |seq: u64| {
+        let op = Op::Snapshot { sampler_id: seq.to_string(), replace: false, entry: 0 };
+        intake.accept_op("m", seq, 1, queued(seq, op).0).unwrap();
+        assert_eq!(intake.sampler_bytes(&seq.to_string()), None, "it is still to be made");
+        match intake.begin_op("m", 0, |_, _| Some(0)).unwrap().op {
+            Op::Snapshot { sampler_id, entry, .. } => intake.snapshot_over(&sampler_id, entry, true),
+            _ => panic!("snapshot {seq} was refused"),
+        }
+    };
+    // An eighth of 100 bytes is for others.
+    let made = (1..).take_while(|_| intake.snapshot_shortage("m") == 0).inspect(|seq| make(*seq)).count();
+    assert_eq!((made, intake.lock().adapter_bytes_used), (26, 88));
+    assert_eq!((intake.snapshot_shortage("m"), intake.shortage(&client(), 10), intake.snapshot_shortage("none")), (3, 10, 0));
+    assert_eq!(intake.sampler_bytes("7"), Some(BYTES.frozen));
+    assert!(intake.remove_sampler("7", &Failure::User("gone".into())));
+    assert_eq!((intake.snapshot_shortage("m"), intake.shortage(&client(), 10), intake.sampler_bytes("7")), (0, 7, None));
+    make(27);
+    intake.audit().unwrap();
+}
+
+#[test]
 fn operations_begin_in_order_whatever_order_they_arrive_in_and_once() {
     let intake = intake(1 << 20);
     put(&intake, 3, 1).unwrap();

@@ -92,6 +92,45 @@ async fn a_shortage_takes_what_was_read_and_what_nobody_comes_for_and_nothing_el
 }
 
 #[tokio::test]
+async fn nothing_of_a_result_stays_behind_one_that_nobody_reads() {
+    let futures = Futures::new(Retention::default());
+    begin(&futures, "unread").complete(json("{}"), None);
+    for i in 0..100 {
+        let (id, session) = (format!("{i}"), format!("session-{}", i % 7));
+        futures.begin(&id, &client(&session)).unwrap().complete(json("{}"), None);
+        assert!(matches!(futures.wait(&id, SHORT).await, Waited::Ready(_)));
+        match i % 3 {
+            0 => futures.retrieved(&id),
+            1 => assert!(futures.evict()),
+            _ => futures.forget_session(&session),
+        }
+    }
+    drop(begin(&futures, "withdrawn"));
+    let table = futures.shared.lock();
+    assert_eq!((table.unread.len(), table.read.len(), table.orphans.len()), (1, 0, 0));
+    assert_eq!((table.entries.len(), table.of_session.len()), (1, 1));
+}
+
+#[tokio::test]
+async fn results_of_sessions_that_are_over_go_oldest_first_whichever_came_first_their_end_or_they() {
+    let futures = Futures::new(Retention::default());
+    let late = futures.begin("late", &client("over")).unwrap();
+    for id in ["a", "b", "read"] {
+        futures.begin(id, &client("over")).unwrap().complete(json("{}"), None);
+    }
+    begin(&futures, "kept").complete(json("{}"), None);
+    futures.wait("read", SHORT).await;
+    futures.session_over("over");
+    late.complete(json("{}"), None);
+    for id in ["read", "a", "b", "late"] {
+        assert!(matches!(futures.shared.lock().entries.get(id), Some(entry) if entry.place.is_some()), "{id}");
+        assert!(futures.evict());
+        assert!(!futures.shared.lock().entries.contains_key(id), "{id}");
+    }
+    assert!(!futures.evict());
+}
+
+#[tokio::test]
 async fn a_refused_request_leaves_its_id_free() {
     let futures = Futures::new(Retention::default());
     let refused = begin(&futures, "a");

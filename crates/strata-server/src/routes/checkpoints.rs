@@ -21,6 +21,7 @@ use crate::payload::{Operation, Payload, op_head};
 use crate::registry::{TrainedModel, Weights, inflight_name, model_id, sampling_session_id};
 use crate::routes::training;
 use crate::store::CheckpointRecord;
+use crate::submit::Wanted;
 use crate::wire::guard;
 use crate::wire::json::{self as wire, CopyWeights, LoadKind, LoadWeights, OpHead, SaveWeights, Ttl};
 
@@ -107,7 +108,10 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
     let charge = app.charge(&client, limits::SESSION_BYTES)?;
     let sampler_id = sampling_session_id(&session_id, sampling_session_seq_id);
     let op = match kind {
-        "snapshot" => Ok((Weights::Snapshot, TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: false })),
+        "snapshot" => Ok((
+            Weights::Snapshot(head.model_id.0.clone()),
+            TrainOp::Snapshot { sampler_id: sampler_id.clone(), replace: false },
+        )),
         "inflight" => {
             let shared = inflight_name(&head.model_id);
             Ok((Weights::Inflight(head.model_id.0.clone()), TrainOp::Snapshot { sampler_id: shared, replace: true }))
@@ -122,6 +126,9 @@ fn snapshot(app: &Arc<App>, head: OpHead, sampling_session_seq_id: u64, kind: &s
     }
     let mut is_new = false;
     let op = op.and_then(|(weights, op)| {
+        if matches!(weights, Weights::Snapshot(_)) {
+            app.make_adapter_room((&client, base), Wanted::Snapshot(&head.model_id));
+        }
         let added = app.registry.add_sampler(&session_id, &sampler_id, (base, weights), charge);
         let (added, freed) = added.map_err(|error| error.to_string())?;
         app.notify_engine(&client, freed);

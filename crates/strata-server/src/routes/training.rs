@@ -23,6 +23,7 @@ use crate::names::shown;
 use crate::payload::{Operation, Payload, op_head};
 use crate::provenance::{self, Sources, Spans};
 use crate::registry::{Metadata, State as ModelState, model_id};
+use crate::submit::Wanted;
 use crate::wire::budget::Budget;
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
 use crate::wire::{guard, head, proto};
@@ -79,12 +80,13 @@ pub fn create(
         let session_id = shown(session_id);
         return Err(ApiError::bad(format!("model_seq_id {model_seq_id} of session {session_id} has a copy of a checkpoint")));
     }
-    let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora), metadata, entry)?;
+    let (model_id, is_new) = app.registry.add_model((session_id, model_seq_id), (base, lora.clone()), metadata, entry)?;
     if !is_new {
         // So long ago that nothing is remembered of its creation.
         return Ok(acknowledged(&request_id));
     }
     answer["model_id"] = json!(model_id);
+    app.make_adapter_room((&client, base), Wanted::Model(&lora));
     let request = request(model_id.clone());
     let created_id = model_id.clone();
     let dispatched = app.dispatch(

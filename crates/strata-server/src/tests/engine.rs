@@ -12,7 +12,10 @@ use strata_engine::api::{
 };
 use strata_engine::ledger::{Charge, Ledger};
 
-use crate::submit::Submit;
+use crate::submit::{Submit, Wanted};
+
+/// What sampling weights take.
+pub const SAMPLER_BYTES: u64 = 100;
 
 pub struct ScriptedEngine {
     pub ledger: Ledger,
@@ -32,6 +35,8 @@ pub struct ScriptedEngine {
     /// While set, answers are held back.
     pub holds: AtomicBool,
     held: Mutex<Vec<(Request, Owed)>>,
+    /// Bytes for adapters that are missing; each sampler that is dropped gives back [`SAMPLER_BYTES`].
+    pub shortage: AtomicU64,
     /// While set, everything fails and nothing is alive.
     pub is_dead: AtomicBool,
 }
@@ -86,6 +91,7 @@ impl Default for ScriptedEngine {
             ran: Mutex::default(),
             holds: AtomicBool::new(false),
             held: Mutex::default(),
+            shortage: AtomicU64::new(0),
             is_dead: AtomicBool::new(false),
         }
     }
@@ -119,6 +125,10 @@ impl Submit for ScriptedEngine {
         let Ok(charge) = self.ledger.charge(&client, self.charged_bytes.load(Ordering::Relaxed)) else {
             return Err(Refusal::Busy("no room".into()));
         };
+        if matches!(request, Request::DropSampler { .. }) {
+            let fewer = |bytes: u64| Some(bytes.saturating_sub(SAMPLER_BYTES));
+            let _ = self.shortage.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer);
+        }
         self.requests.lock().unwrap().push(request.clone());
         let owed = Owed(reply, charge);
         if self.holds.load(Ordering::Relaxed) {
@@ -135,6 +145,14 @@ impl Submit for ScriptedEngine {
 
     fn ledger(&self) -> &Ledger {
         &self.ledger
+    }
+
+    fn shortage(&self, _: &Client, _: Wanted<'_>) -> u64 {
+        self.shortage.load(Ordering::Relaxed)
+    }
+
+    fn sampler_bytes(&self, _: &str) -> Option<u64> {
+        Some(SAMPLER_BYTES)
     }
 }
 

@@ -8,6 +8,7 @@ use prost::Message;
 use serde_json::{Value, json};
 use strata_engine::api::{Request, TrainOp};
 
+use super::engine::SAMPLER_BYTES;
 use super::{Reply, TestServer, create_model_body, sample_body};
 use crate::clock;
 use crate::wire::proto;
@@ -398,6 +399,56 @@ async fn the_oldest_idle_snapshot_makes_room_for_a_new_one() {
     let reply = server.post("asample", sample_body(&dropped, 0)).await;
     assert_eq!(reply.status, StatusCode::BAD_REQUEST);
     assert!(reply.detail().contains("most recently used"), "{}", reply.detail());
+}
+
+#[tokio::test]
+async fn snapshots_that_nobody_asks_for_make_room_for_adapters() {
+    let server = TestServer::new();
+    let (session_id, model_id) = server.new_model().await;
+    let snapshot = async |model_id: &str, seq_id: u64, n: u64| {
+        let body = json!({ "model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": n, "kind": "snapshot" });
+        server.outcome("save_weights_for_sampler", body).await["sampling_session_id"].as_str().unwrap().to_owned()
+    };
+    let dropped = || {
+        let requests = server.engine.requests.lock().unwrap();
+        let dropped = |request: &Request| match request {
+            Request::DropSampler { sampler_id } => Some(sampler_id.clone()),
+            _ => None,
+        };
+        requests.iter().filter_map(dropped).collect::<Vec<_>>()
+    };
+    let set_short = |samplers: u64| server.engine.shortage.store(samplers * SAMPLER_BYTES, Ordering::Relaxed);
+    let mut ids = Vec::new();
+    for n in 1..=4 {
+        ids.push(snapshot(&model_id, n, n).await);
+        clock::advance(Duration::from_secs(1));
+    }
+    // The first was used last.
+    server.ok("asample", sample_body(&ids[0], 0)).await;
+    set_short(2);
+    ids.push(snapshot(&model_id, 5, 5).await);
+    assert_eq!(dropped(), [ids[1].clone(), ids[2].clone()]);
+    let reply = server.post("asample", sample_body(&ids[1], 1)).await;
+    assert!(
+        reply.status == StatusCode::BAD_REQUEST && reply.detail().contains("no more room for adapters"),
+        "{}",
+        reply.detail()
+    );
+    // Not enough of them: none is given up for nothing.
+    set_short(4);
+    snapshot(&model_id, 6, 6).await;
+    assert_eq!(dropped().len(), 2);
+    // For another model the last of this one stays, and its others go: they are of the same owner.
+    set_short(1);
+    let body = json!({ "session_id": session_id, "model_seq_id": 2, "base_model": "org/base", "lora_config": { "rank": 8 } });
+    server.outcome("create_model", body).await;
+    assert_eq!(dropped()[2..], [ids[3].clone()]);
+    set_short(3);
+    let (_, other) = server.new_model().await;
+    assert_eq!(dropped().len(), 3, "the last of a model is kept");
+    set_short(2);
+    snapshot(&other, 1, 1).await;
+    assert_eq!(dropped()[3..], [ids[0].clone(), ids[4].clone()]);
 }
 
 #[tokio::test]
