@@ -4,11 +4,12 @@ import pathlib
 import time
 
 import numpy as np
+import pytest
 import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from harness import API_KEY, Server
+from harness import API_KEY, Server, next_token
 from wire import Wire, fwdbwd, is_user_error, next_token_datum, optim_step, sample_body
 
 CONTEXT_SMALL = "48MiB"
@@ -211,3 +212,23 @@ def test_a_full_queue_refuses_and_takes_the_same_operation_later(tmp_path):
         wire.forward_backward(fwdbwd(once, 1, data))
         alone = wire.result(wire.ok("optim_step", optim_step(once, 2))["request_id"])["metrics"]["optim/grad_norm"]
         assert abs(all_of_them / (alone * behind) - 1) < 1e-3, "each counted once"
+
+
+def test_a_loop_whose_snapshots_do_not_all_have_room_goes_on_with_the_last_of_them(tmp_path):
+    with Server(tmp_path, "--memory", "256MiB", "--adapter-memory", "28MiB", "--threads", "1") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            training = service.create_lora_training_client(base_model="strata/tiny-base", rank=32, seed=1).result()
+            other = service.create_lora_training_client(base_model="strata/tiny-base", rank=8, seed=2).result()
+            kept = other.save_weights_and_get_sampling_client()
+            samplers, prompt, few = [], types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=4, seed=1)
+            expected = kept.sample(prompt, 1, few).result()
+            for _ in range(20):
+                training.forward_backward([next_token(tokens(3, 20))], "cross_entropy").result()
+                training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+                samplers.append(training.save_weights_and_get_sampling_client())
+                samplers[-1].sample(prompt, 1, few).result()
+            # More than one of them has room, and the last of another model is never what makes it.
+            samplers[-2].sample(prompt, 1, few).result()
+            assert kept.sample(prompt, 1, few).result().sequences[0].tokens == expected.sequences[0].tokens
+            with pytest.raises(Exception, match="no more room for adapters"):
+                samplers[0].sample(prompt, 1, few).result()
