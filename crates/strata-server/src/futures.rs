@@ -321,13 +321,10 @@ impl Futures {
     pub fn sweep(&self, now: Instant) {
         let (mut freed, mut table) = (Vec::new(), self.shared.lock());
         let retention = &self.shared.retention;
-        let over = |first: Option<(&u64, &(Instant, Arc<str>))>, kept: Duration| {
-            first.filter(|(_, (at, _))| now.saturating_duration_since(*at) > kept).map(|(_, (_, id))| id.clone())
-        };
-        while let Some(id) = over(table.read.first_key_value(), retention.read) {
+        while let Some(id) = first_over(&mut table.read, now, retention.read) {
             freed.extend(table.forget(id, retention));
         }
-        while let Some(id) = over(table.unread.first_key_value(), retention.unread) {
+        while let Some(id) = first_over(&mut table.unread, now, retention.unread) {
             freed.extend(table.forget(id, retention));
         }
         drop(table);
@@ -402,6 +399,12 @@ impl Shared {
         }
         table.enter_queue(&key);
     }
+}
+
+/// Takes out the first of a queue if it has been there for longer than `kept`.
+fn first_over(queue: &mut Queue, now: Instant, kept: Duration) -> Option<Arc<str>> {
+    let first = queue.first_entry().filter(|first| now.saturating_duration_since(first.get().0) > kept)?;
+    Some(first.remove().1)
 }
 
 /// What tells what is asked for from something else that is asked for under its id, as long as the process runs.
