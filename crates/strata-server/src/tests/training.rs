@@ -447,8 +447,13 @@ async fn snapshots_that_nobody_asks_for_make_room_for_adapters() {
     let (_, other) = server.new_model().await;
     assert_eq!(dropped().len(), 3, "the last of a model is kept");
     set_short(2);
-    snapshot(&other, 1, 1).await;
+    let first = snapshot(&other, 1, 1).await;
     assert_eq!(dropped()[3..], [ids[0].clone(), ids[4].clone()]);
+    // Those of the session itself first, even if another has some that were not used for longer.
+    snapshot(&model_id, 7, 7).await;
+    set_short(1);
+    snapshot(&other, 2, 2).await;
+    assert_eq!(dropped()[5..], [first]);
 }
 
 #[tokio::test]
