@@ -435,6 +435,16 @@ impl Registry {
         inner.models.get(model_id).map(|entry| entry.session_id.clone()).ok_or_else(|| unknown_model(model_id))
     }
 
+    /// The project of a model's session; `None` if its user named none.
+    ///
+    /// # Errors
+    /// If there is no such model.
+    pub fn project_of_model(&self, model_id: &str) -> ApiResult<Option<String>> {
+        let inner = self.lock();
+        let entry = inner.models.get(model_id).ok_or_else(|| unknown_model(model_id))?;
+        Ok(inner.sessions.get(&entry.session_id).and_then(|session| session.project_id.clone()))
+    }
+
     /// Adds a sampling session, unless it is there already. Returns whether it is new, and what the engine has to free for it.
     ///
     /// # Errors

@@ -11,12 +11,13 @@ use strata_engine::api::Client;
 
 use crate::app::App;
 use crate::auth::Owner;
+use crate::blocking::off_thread;
 use crate::error::{ApiError, ApiResult};
 use crate::ids;
 use crate::limits;
 use crate::payload::Payload;
 use crate::registry::{About, Session, SessionStatus};
-use crate::routes::account::USER;
+use crate::routes::account::{PROJECT, USER};
 use crate::routes::runs::rfc3339;
 use crate::store::CheckpointRecord;
 use crate::wire::json::{self as wire, AssignProject, CreateSession, FinishSession, Page, SearchSessions, SessionOnly};
@@ -68,14 +69,16 @@ pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
     Json(json!({ "sessions": sessions }))
 }
 
-/// `PUT sessions/{id}/project`: noted, and otherwise without meaning here.
+/// `PUT sessions/{id}/project`: its runs and what was saved of them come along.
 pub async fn assign_project(
     State(app): State<Arc<App>>,
     Path(session_id): Path<String>,
     body: Payload,
 ) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<AssignProject>().await?;
-    app.registry.set_project(&session_id, asked.project_id.0)?;
+    let project_id = asked.project_id.0;
+    app.registry.set_project(&session_id, project_id.clone())?;
+    off_thread(move || app.store.set_project(&format!("{session_id}:train:"), &project_id)).await?;
     Ok(Json(json!({})))
 }
 
@@ -104,7 +107,10 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
         let metadata = session.user_metadata.iter().flatten().collect::<BTreeMap<_, _>>();
         is_it
             && asked.user_metadata.0.iter().all(|(key, value)| metadata.get(key) == Some(&value))
-            && asked.project_ids.as_ref().is_none_or(|ids| ids.0.iter().any(|id| session.project_id.as_deref() == Some(&**id)))
+            && asked
+                .project_ids
+                .as_ref()
+                .is_none_or(|ids| ids.0.iter().any(|id| **id == *session.project_id.as_deref().unwrap_or(PROJECT)))
             && asked
                 .statuses
                 .as_ref()
@@ -134,7 +140,7 @@ fn summary(id: &str, session: &Session, checkpoints: &[CheckpointRecord]) -> Val
         "session_id": id,
         "created_at": rfc3339(session.created_at),
         "owner": USER,
-        "project_id": session.project_id.as_deref().unwrap_or("local"),
+        "project_id": session.project_id.as_deref().unwrap_or(PROJECT),
         "status": status,
         "checkpoints_count": own().count(),
         "checkpoint_storage_bytes": own().map(|record| record.size_bytes).sum::<u64>(),

@@ -8,6 +8,7 @@ mod engine;
 pub mod fake_store;
 mod images;
 mod places;
+mod projects;
 mod provenance;
 mod requests;
 mod server;
