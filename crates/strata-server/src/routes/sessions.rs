@@ -20,7 +20,9 @@ use crate::registry::{About, Session, SessionStatus};
 use crate::routes::account::{PROJECT, USER};
 use crate::routes::runs::rfc3339;
 use crate::store::CheckpointRecord;
-use crate::wire::json::{self as wire, AssignProject, CreateSession, FinishSession, Page, SearchSessions, SessionOnly};
+use crate::wire::json::{
+    self as wire, AssignProject, CreateSession, FinishSession, Page, SearchSessions, SessionOnly, StatusQuery,
+};
 
 /// `POST create_session`
 pub async fn create(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
@@ -89,6 +91,7 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     if !(1..=limits::SESSIONS_FOUND_MAX).contains(&limit) {
         return Err(ApiError::bad(format!("limit {limit} is not between 1 and {}", limits::SESSIONS_FOUND_MAX)));
     }
+    asked.check().map_err(ApiError::BadRequest)?;
     // Sessions are in the order in which they were made, and so is what follows a session that is known.
     let is_past = Cell::new(asked.cursor.is_none());
     let words: Vec<String> =
@@ -106,15 +109,13 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
         };
         let metadata = session.user_metadata.iter().flatten().collect::<BTreeMap<_, _>>();
         is_it
+            && asked.owner.as_ref().is_none_or(|owner| owner.is(USER))
             && asked.user_metadata.0.iter().all(|(key, value)| metadata.get(key) == Some(&value))
             && asked
                 .project_ids
                 .as_ref()
                 .is_none_or(|ids| ids.0.iter().any(|id| **id == *session.project_id.as_deref().unwrap_or(PROJECT)))
-            && asked
-                .statuses
-                .as_ref()
-                .is_none_or(|statuses| statuses.0.iter().any(|s| *s.kind == *status_kind(&session.status)))
+            && asked.statuses.as_ref().is_none_or(|statuses| statuses.0.iter().any(|wanted| is_status(wanted, &session.status)))
     };
     // One more, to know whether there is another page.
     let mut found = app.registry.find_sessions(limit + 1, is_wanted);
@@ -149,11 +150,11 @@ fn summary(id: &str, session: &Session, checkpoints: &[CheckpointRecord]) -> Val
     })
 }
 
-fn status_kind(status: &SessionStatus) -> &'static str {
+fn is_status(wanted: &StatusQuery, status: &SessionStatus) -> bool {
     match status {
-        SessionStatus::Active => "active",
-        SessionStatus::Ended(_) => "cancelled",
-        SessionStatus::Finished(_) => "client_finished",
+        SessionStatus::Active => wanted.is("active", None),
+        SessionStatus::Ended(_) => wanted.is("cancelled", None),
+        SessionStatus::Finished(how) => wanted.is("client_finished", Some(how)),
     }
 }
 

@@ -11,6 +11,7 @@ mod places;
 mod projects;
 mod provenance;
 mod requests;
+mod searches;
 mod server;
 mod simulation;
 mod training;

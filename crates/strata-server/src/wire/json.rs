@@ -23,7 +23,7 @@ use crate::wire::tensor::{self, CsrIndices};
 
 pub use sessions::{
     AssignProject, CreateSamplingSession, CreateSession, FinishSession, FutureOnly, JoinSamplingSession, RetrieveFutures,
-    SearchSessions, SessionOnly, Source,
+    SearchSessions, SessionOnly, Source, StatusQuery,
 };
 
 /// An id of something on this server.
