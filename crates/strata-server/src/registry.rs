@@ -331,11 +331,25 @@ impl Registry {
         self.lock().session_order.values().rev().cloned().collect()
     }
 
-    /// Sessions that a condition holds for, newest first, with their ids; as many as `limit`, which holds for what is copied.
-    pub fn find_sessions(&self, limit: usize, condition: impl Fn(&str, &Session) -> bool) -> Vec<(String, Session)> {
+    /// Sessions that a condition holds for, newest first, with their ids; as many as `limit`, which holds for what is copied. Those `behind` a session
+    /// alone, if there is one: if it is forgotten, those that are no younger than it was, because rather comes one twice than one never.
+    pub fn find_sessions(
+        &self,
+        limit: usize,
+        behind: Option<(&str, OffsetDateTime)>,
+        condition: impl Fn(&str, &Session) -> bool,
+    ) -> Vec<(String, Session)> {
+        // Clients may keep no more of a time.
+        let microseconds = |at: OffsetDateTime| at.unix_timestamp_nanos() / 1000;
         let inner = self.lock();
+        let last = behind.and_then(|(id, _)| inner.sessions.get(id)).map(|session| session.number);
+        let is_behind = |session: &Session| match (last, behind) {
+            (Some(last), _) => session.number < last,
+            (None, Some((_, at))) => microseconds(session.created_at) <= microseconds(at),
+            (None, None) => true,
+        };
         let sessions = inner.session_order.values().rev().filter_map(|id| Some((id, inner.sessions.get(id)?)));
-        let found = sessions.filter(|(id, session)| condition(id, session)).take(limit);
+        let found = sessions.filter(|(id, session)| is_behind(session) && condition(id, session)).take(limit);
         found.map(|(id, session)| (id.clone(), session.clone())).collect()
     }
 

@@ -1,6 +1,5 @@
 //! Sessions: begin, heartbeat, end, look.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -92,15 +91,9 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
         return Err(ApiError::bad(format!("limit {limit} is not between 1 and {}", limits::SESSIONS_FOUND_MAX)));
     }
     asked.check().map_err(ApiError::BadRequest)?;
-    // Sessions are in the order in which they were made, and so is what follows a session that is known.
-    let is_past = Cell::new(asked.cursor.is_none());
     let words: Vec<String> =
         asked.display_name.iter().flat_map(|name| name.split_whitespace()).map(str::to_lowercase).collect();
     let is_wanted = |id: &str, session: &Session| {
-        if !is_past.get() {
-            is_past.set(asked.cursor.as_ref().is_some_and(|cursor| *cursor.last_session_id == *id));
-            return false;
-        }
         let name = session.display_name.as_deref().unwrap_or("").to_lowercase();
         let is_named = !words.is_empty() && words.iter().all(|word| name.contains(word));
         let is_it = match &asked.session_id {
@@ -117,8 +110,9 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
                 .is_none_or(|ids| ids.0.iter().any(|id| **id == *session.project_id.as_deref().unwrap_or(PROJECT)))
             && asked.statuses.as_ref().is_none_or(|statuses| statuses.0.iter().any(|wanted| is_status(wanted, &session.status)))
     };
+    let behind = asked.cursor.as_ref().map(|cursor| (&*cursor.last_session_id, cursor.last_created_at));
     // One more, to know whether there is another page.
-    let mut found = app.registry.find_sessions(limit + 1, is_wanted);
+    let mut found = app.registry.find_sessions(limit + 1, behind, is_wanted);
     let has_more = found.len() > limit;
     found.truncate(limit);
     let checkpoints = app.checkpoints(None).await?;

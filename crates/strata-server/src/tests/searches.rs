@@ -78,3 +78,28 @@ async fn a_filter_that_could_only_be_ignored_is_refused() {
         assert!(refused.detail().contains(word), "{query}: {}", refused.detail());
     }
 }
+
+#[tokio::test]
+async fn pages_of_sessions_go_on_behind_the_last_one_also_if_it_is_forgotten() {
+    let server = TestServer::new();
+    let mut ids = Vec::new();
+    for name in ["a", "b", "c", "d"] {
+        ids.push(server.new_session_named(name).await);
+        // Clients keep times to the microsecond.
+        tokio::time::sleep(std::time::Duration::from_micros(10)).await;
+    }
+    let page = server.ok("sessions/search", json!({ "limit": 2 })).await;
+    assert_eq!(names_of(&page), ["d", "c"]);
+    let mut cursor = page["next_cursor"].clone();
+    assert_eq!(server.found(json!({ "cursor": cursor })).await, ["b", "a"]);
+    server.ok(&format!("sessions/{}/finish", ids[2]), json!({})).await;
+    assert_eq!(server.app.registry.forget_ended(), Some(ids[2].clone()));
+    assert_eq!(server.found(json!({ "cursor": cursor })).await, ["b", "a"]);
+    let whole = cursor["last_created_at"].as_str().unwrap().to_owned();
+    let (seconds, fraction) = whole.trim_end_matches('Z').split_once('.').unwrap();
+    cursor["last_created_at"] = json!(format!("{seconds}.{:.6}Z", fraction));
+    assert_eq!(server.found(json!({ "cursor": cursor })).await, ["b", "a"], "{cursor}");
+    // Of another server's sessions, all of which are older.
+    let other = json!({ "last_session_id": "0000", "last_created_at": "2026-01-01T00:00:00+00:00" });
+    assert_eq!(server.found(json!({ "cursor": other })).await, [""; 0]);
+}

@@ -1,6 +1,7 @@
 //! Bodies about sessions, sampling sessions and what is fetched later.
 
 use serde::Deserialize;
+use time::OffsetDateTime;
 
 use super::{Id, Name, TinkerPath, null_is_default};
 use crate::limits;
@@ -148,8 +149,11 @@ impl StatusQuery {
 /// Where a page of sessions ended.
 #[derive(Debug, Deserialize)]
 pub struct SessionCursor {
-    /// The last session on it.
+    /// The last session on it,
     pub last_session_id: Id,
+    /// and when that was made, should it be forgotten meanwhile.
+    #[serde(with = "time::serde::rfc3339")]
+    pub last_created_at: OffsetDateTime,
 }
 
 /// Body of `join_sampling_session`.
