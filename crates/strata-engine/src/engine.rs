@@ -105,34 +105,20 @@ impl Drop for Shared {
 }
 
 impl EngineHandle {
+    /// Whether memory suffices for an engine over a model, before there is one.
+    ///
+    /// # Errors
+    /// [`StartError::Memory`], if it does not.
+    pub fn check_memory(model: &mut Model, config: &EngineConfig) -> Result<(), StartError> {
+        divide(model, config).map(drop)
+    }
+
     /// Starts the engine thread over a model. Without a tokenizer, requests with stop strings fail.
     ///
     /// # Errors
     /// If `config.memory_bytes` does not suffice, or the device has no such memory, or the system refuses a thread.
     pub fn start(mut model: Model, tokenizer: Option<Arc<Tokenizer>>, config: EngineConfig) -> Result<Self, StartError> {
-        let logits_bytes = (config.memory_bytes / LOGITS_FRACTION).min(LOGITS_CHUNK_BYTES as u64);
-        model.set_logits_chunk_bytes(logits_bytes as usize);
-        // Larger ranks than a model is wide make no sense, and what they take beyond is small beside the reserve.
-        let rank = model.config().hidden_size.min(RANK_MAX);
-        let budget = Budget::divide(
-            config.memory_bytes,
-            Needs {
-                weight_bytes: model.weight_bytes() as u64,
-                kv_page_bytes: model.kv_page_bytes() as u64,
-                kv_state_bytes: model.kv_state_bytes() as u64,
-                train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
-                checkpoint_bytes_per_token: model.kept_bytes(Keeping::ALL_CHECKPOINTS, 1, rank),
-                kept_bytes_per_token: model.kept_bytes(Keeping { layers: usize::MAX, ..Keeping::ALL_CHECKPOINTS }, 1, rank),
-                workspace_bytes: model.workspace_bytes() as u64,
-                adapter_bytes: config.adapter_bytes,
-                max_position_embeddings: model.config().max_position_embeddings,
-                pictures: PictureNeeds {
-                    seen_bytes: model.image_bytes().features as u64,
-                    seeing_bytes: model.image_bytes().seeing as u64,
-                    tokens_max: model.image_processor().map_or(0, ImageProcessor::tokens_max),
-                },
-            },
-        )?;
+        let budget = divide(&mut model, &config)?;
         let info = EngineInfo {
             max_context_tokens: budget.max_context_tokens,
             max_example_tokens: budget.max_example_tokens,
@@ -313,6 +299,43 @@ impl Storage<LearnerState> for DiskStorage {
     fn poll(&mut self) -> Option<Done> {
         self.done.try_recv().ok()
     }
+}
+
+/// Divides memory among what a model and its work need.
+fn divide(model: &mut Model, config: &EngineConfig) -> Result<Budget, StartError> {
+    let mut divided = |memory_bytes: u64| {
+        let logits_bytes = (memory_bytes / LOGITS_FRACTION).min(LOGITS_CHUNK_BYTES as u64);
+        model.set_logits_chunk_bytes(logits_bytes as usize);
+        // Larger ranks than a model is wide make no sense, and what they take beyond is small beside the reserve.
+        let rank = model.config().hidden_size.min(RANK_MAX);
+        let needs = Needs {
+            weight_bytes: model.weight_bytes() as u64,
+            kv_page_bytes: model.kv_page_bytes() as u64,
+            kv_state_bytes: model.kv_state_bytes() as u64,
+            train_bytes_per_token: (model.train_bytes_per_token() + model.lora_bytes_per_token(rank)) as u64,
+            checkpoint_bytes_per_token: model.kept_bytes(Keeping::ALL_CHECKPOINTS, 1, rank),
+            kept_bytes_per_token: model.kept_bytes(Keeping { layers: usize::MAX, ..Keeping::ALL_CHECKPOINTS }, 1, rank),
+            workspace_bytes: model.workspace_bytes() as u64,
+            adapter_bytes: config.adapter_bytes,
+            max_position_embeddings: model.config().max_position_embeddings,
+            pictures: PictureNeeds {
+                seen_bytes: model.image_bytes().features as u64,
+                seeing_bytes: model.image_bytes().seeing as u64,
+                tokens_max: model.image_processor().map_or(0, ImageProcessor::tokens_max),
+            },
+        };
+        Budget::divide(memory_bytes, needs)
+    };
+    let mut budget = divided(config.memory_bytes);
+    if let Err(StartError::Memory { least_bytes, .. }) = &mut budget {
+        // The logits of a chunk get more where there is more.
+        while let Err(StartError::Memory { least_bytes: more_bytes, .. }) = divided(*least_bytes)
+            && more_bytes > *least_bytes
+        {
+            *least_bytes = more_bytes;
+        }
+    }
+    budget
 }
 
 /// Runs `body` on the engine thread.

@@ -131,6 +131,8 @@ pub const COMPLETIONS_MAX: usize = 4096;
 pub const REQUESTS_PER_CLONE: u64 = 1_000_000_000;
 /// Sessions of one page of a search.
 pub const SESSIONS_FOUND_MAX: usize = 200;
+/// Owners that a search may name.
+pub const OWNERS_SOUGHT_MAX: usize = 10;
 /// How long a poll for a result is held; the SDK gives up on a poll after 45 s.
 pub const POLL_HOLD: Duration = Duration::from_secs(25);
 /// How often expired sessions, results and checkpoints are looked for.

@@ -336,11 +336,25 @@ impl Registry {
         self.lock().session_order.values().rev().cloned().collect()
     }
 
-    /// Sessions that a condition holds for, newest first, with their ids; as many as `limit`, which holds for what is copied.
-    pub fn find_sessions(&self, limit: usize, condition: impl Fn(&str, &Session) -> bool) -> Vec<(String, Session)> {
+    /// Sessions that a condition holds for, newest first, with their ids; as many as `limit`, which holds for what is copied. Those `behind` a session
+    /// alone, if there is one: if it is forgotten, those that are no younger than it was, because rather comes one twice than one never.
+    pub fn find_sessions(
+        &self,
+        limit: usize,
+        behind: Option<(&str, OffsetDateTime)>,
+        condition: impl Fn(&str, &Session) -> bool,
+    ) -> Vec<(String, Session)> {
+        // Clients may keep no more of a time.
+        let microseconds = |at: OffsetDateTime| at.unix_timestamp_nanos() / 1000;
         let inner = self.lock();
+        let last = behind.and_then(|(id, _)| inner.sessions.get(id)).map(|session| session.number);
+        let is_behind = |session: &Session| match (last, behind) {
+            (Some(last), _) => session.number < last,
+            (None, Some((_, at))) => microseconds(session.created_at) <= microseconds(at),
+            (None, None) => true,
+        };
         let sessions = inner.session_order.values().rev().filter_map(|id| Some((id, inner.sessions.get(id)?)));
-        let found = sessions.filter(|(id, session)| condition(id, session)).take(limit);
+        let found = sessions.filter(|(id, session)| is_behind(session) && condition(id, session)).take(limit);
         found.map(|(id, session)| (id.clone(), session.clone())).collect()
     }
 
@@ -438,6 +452,16 @@ impl Registry {
     pub fn session_of_model(&self, model_id: &str) -> ApiResult<String> {
         let inner = self.lock();
         inner.models.get(model_id).map(|entry| entry.session_id.clone()).ok_or_else(|| unknown_model(model_id))
+    }
+
+    /// The project of a model's session; `None` if its user named none.
+    ///
+    /// # Errors
+    /// If there is no such model.
+    pub fn project_of_model(&self, model_id: &str) -> ApiResult<Option<String>> {
+        let inner = self.lock();
+        let entry = inner.models.get(model_id).ok_or_else(|| unknown_model(model_id))?;
+        Ok(inner.sessions.get(&entry.session_id).and_then(|session| session.project_id.clone()))
     }
 
     /// Adds a sampling session, unless it is there already. Returns whether it is new, and what the engine has to free for it.

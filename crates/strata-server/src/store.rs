@@ -300,7 +300,7 @@ impl Store {
         matches!(read_record(&self.dir(&id), id.kind), Ok(Some(found)) if found.save_id == record.save_id)
     }
 
-    /// Makes a copy of a checkpoint under another run's name, as a checkpoint of its own. Files are shared where the file system lets them be; none
+    /// Makes a copy of a checkpoint under another run's name and in a project, as a checkpoint of its own. Files are shared where the file system lets them be; none
     /// is ever changed. Blocks.
     ///
     /// # Errors
@@ -308,7 +308,7 @@ impl Store {
     pub fn copy(
         &self,
         source: &CheckpointRecord,
-        run: &str,
+        (run, project_id): (&str, Option<String>),
         expires_at: Option<OffsetDateTime>,
     ) -> ApiResult<CheckpointRecord> {
         self.check_room().map_err(ApiError::BadRequest)?;
@@ -319,6 +319,7 @@ impl Store {
             source.lora.clone(),
         );
         (copy.expires_at, copy.copy_of) = (expires_at, Some(source.save_id.clone()));
+        copy.project_id = project_id;
         (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
         let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
         if dir.symlink_metadata().is_ok() {
@@ -412,6 +413,22 @@ impl Store {
     /// If there is none, or its record cannot be written.
     pub fn set_expiry(&self, id: &CheckpointId, expires_at: Option<OffsetDateTime>) -> ApiResult<()> {
         self.edit(id, |record| record.expires_at = expires_at)
+    }
+
+    /// Notes the project of all checkpoints of runs whose names begin with `prefix`. Blocks.
+    ///
+    /// # Errors
+    /// If a record cannot be written.
+    pub fn set_project(&self, prefix: &str, project_id: &str) -> ApiResult<()> {
+        let ids: Vec<CheckpointId> = self.lock().records.keys().filter(|id| id.run.starts_with(prefix)).cloned().collect();
+        for id in ids {
+            match self.edit(&id, |record| record.project_id = Some(project_id.to_owned())) {
+                // Deleted meanwhile.
+                Err(ApiError::NotFound(_)) => {}
+                edited => edited?,
+            }
+        }
+        Ok(())
     }
 
     /// Deletes checkpoints whose time is over, and what is left of deleted ones. Blocks.

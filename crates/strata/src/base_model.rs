@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use indicatif::HumanBytes;
 use strata_engine::adapters::Adapters;
-use strata_engine::{EngineConfig, EngineHandle, Machine};
+use strata_engine::{EngineConfig, EngineHandle, Machine, StartError};
 use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
 use strata_server::{DataDir, ModelInfo};
@@ -170,6 +170,14 @@ struct Found {
     weight_bytes: u64,
 }
 
+/// A base model that no engine runs yet.
+struct Loaded {
+    found: Found,
+    model: Model,
+    own_tokenizer: Option<Arc<Tokenizer>>,
+    engine: EngineConfig,
+}
+
 /// Where packed copies of base models are kept.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Copies {
@@ -234,11 +242,20 @@ pub fn start(
     let memory = divide(resources.memory_bytes(), &found)?;
     let adapter_bytes = resources.adapter_memory.map(|bytes| bytes / found.len() as u64);
     let machine = Machine::default();
-    found
-        .into_iter()
-        .zip(memory)
-        .map(|(found, memory_bytes)| start_one(found, memory_bytes, adapter_bytes, resources, copies, &machine, data_dir))
-        .collect()
+    let loaded = found.into_iter().zip(memory).map(|(found, memory_bytes)| {
+        let engine = EngineConfig {
+            memory_bytes,
+            adapter_bytes,
+            base_model: found.name.clone(),
+            machine: machine.clone(),
+            speculation: resources.speculation.into(),
+        };
+        load(found, engine, resources, copies)
+    });
+    let mut loaded = loaded.collect::<anyhow::Result<Vec<Loaded>>>()?;
+    // Of all of them, before any is started: together they say what would do.
+    check_memory(&mut loaded, resources.memory_bytes())?;
+    loaded.into_iter().map(|loaded| start_one(loaded, data_dir)).collect()
 }
 
 /// Finds the models, before any of them is loaded. What cannot be served with so much memory is not downloaded.
@@ -291,38 +308,59 @@ fn divide(memory_bytes: u64, found: &[Found]) -> anyhow::Result<Vec<u64>> {
     Ok(found.iter().map(|model| model.weight_bytes + part).collect())
 }
 
-fn start_one(
-    found: Found,
-    memory_bytes: u64,
-    adapter_bytes: Option<u64>,
-    resources: &Resources,
-    copies: &Copies,
-    machine: &Machine,
-    data_dir: &DataDir,
-) -> anyhow::Result<BaseModel> {
-    let Found { source, config, name, tokenizer, .. } = found;
+/// Whether what each model may use of the memory suffices for it.
+fn check_memory(loaded: &mut [Loaded], memory_bytes: u64) -> anyhow::Result<()> {
+    let (models, weights) = (loaded.len() as u64, loaded.iter().map(|loaded| loaded.found.weight_bytes).sum::<u64>());
+    let mut neediest: Option<(u64, String)> = None;
+    for Loaded { found, model, engine, .. } in loaded {
+        match EngineHandle::check_memory(model, engine) {
+            Ok(()) => {}
+            Err(StartError::Memory { memory_bytes, weight_bytes, adapter_bytes, context_tokens, least_bytes }) => {
+                let [has, weights, least] = [memory_bytes, weight_bytes, least_bytes].map(HumanBytes);
+                let adapters =
+                    adapter_bytes.map_or_else(String::new, |bytes| format!(", adapters are to have {}", HumanBytes(bytes)));
+                let name = &found.name;
+                let lacks = format!(
+                    "{name} has {has}, its weights take {weights}{adapters}, and with sequences of {context_tokens} tokens the least is {least}"
+                );
+                let part_bytes = least_bytes.saturating_sub(found.weight_bytes);
+                neediest = neediest.into_iter().chain([(part_bytes, lacks)]).max();
+            }
+            Err(other) => return Err(other).with_context(|| format!("starting the engine of {}", found.name)),
+        }
+    }
+    let Some((part_bytes, lacks)) = neediest else { return Ok(()) };
+    let divided = match models {
+        1 => String::new(),
+        _ => format!(", of which each of {models} models has its weights and an equal part of the rest,"),
+    };
+    let enough = part_bytes.saturating_mul(models).saturating_add(weights).div_ceil(1 << 20);
+    let given = HumanBytes(memory_bytes);
+    anyhow::bail!("--memory {given}{divided} does not suffice: {lacks}; --memory {enough}MiB would do");
+}
+
+fn load(found: Found, engine: EngineConfig, resources: &Resources, copies: &Copies) -> anyhow::Result<Loaded> {
+    let Found { source, config, name, .. } = &found;
     // Threads of its own: they sleep while other engines have the machine.
     let threads = resources.threads()?;
     let backend = machine::with_low_priority(|| CpuBackend::with_numerics(Some(threads), resources.numerics.into()))?;
     let storage = Quantize::storage(resources.quantize);
-    let loaded = copies.load(Arc::new(backend), &source, None, storage);
+    let loaded = copies.load(Arc::new(backend), source, None, storage);
     let (model, unwritten) = loaded.with_context(|| format!("loading {name}"))?;
     if let Some(copy) = unwritten {
         // Nobody waits for it, the end of the process included: what is half written then is taken over by the next.
         machine::with_low_priority(|| std::thread::Builder::new().name("strata-copy".into()).spawn(|| write_copy(copy)))
             .context("a thread to write the packed copy")?;
     }
+    let own_tokenizer = load_tokenizer(source, config).with_context(|| format!("loading {name}"))?.map(Arc::new);
+    Ok(Loaded { found, model, own_tokenizer, engine })
+}
+
+fn start_one(loaded: Loaded, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
+    let Loaded { found: Found { source, config, name, tokenizer, .. }, model, own_tokenizer, engine } = loaded;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = config.model_type().to_string();
-    let own_tokenizer = load_tokenizer(&source, &config).with_context(|| format!("loading {name}"))?.map(Arc::new);
-    let engine_config = EngineConfig {
-        memory_bytes,
-        adapter_bytes,
-        base_model: name.clone(),
-        machine: machine.clone(),
-        speculation: resources.speculation.into(),
-    };
-    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, engine_config));
+    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, engine));
     let engine = engine.with_context(|| format!("starting the engine of {name}"))?;
     let info = ModelInfo {
         architecture,
@@ -422,6 +460,35 @@ mod tests {
         assert!(divide(1 << 30, &two[1..]).is_ok());
         let error = divide(1 << 30, &two).unwrap_err().to_string();
         assert!(error.contains("loading a, b") && error.contains("--memory grants 1073741824"), "{error}");
+    }
+
+    #[test]
+    fn too_little_memory_is_said_in_terms_of_what_was_given_and_what_would_do() {
+        let start_with = |models: usize, memory: u64| {
+            let (dir, specs) = (tempfile::tempdir().unwrap(), vec![EMBEDDED_NAME.to_string(); models]);
+            let names = ["a", "b", "c"].map(str::to_string).into_iter().take(models).collect();
+            let naming = Naming { name: names, tokenizer: Vec::new() };
+            let resources = Resources {
+                memory: Some(memory),
+                adapter_memory: None,
+                threads: Some(1),
+                numerics: Numerics::Fast,
+                quantize: None,
+                speculation: Speculation::Off,
+            };
+            let data_dir = DataDir::claim(dir.path()).unwrap();
+            start(&specs, &naming, &resources, &Copies::default(), &data_dir).map(drop).map_err(|error| format!("{error:#}"))
+        };
+        for (models, given, divided) in
+            [(1, 10 << 20, "--memory 10.00 MiB does not"), (3, 30 << 20, "of which each of 3 models has its weights")]
+        {
+            let refused = start_with(models, given).unwrap_err();
+            assert!(refused.contains(divided) && refused.contains("MiB, its weights take"), "{refused}");
+            let enough = refused.rsplit("--memory ").next().and_then(|text| text.strip_suffix(" would do")).map(parse_bytes);
+            let enough = enough.unwrap().unwrap();
+            assert_eq!(start_with(models, enough), Ok(()), "{refused}");
+            assert!(start_with(models, enough / 8 * 7).is_err(), "{refused}");
+        }
     }
 
     #[test]

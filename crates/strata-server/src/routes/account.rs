@@ -1,6 +1,7 @@
 //! What a hosted service has and one's own machine does not: accounts, organisations, bills, traces. The answers are as empty as they are true, so that
 //! clients and their command line go on.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::Json;
@@ -10,9 +11,14 @@ use serde_json::{Value, json};
 use crate::app::App;
 use crate::error::{ApiError, ApiResult};
 use crate::payload::Payload;
+use crate::routes::runs::project_of;
+use crate::wire::json::InProject;
 
 /// Whom everything here belongs to: there is one key, and so one user.
 pub const USER: &str = "tml:organization_user:local";
+
+/// The project of whatever its user named none for.
+pub const PROJECT: &str = "local";
 
 /// `GET auth/apikey/me`: the key is right, or this would not have been reached.
 pub async fn key() -> Json<Value> {
@@ -39,19 +45,24 @@ pub async fn usage() -> Json<Value> {
     Json(json!({ "data": [], "sessions": {} }))
 }
 
-/// `GET billing/usage/checkpoints/current`: what checkpoints take of the disk, at no cost.
-pub async fn checkpoint_usage(State(app): State<Arc<App>>) -> ApiResult<Json<Value>> {
-    let checkpoints = app.checkpoints(None).await?;
-    if checkpoints.is_empty() {
-        return Ok(Json(json!({ "data": [] })));
+/// `GET billing/usage/checkpoints/current`: what the checkpoints of each project take of the disk, at no cost.
+pub async fn checkpoint_usage(State(app): State<Arc<App>>, asked: InProject) -> ApiResult<Json<Value>> {
+    let mut projects: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    for record in app.checkpoints(None).await? {
+        let (count, bytes) = projects.entry(project_of(&app, &record)).or_default();
+        (*count, *bytes) = (*count + 1, *bytes + record.size_bytes);
     }
-    let size_bytes: u64 = checkpoints.iter().map(|record| record.size_bytes).sum();
-    Ok(Json(json!({ "data": [{
-        "org_user_urn": USER,
-        "checkpoint_count": checkpoints.len(),
-        "size_bytes": size_bytes,
-        "size_gigabytes": size_bytes as f64 / 1e9,
-    }] })))
+    let wanted = projects.into_iter().filter(|(project, _)| asked.project_id.as_ref().is_none_or(|id| **id == **project));
+    let data = wanted.map(|(project_id, (checkpoint_count, size_bytes))| {
+        json!({
+            "project_id": project_id,
+            "org_user_urn": USER,
+            "checkpoint_count": checkpoint_count,
+            "size_bytes": size_bytes,
+            "size_gigabytes": size_bytes as f64 / 1e9,
+        })
+    });
+    Ok(Json(json!({ "data": data.collect::<Vec<_>>() })))
 }
 
 /// `GET audit`: no such log is kept.

@@ -98,6 +98,7 @@ fn new_record(
     record.expires_at = wire::ttl(asked.ttl_seconds)?.map(|life| record.created_at + life);
     record.user_metadata = wire::metadata(asked.user_metadata);
     record.run_metadata = model.user_metadata;
+    record.project_id = app.registry.project_of_model(&head.model_id).map_err(|error| error.to_string())?;
     Ok(record)
 }
 
@@ -234,15 +235,22 @@ fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(BaseId, CheckpointReco
     Ok((base, record, id.tinker_path()))
 }
 
-/// `POST copy_weights`: a checkpoint of the same name, in a run of its own that cannot be trained.
+/// `POST copy_weights`: a checkpoint of the same name, in a run of its own that cannot be trained. It belongs to the project that is named, or to that of
+/// its session.
 pub async fn copy_weights(State(app): State<Arc<App>>, headers: HeaderMap, body: Payload) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<CopyWeights>().await?;
     let id = CheckpointId::parse(&asked.source_path)?;
     let record = app.store.get(&id)?;
     let life = wire::ttl(asked.ttl_seconds).map_err(ApiError::BadRequest)?;
-    let run = match (asked.session_id, asked.model_seq_id) {
+    let project_id = asked.destination_project_id.map(|project| project.0);
+    let (run, project_id) = match (asked.session_id, asked.model_seq_id) {
+        (Some(_), Some(_)) if project_id.is_some() => {
+            return Err(ApiError::bad(
+                "copy_weights takes a destination_project_id, or a session_id and a model_seq_id, whose copy is in the session's project",
+            ));
+        }
         (Some(session_id), Some(model_seq_id)) => {
-            app.registry.session(&session_id)?;
+            let session = app.registry.session(&session_id)?;
             let run = model_id(&session_id, model_seq_id);
             if app.registry.model(&run).is_ok() {
                 return Err(ApiError::bad(format!(
@@ -250,9 +258,9 @@ pub async fn copy_weights(State(app): State<Arc<App>>, headers: HeaderMap, body:
                     shown(&session_id)
                 )));
             }
-            run
+            (run, session.project_id)
         }
-        (None, None) => copy_run(&headers, &record),
+        (None, None) => (copy_run(&headers, &record, project_id.as_deref()), project_id),
         _ => return Err(ApiError::bad("copy_weights needs a session_id and a model_seq_id, or neither")),
     };
     let copied = CheckpointId { run: run.clone(), ..id };
@@ -267,20 +275,25 @@ pub async fn copy_weights(State(app): State<Arc<App>>, headers: HeaderMap, body:
         }
         Err(_) => {
             let expires_at = life.map(|life| OffsetDateTime::now_utc() + life);
-            off_thread(move || app.store.copy(&record, &run, expires_at)).await?;
+            off_thread(move || app.store.copy(&record, (&run, project_id), expires_at)).await?;
         }
     }
     Ok(Json(json!({ "tinker_path": copied.tinker_path() })))
 }
 
 /// A name for the run of a copy: the same for a request that is sent again, as its key says.
-fn copy_run(headers: &HeaderMap, record: &CheckpointRecord) -> String {
+fn copy_run(headers: &HeaderMap, record: &CheckpointRecord, project_id: Option<&str>) -> String {
     let key = headers.get("x-idempotency-key").filter(|key| !key.is_empty());
     let Some(key) = key else { return format!("copy:{}", uuid::Uuid::new_v4()) };
     let mut hash = Sha256::new();
     hash.update(record.id().tinker_path().as_bytes());
     hash.update(record.save_id.as_bytes());
     hash.update(key.as_bytes());
+    if let Some(project_id) = project_id {
+        // No key has a zero in it.
+        hash.update([0]);
+        hash.update(project_id.as_bytes());
+    }
     let hash = hash.finalize();
     format!("copy:{}", hash[..16].iter().map(|byte| format!("{byte:02x}")).collect::<String>())
 }

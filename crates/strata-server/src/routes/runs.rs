@@ -14,18 +14,22 @@ use crate::error::{ApiError, ApiResult};
 use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, check_name};
 use crate::payload::Payload;
-use crate::routes::account::USER;
+use crate::routes::account::{PROJECT, USER};
 use crate::store::CheckpointRecord;
-use crate::wire::json::{Page, WeightsInfo};
+use crate::wire::json::{InProject, Page, WeightsInfo};
 
-/// `GET training_runs`: most recently used first.
-pub async fn list(State(app): State<Arc<App>>, page: Page) -> ApiResult<Json<Value>> {
+/// `GET training_runs`: most recently used first; of one project, or of all.
+pub async fn list(State(app): State<Arc<App>>, page: Page, asked: InProject) -> ApiResult<Json<Value>> {
     let checkpoints = app.checkpoints(None).await?;
+    let is_wanted = |project: &str| asked.project_id.as_ref().is_none_or(|id| **id == *project);
     let mut runs: BTreeMap<String, OffsetDateTime> = BTreeMap::new();
     for (id, model) in app.registry.models() {
-        runs.insert(id, model.last_request_at);
+        let project = app.registry.project_of_model(&id).ok().flatten();
+        if is_wanted(project.as_deref().unwrap_or(PROJECT)) {
+            runs.insert(id, model.last_request_at);
+        }
     }
-    for record in &checkpoints {
+    for record in checkpoints.iter().filter(|record| is_wanted(&project_of(&app, record))) {
         let last = runs.entry(record.run.clone()).or_insert(record.created_at);
         *last = (*last).max(record.created_at);
     }
@@ -38,6 +42,12 @@ pub async fn list(State(app): State<Arc<App>>, page: Page) -> ApiResult<Json<Val
         "training_runs": shown,
         "cursor": { "offset": offset, "limit": limit, "total_count": total_count },
     })))
+}
+
+/// The project of a checkpoint: that of its session now, or what is recorded where that is not known any more.
+pub fn project_of(app: &App, record: &CheckpointRecord) -> String {
+    let project = app.registry.project_of_model(&record.run).unwrap_or_else(|_| record.project_id.clone());
+    project.unwrap_or_else(|| PROJECT.into())
 }
 
 /// `GET training_runs/{run}`

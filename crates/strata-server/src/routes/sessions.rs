@@ -1,6 +1,5 @@
 //! Sessions: begin, heartbeat, end, look.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -11,15 +10,18 @@ use strata_engine::api::Client;
 
 use crate::app::App;
 use crate::auth::Owner;
+use crate::blocking::off_thread;
 use crate::error::{ApiError, ApiResult};
 use crate::ids;
 use crate::limits;
 use crate::payload::Payload;
 use crate::registry::{About, Session, SessionStatus};
-use crate::routes::account::USER;
+use crate::routes::account::{PROJECT, USER};
 use crate::routes::runs::rfc3339;
 use crate::store::CheckpointRecord;
-use crate::wire::json::{self as wire, AssignProject, CreateSession, FinishSession, Page, SearchSessions, SessionOnly};
+use crate::wire::json::{
+    self as wire, AssignProject, CreateSession, FinishSession, Page, SearchSessions, SessionOnly, StatusQuery,
+};
 
 /// `POST create_session`
 pub async fn create(State(app): State<Arc<App>>, owner: Owner, body: Payload) -> ApiResult<Json<Value>> {
@@ -68,14 +70,16 @@ pub async fn list(State(app): State<Arc<App>>, page: Page) -> Json<Value> {
     Json(json!({ "sessions": sessions }))
 }
 
-/// `PUT sessions/{id}/project`: noted, and otherwise without meaning here.
+/// `PUT sessions/{id}/project`: its runs and what was saved of them come along.
 pub async fn assign_project(
     State(app): State<Arc<App>>,
     Path(session_id): Path<String>,
     body: Payload,
 ) -> ApiResult<Json<Value>> {
     let (asked, _held) = body.json::<AssignProject>().await?;
-    app.registry.set_project(&session_id, asked.project_id.0)?;
+    let project_id = asked.project_id.0;
+    app.registry.set_project(&session_id, project_id.clone())?;
+    off_thread(move || app.store.set_project(&format!("{session_id}:train:"), &project_id)).await?;
     Ok(Json(json!({})))
 }
 
@@ -86,15 +90,10 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
     if !(1..=limits::SESSIONS_FOUND_MAX).contains(&limit) {
         return Err(ApiError::bad(format!("limit {limit} is not between 1 and {}", limits::SESSIONS_FOUND_MAX)));
     }
-    // Sessions are in the order in which they were made, and so is what follows a session that is known.
-    let is_past = Cell::new(asked.cursor.is_none());
+    asked.check().map_err(ApiError::BadRequest)?;
     let words: Vec<String> =
         asked.display_name.iter().flat_map(|name| name.split_whitespace()).map(str::to_lowercase).collect();
     let is_wanted = |id: &str, session: &Session| {
-        if !is_past.get() {
-            is_past.set(asked.cursor.as_ref().is_some_and(|cursor| *cursor.last_session_id == *id));
-            return false;
-        }
         let name = session.display_name.as_deref().unwrap_or("").to_lowercase();
         let is_named = !words.is_empty() && words.iter().all(|word| name.contains(word));
         let is_it = match &asked.session_id {
@@ -103,15 +102,17 @@ pub async fn search(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
         };
         let metadata = session.user_metadata.iter().flatten().collect::<BTreeMap<_, _>>();
         is_it
+            && asked.owner.as_ref().is_none_or(|owner| owner.is(USER))
             && asked.user_metadata.0.iter().all(|(key, value)| metadata.get(key) == Some(&value))
-            && asked.project_ids.as_ref().is_none_or(|ids| ids.0.iter().any(|id| session.project_id.as_deref() == Some(&**id)))
             && asked
-                .statuses
+                .project_ids
                 .as_ref()
-                .is_none_or(|statuses| statuses.0.iter().any(|s| *s.kind == *status_kind(&session.status)))
+                .is_none_or(|ids| ids.0.iter().any(|id| **id == *session.project_id.as_deref().unwrap_or(PROJECT)))
+            && asked.statuses.as_ref().is_none_or(|statuses| statuses.0.iter().any(|wanted| is_status(wanted, &session.status)))
     };
+    let behind = asked.cursor.as_ref().map(|cursor| (&*cursor.last_session_id, cursor.last_created_at));
     // One more, to know whether there is another page.
-    let mut found = app.registry.find_sessions(limit + 1, is_wanted);
+    let mut found = app.registry.find_sessions(limit + 1, behind, is_wanted);
     let has_more = found.len() > limit;
     found.truncate(limit);
     let checkpoints = app.checkpoints(None).await?;
@@ -134,7 +135,7 @@ fn summary(id: &str, session: &Session, checkpoints: &[CheckpointRecord]) -> Val
         "session_id": id,
         "created_at": rfc3339(session.created_at),
         "owner": USER,
-        "project_id": session.project_id.as_deref().unwrap_or("local"),
+        "project_id": session.project_id.as_deref().unwrap_or(PROJECT),
         "status": status,
         "checkpoints_count": own().count(),
         "checkpoint_storage_bytes": own().map(|record| record.size_bytes).sum::<u64>(),
@@ -143,11 +144,11 @@ fn summary(id: &str, session: &Session, checkpoints: &[CheckpointRecord]) -> Val
     })
 }
 
-fn status_kind(status: &SessionStatus) -> &'static str {
+fn is_status(wanted: &StatusQuery, status: &SessionStatus) -> bool {
     match status {
-        SessionStatus::Active => "active",
-        SessionStatus::Ended(_) => "cancelled",
-        SessionStatus::Finished(_) => "client_finished",
+        SessionStatus::Active => wanted.is("active", None),
+        SessionStatus::Ended(_) => wanted.is("cancelled", None),
+        SessionStatus::Finished(how) => wanted.is("client_finished", Some(how)),
     }
 }
 

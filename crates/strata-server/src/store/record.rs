@@ -53,6 +53,9 @@ pub struct CheckpointRecord {
     /// What the user attached to the model that was saved.
     #[serde(default)]
     pub run_metadata: Option<BTreeMap<String, String>>,
+    /// The project that its user named for it. Records of earlier builds have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub project_id: Option<String>,
     /// Bytes of its files.
     #[serde(skip)]
     pub size_bytes: u64,
@@ -75,6 +78,7 @@ impl CheckpointRecord {
             lora,
             user_metadata: None,
             run_metadata: None,
+            project_id: None,
             size_bytes: 0,
         }
     }
@@ -96,7 +100,8 @@ impl CheckpointRecord {
         const ENTRY: usize = 64;
         let metadata = self.user_metadata.iter().chain(&self.run_metadata).flatten();
         let metadata: usize = metadata.map(|(key, value)| ENTRY + key.len() + value.len()).sum();
-        RECORD + 2 * (self.run.len() + self.name.len()) + self.base_model.len() + metadata
+        let project = self.project_id.as_ref().map_or(0, String::len);
+        RECORD + 2 * (self.run.len() + self.name.len()) + self.base_model.len() + project + metadata
     }
 }
 

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use strata_engine::age::{self, Recipient};
 use strata_engine::api;
@@ -22,7 +23,7 @@ use crate::wire::tensor::{self, CsrIndices};
 
 pub use sessions::{
     AssignProject, CreateSamplingSession, CreateSession, FinishSession, FutureOnly, JoinSamplingSession, RetrieveFutures,
-    SearchSessions, SessionOnly, Source,
+    SearchSessions, SessionOnly, Source, StatusQuery,
 };
 
 /// An id of something on this server.
@@ -54,6 +55,9 @@ pub struct CopyWeights {
     /// and the number of the run in it.
     #[serde(default)]
     pub model_seq_id: Option<u64>,
+    /// The project that gets it, where there is no session.
+    #[serde(default)]
+    pub destination_project_id: Option<Name>,
     /// Life of the copy.
     #[serde(default)]
     pub ttl_seconds: Option<i64>,
@@ -465,12 +469,31 @@ impl<S: Send + Sync> FromRequestParts<S> for Page {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> ApiResult<Self> {
-        let page = Query::<Page>::try_from_uri(&parts.uri);
-        page.map(|Query(page)| page).map_err(|error| {
-            let query = parts.uri.query().unwrap_or_default();
-            ApiError::bad(format!("query {:?}: {}", shown(query), shown(&error.body_text())))
-        })
+        query(parts)
     }
+}
+
+/// Query of what is asked of one project, or of all.
+#[derive(Debug, Default, Deserialize)]
+pub struct InProject {
+    /// The project.
+    #[serde(default)]
+    pub project_id: Option<Name>,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for InProject {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> ApiResult<Self> {
+        query(parts)
+    }
+}
+
+fn query<T: DeserializeOwned>(parts: &Parts) -> ApiResult<T> {
+    Query::<T>::try_from_uri(&parts.uri).map(|Query(asked)| asked).map_err(|error| {
+        let query = parts.uri.query().unwrap_or_default();
+        ApiError::bad(format!("query {:?}: {}", shown(query), shown(&error.body_text())))
+    })
 }
 
 /// Metadata as it is kept and given back.
