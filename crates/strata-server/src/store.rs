@@ -7,6 +7,8 @@
 //! Every save has an identity, which tells the two apart: an edit goes to what is on the disk, a load gets the save it was asked for, and a
 //! checkpoint that was deleted before its save was answered stays deleted. Names are held while the catalogue looks at one and acts on it.
 //!
+//! Whoever finds that a checkpoint was removed by hand takes it out of the catalogue, as the next start would.
+//!
 //! Checkpoints of runs named [`IMPORTED`] are written by other processes, and catalogued when someone asks for them.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +32,7 @@ use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::scratch::{self, Scratch};
 pub use record::CheckpointRecord;
-use record::{is_directory, read_record, subdirectories, write_record};
+use record::{Unread, is_directory, read_record, subdirectories, write_record};
 
 mod record;
 #[cfg(test)]
@@ -75,6 +77,18 @@ impl Catalogue {
     fn remove(&mut self, id: &CheckpointId) {
         if let Some(removed) = self.records.remove(id) {
             self.bytes -= removed.catalogued_bytes();
+        }
+    }
+
+    /// Takes out a save that is not on the disk any more, unless another has its place. If it is still to be answered, it stays out.
+    fn forget(&mut self, gone: &CheckpointRecord) {
+        let id = gone.id();
+        if self.records.get(&id).is_none_or(|record| record.save_id != gone.save_id) {
+            return;
+        }
+        self.remove(&id);
+        if self.edited_early.remove(&gone.save_id) {
+            self.deleted_early.insert(gone.save_id.clone());
         }
     }
 
@@ -243,8 +257,9 @@ impl Store {
     /// # Errors
     /// If there is none, or its directory cannot be read.
     pub fn files(&self, id: &CheckpointId) -> ApiResult<(CheckpointRecord, Vec<String>)> {
-        let _names = hold_names();
+        let names = hold_names();
         let record = self.get(id)?;
+        self.on_disk(&record, &names)?;
         let unread = |error: std::io::Error| {
             let path = self.dir(id);
             failed(format!("the files of {} cannot be listed", id.tinker_path()), &Error::Io { path, source: error })
@@ -461,16 +476,29 @@ impl Store {
         removed.parent().into_iter().for_each(|kind_dir| remove_empty_directories(kind_dir, &self.checkpoints_dir));
     }
 
+    /// What is on the disk under the name of a catalogued checkpoint, which may be a later save of it.
+    fn on_disk(&self, known: &CheckpointRecord, _: &NamesHeld) -> ApiResult<CheckpointRecord> {
+        let id = known.id();
+        let unread = |reason: &Unread| format!("the record of {} cannot be read: {reason}", id.tinker_path());
+        match read_record(&self.dir(&id), id.kind) {
+            Ok(Some(record)) => Ok(record),
+            Ok(None) => {
+                tracing::warn!(path = id.tinker_path(), "a checkpoint is gone that nobody has deleted here");
+                self.lock().forget(known);
+                Err(not_found(&id))
+            }
+            // However often it is asked for.
+            Err(reason @ Unread::Malformed(_)) => Err(ApiError::BadRequest(unread(&reason))),
+            Err(reason @ Unread::Io(_)) => Err(ApiError::Internal(unread(&reason))),
+        }
+    }
+
     /// Changes the record of what is on the disk now, which may be a later save than the catalogue knows.
     fn edit(&self, id: &CheckpointId, change: impl FnOnce(&mut CheckpointRecord)) -> ApiResult<()> {
-        let _names = hold_names();
+        let names = hold_names();
         let known = self.get(id)?;
         let dir = self.dir(id);
-        let mut record = match read_record(&dir, id.kind) {
-            Ok(Some(record)) => record,
-            Ok(None) => return Err(ApiError::Internal(format!("the files of {} are gone", id.tinker_path()))),
-            Err(reason) => return Err(ApiError::Internal(format!("the record of {}: {reason}", id.tinker_path()))),
-        };
+        let mut record = self.on_disk(&known, &names)?;
         change(&mut record);
         write_record(&dir, &record)
             .map_err(|error| failed(format!("the record of {} was not changed", id.tinker_path()), &error))?;

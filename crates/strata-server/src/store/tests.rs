@@ -107,6 +107,59 @@ fn a_checkpoint_whose_time_is_over_is_not_listed_and_is_deleted() {
 }
 
 #[test]
+fn a_checkpoint_that_was_removed_by_hand_is_not_found_and_not_listed() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    let uses: [&dyn Fn() -> ApiResult<()>; 3] =
+        [&|| store.set_public(&id, true), &|| store.set_expiry(&id, None), &|| store.files(&id).map(drop)];
+    let removals: [fn(&Path); 2] =
+        [|dir| fs::remove_dir_all(dir).unwrap(), |dir| fs::remove_file(dir.join(METADATA_FILE)).unwrap()];
+    for remove in removals {
+        for used in uses {
+            write(&store, &record("a"));
+            remove(&store.dir(&id));
+            assert_eq!(used().unwrap_err(), not_found(&id));
+            assert!(store.list(None).is_empty());
+        }
+    }
+    // Its save is answered when it was edited and removed already.
+    let (old, new) = (record("a"), record("a"));
+    write(&store, &old);
+    write_files(&store, &new);
+    store.set_public(&id, true).unwrap();
+    fs::remove_dir_all(store.dir(&id)).unwrap();
+    assert_eq!(store.set_public(&id, true).unwrap_err(), not_found(&id));
+    store.insert(new);
+    assert!(store.list(None).is_empty());
+}
+
+#[test]
+fn what_is_found_gone_takes_no_later_save_out_of_the_catalogue() {
+    let mut catalogue = Catalogue::default();
+    let (old, new) = (record("a"), record("a"));
+    catalogue.put(new.clone());
+    catalogue.forget(&old);
+    assert_eq!(catalogue.records.get(&new.id()), Some(&new));
+    catalogue.forget(&new);
+    assert!(catalogue.records.is_empty() && catalogue.bytes == 0);
+}
+
+#[test]
+fn a_record_that_cannot_be_understood_is_refused_and_left_in_place() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    write(&store, &record("a"));
+    let path = store.dir(&id).join(METADATA_FILE);
+    fs::write(&path, "{").unwrap();
+    for error in [store.set_public(&id, true).unwrap_err(), store.files(&id).unwrap_err()] {
+        assert!(matches!(&error, ApiError::BadRequest(reason) if reason.contains(METADATA_FILE)), "{error}");
+    }
+    assert_eq!((fs::read_to_string(&path).unwrap().as_str(), store.list(None).len()), ("{", 1));
+}
+
+#[test]
 fn an_edit_goes_to_the_save_that_is_on_the_disk() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
