@@ -336,6 +336,7 @@ impl Store {
         (copy.expires_at, copy.copy_of) = (expires_at, Some(source.save_id.clone()));
         (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
         let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
+        self.free_name(&copy.id());
         if dir.symlink_metadata().is_ok() {
             return Err(ApiError::bad(format!("checkpoint {} exists already", copy.id().tinker_path())));
         }
@@ -373,8 +374,9 @@ impl Store {
     /// Deletes a checkpoint and its files. Blocks.
     ///
     /// # Errors
-    /// If there is none, or its files cannot be moved out of the way: then it is still there, and listed.
+    /// If there is none, its time is over, or its files cannot be moved out of the way: then it is still there, and listed.
     pub fn delete(&self, id: &CheckpointId) -> ApiResult<()> {
+        self.get(id)?;
         let deleted = self.delete_if(id, |_| true)?;
         deleted.map_err(|error| failed(format!("{} was not deleted, and is still there", id.tinker_path()), &error))
     }
@@ -429,6 +431,31 @@ impl Store {
         self.edit(id, |record| record.expires_at = expires_at)
     }
 
+    /// Whether a checkpoint is still there though its time is over, until [`Store::free_name`] or the next [`Store::reap`].
+    pub fn is_expired(&self, id: &CheckpointId) -> bool {
+        self.lock().records.get(id).is_some_and(|record| record.is_expired(OffsetDateTime::now_utc()))
+    }
+
+    /// Deletes a checkpoint whose time is over, so that whoever is told that there is none can save under its name. If the file system refuses, it is still
+    /// there. Blocks.
+    pub fn free_name(&self, id: &CheckpointId) {
+        let now = OffsetDateTime::now_utc();
+        let expired = self.lock().records.get(id).filter(|record| record.is_expired(now)).map(|record| record.save_id.clone());
+        if let Some(save_id) = expired {
+            // What goes wrong the next sweep says.
+            let _ = self.delete_expired(id, &save_id);
+        }
+    }
+
+    /// Deletes a save whose time is over. A later save of the name has a life of its own.
+    fn delete_expired(&self, id: &CheckpointId, save_id: &str) -> ApiResult<strata_model::Result<()>> {
+        let deleted = self.delete_if(id, |on_disk| on_disk == save_id)?;
+        if deleted.is_ok() {
+            tracing::info!(path = id.tinker_path(), "deleted a checkpoint whose time is over");
+        }
+        Ok(deleted)
+    }
+
     /// Deletes checkpoints whose time is over, and what is left of deleted ones. Blocks.
     pub fn reap(&self, now: OffsetDateTime) {
         let trash = std::mem::take(&mut *self.trash.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
@@ -441,17 +468,15 @@ impl Store {
         let mut stuck = self.stuck.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let said = std::mem::take(&mut *stuck);
         for (id, save_id) in expired {
-            // A later save of the name has a life of its own.
-            match self.delete_if(&id, |on_disk| on_disk == save_id) {
-                Ok(Ok(())) => tracing::info!(path = id.tinker_path(), "deleted a checkpoint whose time is over"),
+            match self.delete_expired(&id, &save_id) {
                 Ok(Err(error)) => {
                     if !said.contains(&id) {
                         tracing::warn!(path = id.tinker_path(), "its time is over, and it cannot be deleted yet: {error}");
                     }
                     stuck.insert(id);
                 }
-                // Somebody else has deleted it.
-                Err(_) => {}
+                // Deleted now, or before by somebody else.
+                Ok(Ok(())) | Err(_) => {}
             }
         }
     }

@@ -160,6 +160,34 @@ fn a_record_that_cannot_be_understood_is_refused_and_left_in_place() {
 }
 
 #[test]
+fn until_it_is_swept_a_checkpoint_whose_time_is_over_is_not_there_for_anyone() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    let past = Some(OffsetDateTime::now_utc() - time::Duration::SECOND);
+    write(&store, &record("a"));
+    store.free_name(&id);
+    assert!(store.dir(&id).exists() && !store.is_expired(&id), "its time is not over");
+    let source = store.get(&id).unwrap();
+    let copy = store.copy(&source, "copy:1", past).unwrap();
+    store.set_expiry(&id, past).unwrap();
+    for used in [store.delete(&id), store.set_public(&id, true)] {
+        assert_eq!(used.unwrap_err(), not_found(&id));
+    }
+    assert!(store.is_expired(&id) && store.dir(&id).exists());
+    assert_ne!(store.copy(&source, "copy:1", None).unwrap().save_id, copy.save_id);
+    // Another save that is on the disk already is none of it.
+    let later = record("a");
+    write_files(&store, &later);
+    store.free_name(&id);
+    store.insert(later.clone());
+    assert_eq!(store.get(&id).unwrap().save_id, later.save_id);
+    store.set_expiry(&id, past).unwrap();
+    store.free_name(&id);
+    assert!(!store.dir(&id).exists());
+}
+
+#[test]
 fn an_edit_goes_to_the_save_that_is_on_the_disk() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
