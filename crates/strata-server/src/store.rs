@@ -482,7 +482,12 @@ impl Store {
     }
 
     fn remove_trash(&self, aside: PathBuf, is_first: bool) {
-        match fs::remove_dir_all(&aside) {
+        // What was put in the place of a checkpoint may be a file.
+        let removed = fs::remove_dir_all(&aside).or_else(|error| match error.kind() {
+            ErrorKind::NotADirectory => fs::remove_file(&aside),
+            _ => Err(error),
+        });
+        match removed {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 if is_first {
                     tracing::warn!(dir = %aside.display(), "what was deleted cannot be removed yet: {error}");

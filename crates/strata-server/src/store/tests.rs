@@ -367,13 +367,30 @@ fn what_a_file_system_does_not_rename_is_removed_where_it_is() {
 fn what_cannot_be_removed_is_tried_again() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
-    let aside = data_dir.path().join(".a.deleted-1-1");
-    fs::write(&aside, "no directory, and so not removed as one").unwrap();
+    let kind_dir = data_dir.path().join("weights");
+    let aside = kind_dir.join(".a.deleted-1-1");
+    fs::write(&kind_dir, "no directory, and so nothing can be removed in it").unwrap();
     store.remove_trash(aside.clone(), true);
-    fs::remove_file(&aside).unwrap();
-    fs::create_dir(&aside).unwrap();
+    fs::remove_file(&kind_dir).unwrap();
+    fs::create_dir_all(&aside).unwrap();
     store.reap(OffsetDateTime::now_utc());
     assert!(!aside.exists());
+}
+
+#[test]
+fn whatever_is_in_the_place_of_a_checkpoint_is_deleted_whole() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let dir = store.dir(&record("a").id());
+    let puts: [fn(&Path); 2] =
+        [|dir| fs::write(dir, "a file").unwrap(), |dir| std::os::unix::fs::symlink("/nowhere", dir).unwrap()];
+    for put in puts {
+        write(&store, &record("a"));
+        fs::remove_dir_all(&dir).unwrap();
+        put(&dir);
+        store.delete(&record("a").id()).unwrap();
+        assert_eq!(fs::read_dir(data_dir.path().join("checkpoints")).unwrap().count(), 0);
+    }
 }
 
 #[test]
