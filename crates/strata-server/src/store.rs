@@ -22,7 +22,8 @@ use rustix::fs::OFlags;
 use strata_engine::api::{CheckpointSource, METADATA_FILE};
 use strata_model::Error;
 use strata_model::checkpoint::{
-    Existing, NamesHeld, hold_names, recover_directories, remove_empty_directories, set_aside, write_atomically,
+    Existing, NamesHeld, hold_names, recover_directories, refuse_links_below, remove_empty_directories, set_aside,
+    write_atomically,
 };
 use time::OffsetDateTime;
 
@@ -143,6 +144,11 @@ impl Store {
             stuck: Mutex::default(),
             data_dir,
         })
+    }
+
+    /// The directory of all checkpoints, which may itself be reached through links.
+    pub fn root(&self) -> &Path {
+        &self.checkpoints_dir
     }
 
     /// Where a checkpoint is, or would be.
@@ -336,6 +342,7 @@ impl Store {
         (copy.expires_at, copy.copy_of) = (expires_at, Some(source.save_id.clone()));
         (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
         let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
+        self.refuse_links(&copy.id()).map_err(|error| failed(format!("{} was not copied", from.tinker_path()), &error))?;
         self.free_name(&copy.id());
         if dir.symlink_metadata().is_ok() {
             return Err(ApiError::bad(format!("checkpoint {} exists already", copy.id().tinker_path())));
@@ -381,11 +388,19 @@ impl Store {
         deleted.map_err(|error| failed(format!("{} was not deleted, and is still there", id.tinker_path()), &error))
     }
 
+    /// Refuses a checkpoint whose run, or the directory of its kind, is a link: what it leads to is not ours.
+    fn refuse_links(&self, id: &CheckpointId) -> strata_model::Result<()> {
+        self.dir(id).parent().map_or(Ok(()), |kind_dir| refuse_links_below(&self.checkpoints_dir, kind_dir))
+    }
+
     /// Deletes a checkpoint if what is on the disk under its name has an identity that is wanted. If the file system refuses, it is still there.
     fn delete_if(&self, id: &CheckpointId, is_wanted: impl FnOnce(&str) -> bool) -> ApiResult<strata_model::Result<()>> {
         let names = hold_names();
         let known = self.known(id).ok_or_else(|| not_found(id))?;
         let dir = self.dir(id);
+        if let Err(error) = self.refuse_links(id) {
+            return Ok(Err(error));
+        }
         // A record that cannot be read belongs to no save that is to be answered.
         let on_disk = read_record(&dir, id.kind).ok().flatten().map_or_else(|| known.save_id.clone(), |record| record.save_id);
         if !is_wanted(&on_disk) {
@@ -510,6 +525,7 @@ impl Store {
     fn on_disk(&self, known: &CheckpointRecord, _: &NamesHeld) -> ApiResult<CheckpointRecord> {
         let id = known.id();
         let unread = |reason: &Unread| format!("the record of {} cannot be read: {reason}", id.tinker_path());
+        self.refuse_links(&id).map_err(|error| failed(format!("{} is not used", id.tinker_path()), &error))?;
         match read_record(&self.dir(&id), id.kind) {
             Ok(Some(record)) => Ok(record),
             Ok(None) => {
@@ -574,6 +590,8 @@ fn failed(what: String, error: &Error) -> ApiError {
     tracing::error!("{what}: {error}");
     match error {
         Error::Io { source, .. } => ApiError::Internal(format!("{what}: {source}")),
+        // Asked for again, it would be no other.
+        Error::Checkpoint { message, .. } => ApiError::BadRequest(format!("{what}: {message}")),
         _ => ApiError::Internal(what),
     }
 }

@@ -66,8 +66,8 @@ async fn save_named(
         let record = new_record(app, &head, model, asked, kind)?;
         let metadata = serde_json::to_value(&record).map_err(|error| format!("the checkpoint's record: {error}"))?;
         app.store.check_room()?;
-        let (dir, name) = (app.store.dir(&record.id()), record.id().tinker_path());
-        Ok((record, SaveTarget { dir, name, overwrite, metadata, recipients }))
+        let (root, dir, name) = (app.store.root().to_owned(), app.store.dir(&record.id()), record.id().tinker_path());
+        Ok((record, SaveTarget { root, dir, name, overwrite, metadata, recipients }))
     });
     let (record, op) = match asked {
         Ok((record, target)) if kind == CheckpointKind::Weights => (Some(record), Ok(TrainOp::SaveState(target))),

@@ -394,6 +394,31 @@ fn whatever_is_in_the_place_of_a_checkpoint_is_deleted_whole() {
 }
 
 #[test]
+fn nothing_is_copied_changed_or_deleted_through_a_link() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    write(&store, &record("a"));
+    let source = store.get(&id).unwrap();
+    let elsewhere = data_dir.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, data_dir.path().join("checkpoints/copy:1")).unwrap();
+    let kind_dir = store.dir(&id).parent().unwrap().to_owned();
+    let refused = |error: ApiError, link: &str| {
+        let is_named = |reason: &str| reason.ends_with(&format!(": {link} is a symbolic link, and is not followed"));
+        assert!(matches!(&error, ApiError::BadRequest(reason) if is_named(reason)), "{error:?}");
+    };
+    refused(store.copy(&source, "copy:1", None).unwrap_err(), "copy:1");
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    fs::rename(&kind_dir, elsewhere.join("weights")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.join("weights"), &kind_dir).unwrap();
+    refused(store.delete(&id).unwrap_err(), "s:train:0/weights");
+    refused(store.set_public(&id, true).unwrap_err(), "s:train:0/weights");
+    refused(store.files(&id).unwrap_err(), "s:train:0/weights");
+    assert!(elsewhere.join("weights/a").join(METADATA_FILE).exists());
+}
+
+#[test]
 fn links_special_files_and_long_records_are_passed_over() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
