@@ -483,15 +483,12 @@ impl Store {
         let mut stuck = self.stuck.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let said = std::mem::take(&mut *stuck);
         for (id, save_id) in expired {
-            match self.delete_expired(&id, &save_id) {
-                Ok(Err(error)) => {
-                    if !said.contains(&id) {
-                        tracing::warn!(path = id.tinker_path(), "its time is over, and it cannot be deleted yet: {error}");
-                    }
-                    stuck.insert(id);
+            // Otherwise it is deleted now, or was before by somebody else.
+            if let Ok(Err(error)) = self.delete_expired(&id, &save_id) {
+                if !said.contains(&id) {
+                    tracing::warn!(path = id.tinker_path(), "its time is over, and it cannot be deleted yet: {error}");
                 }
-                // Deleted now, or before by somebody else.
-                Ok(Ok(())) | Err(_) => {}
+                stuck.insert(id);
             }
         }
     }

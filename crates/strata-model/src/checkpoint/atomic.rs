@@ -115,15 +115,10 @@ pub fn write_atomically(dir: &Path, existing: Existing, write: impl FnOnce(&Path
 /// # Errors
 /// If it, or a directory above it and below `top`, is a symbolic link.
 pub fn refuse_links_below(top: &Path, path: &Path) -> Result<()> {
-    let below = path.ancestors().take_while(|part| *part != top && part.starts_with(top));
-    for part in below.filter(|part| part.is_symlink()) {
-        let shown = part.strip_prefix(top).unwrap_or(part).display();
-        return Err(Error::Checkpoint {
-            path: part.into(),
-            message: format!("{shown} is a symbolic link, and is not followed"),
-        });
-    }
-    Ok(())
+    let mut below = path.ancestors().take_while(|part| *part != top && part.starts_with(top));
+    let Some(link) = below.find(|part| part.is_symlink()) else { return Ok(()) };
+    let shown = link.strip_prefix(top).unwrap_or(link).display();
+    Err(Error::Checkpoint { path: link.into(), message: format!("{shown} is a symbolic link, and is not followed") })
 }
 
 /// Takes a directory out of the way under a hidden name, which is returned, as the first half of deleting it. The second half may fail,

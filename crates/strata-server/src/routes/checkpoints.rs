@@ -59,7 +59,11 @@ async fn save_named(
         && app.store.is_expired(&id)
     {
         let freeing = app.clone();
-        off_thread(move || Ok(freeing.store.free_name(&id))).await?;
+        let free = move || {
+            freeing.store.free_name(&id);
+            Ok(())
+        };
+        off_thread(free).await?;
     }
     let asked = asked.and_then(|asked| {
         let recipients = if kind == CheckpointKind::ExternalWeights { asked.recipients()? } else { Vec::new() };
