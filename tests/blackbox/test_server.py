@@ -74,9 +74,9 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 
 def test_more_memory_for_adapters_than_there_is_is_refused_at_start(tmp_path):
     flags = ["--data-dir", str(tmp_path), "--memory", "1GiB", "--adapter-memory", "2GiB"]
-    assert "adapters are to have 2147483648" in refuses_to_start(*flags)
+    assert "adapters are to have 2.00 GiB" in refuses_to_start(*flags)
     two = ["strata/tiny-base", "strata/tiny-base", "--name", "a", "--name", "b"]
-    assert "adapters are to have 1073741824" in refuses_to_start(*two, *flags)
+    assert "adapters are to have 1.00 GiB" in refuses_to_start(*two, *flags)
 
 
 def test_a_session_without_heartbeats_expires(tmp_path):

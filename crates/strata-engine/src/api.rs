@@ -187,6 +187,8 @@ pub enum TrainOp {
 /// Where a checkpoint goes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SaveTarget {
+    /// Directory below which no link is followed.
+    pub root: PathBuf,
     /// Directory to create; its parents are made as needed. It appears whole or not at all.
     pub dir: PathBuf,
     /// What clients call it, for messages; such as `tinker://RUN/weights/NAME`.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use strata_model::Error;
 use strata_model::checkpoint::{
-    AdapterFormat, Existing, PlannedAdapter, has_optimizer, read_optimizer, read_own_file, write_adapter, write_atomically,
-    write_optimizer,
+    AdapterFormat, Existing, PlannedAdapter, has_optimizer, read_optimizer, read_own_file, refuse_links_below, write_adapter,
+    write_atomically, write_optimizer,
 };
 use strata_model::lora::{LoraConfig, LoraModule};
 use strata_tensor::Backend;
@@ -35,7 +35,7 @@ pub(crate) struct BaseModel {
 
 /// Writes a checkpoint whole or not at all; returns the bytes of its files.
 pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState) -> Result<u64, Failure> {
-    let SaveTarget { dir, name, overwrite, metadata, recipients } = target;
+    let SaveTarget { root, dir, name, overwrite, metadata, recipients } = target;
     let recipients: Result<Vec<Recipient>, String> = recipients.iter().map(|text| Recipient::parse(text)).collect();
     let recipients = recipients.map_err(|reason| Failure::User(format!("checkpoint {name}: {reason}")))?;
     if !overwrite && dir.symlink_metadata().is_ok() {
@@ -49,7 +49,9 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
         )));
     }
     let existing = if *overwrite { Existing::Replace } else { Existing::Refuse };
-    let written = write_atomically(dir, existing, |partial| {
+    // What is behind a link would be passed over at the next start.
+    let is_in_place = refuse_links_below(root, dir.parent().unwrap_or(dir));
+    let write = |partial: &Path| {
         let adapter = (&state.config, &*state.weights);
         write_adapter(&*base.backend, partial, &base.modules, adapter, &base.name, base.format)?;
         if let Some(Moments { m, v, step }) = &state.moments {
@@ -60,7 +62,8 @@ pub(crate) fn write(base: &BaseModel, target: &SaveTarget, state: &LearnerState)
         }
         let path = partial.join(METADATA_FILE);
         std::fs::write(&path, metadata).map_err(|source| Error::Io { path, source })
-    });
+    };
+    let written = is_in_place.and_then(|()| write_atomically(dir, existing, write));
     written.map_err(|error| {
         tracing::error!(name, "a checkpoint was not written: {error}");
         Failure::Server(format!("checkpoint {name} was not written: {}", without_directory(&error, dir)))

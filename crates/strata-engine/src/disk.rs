@@ -263,6 +263,7 @@ mod tests {
 
     fn save(ticket: u64, name: &str) -> SaveJob {
         let target = SaveTarget {
+            root: "".into(),
             dir: name.into(),
             name: name.into(),
             overwrite: false,

@@ -22,8 +22,8 @@ impl TrainOp {
                 [learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm].map(|x| x.to_bits()).hash(&mut hasher);
             }
             // What is to be written beside it has the time at which it was asked for.
-            TrainOp::SaveState(SaveTarget { dir: _, name, overwrite, metadata: _, recipients })
-            | TrainOp::SaveSampler(SaveTarget { dir: _, name, overwrite, metadata: _, recipients }) => {
+            TrainOp::SaveState(SaveTarget { root: _, dir: _, name, overwrite, metadata: _, recipients })
+            | TrainOp::SaveSampler(SaveTarget { root: _, dir: _, name, overwrite, metadata: _, recipients }) => {
                 (name, overwrite, recipients).hash(&mut hasher);
             }
             // Clients take another name each time that they send it.
@@ -98,7 +98,7 @@ mod tests {
 
     fn save(name: &str, save_id: u64) -> SaveTarget {
         let metadata = serde_json::json!({ "save_id": save_id });
-        SaveTarget { dir: name.into(), name: name.into(), overwrite: false, metadata, recipients: vec![] }
+        SaveTarget { root: "".into(), dir: name.into(), name: name.into(), overwrite: false, metadata, recipients: vec![] }
     }
 
     #[test]

@@ -57,6 +57,7 @@ mod tests {
 
     fn save() -> Request {
         let target = SaveTarget {
+            root: "".into(),
             dir: "a".into(),
             name: "a".into(),
             overwrite: false,

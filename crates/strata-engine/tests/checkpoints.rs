@@ -369,6 +369,26 @@ fn what_is_no_file_blocks_no_load_and_no_path_of_the_server_is_told() {
 }
 
 #[test]
+fn a_save_through_a_link_is_refused_and_leaves_nothing_behind_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let [elsewhere, root] = ["elsewhere", "root"].map(|name| dir.path().join(name));
+    std::fs::create_dir(&elsewhere).unwrap();
+    std::fs::create_dir(&root).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, root.join("run")).unwrap();
+    let engine = engine();
+    create(&engine, "m", 4, 1);
+    for seq in 1..3 {
+        let target = SaveTarget { root: root.clone(), overwrite: seq == 2, ..save(&root.join("run/weights/one")) };
+        let failed = ask(&engine, train("m", seq, TrainOp::SaveState(target)));
+        let Err(Failure::Server(message)) = failed else { panic!("{failed:?}") };
+        assert!(message.contains("run is a symbolic link") && !message.contains('/'), "{message}");
+    }
+    assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0);
+    let above = SaveTarget { root: root.join("run"), ..save(&root.join("run/weights/one")) };
+    ask(&engine, train("m", 3, TrainOp::SaveState(above))).unwrap();
+}
+
+#[test]
 fn a_save_that_the_disk_refuses_fails_alone_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let in_the_way = dir.path().join("run");

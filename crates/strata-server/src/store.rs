@@ -7,6 +7,8 @@
 //! Every save has an identity, which tells the two apart: an edit goes to what is on the disk, a load gets the save it was asked for, and a
 //! checkpoint that was deleted before its save was answered stays deleted. Names are held while the catalogue looks at one and acts on it.
 //!
+//! Whoever finds that a checkpoint was removed by hand takes it out of the catalogue, as the next start would.
+//!
 //! Checkpoints of runs named [`IMPORTED`] are written by other processes, and catalogued when someone asks for them.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,7 +22,8 @@ use rustix::fs::OFlags;
 use strata_engine::api::{CheckpointSource, METADATA_FILE};
 use strata_model::Error;
 use strata_model::checkpoint::{
-    Existing, NamesHeld, hold_names, recover_directories, remove_empty_directories, set_aside, write_atomically,
+    Existing, NamesHeld, hold_names, recover_directories, refuse_links_below, remove_empty_directories, set_aside,
+    write_atomically,
 };
 use time::OffsetDateTime;
 
@@ -30,7 +33,7 @@ use crate::limits;
 use crate::names::{CheckpointId, CheckpointKind, shown};
 use crate::scratch::{self, Scratch};
 pub use record::CheckpointRecord;
-use record::{is_directory, read_record, subdirectories, write_record};
+use record::{Unread, is_directory, read_record, subdirectories, write_record};
 
 mod record;
 #[cfg(test)]
@@ -75,6 +78,18 @@ impl Catalogue {
     fn remove(&mut self, id: &CheckpointId) {
         if let Some(removed) = self.records.remove(id) {
             self.bytes -= removed.catalogued_bytes();
+        }
+    }
+
+    /// Takes out a save that is not on the disk any more, unless another has its place. If it is still to be answered, it stays out.
+    fn forget(&mut self, gone: &CheckpointRecord) {
+        let id = gone.id();
+        if self.records.get(&id).is_none_or(|record| record.save_id != gone.save_id) {
+            return;
+        }
+        self.remove(&id);
+        if self.edited_early.remove(&gone.save_id) {
+            self.deleted_early.insert(gone.save_id.clone());
         }
     }
 
@@ -129,6 +144,11 @@ impl Store {
             stuck: Mutex::default(),
             data_dir,
         })
+    }
+
+    /// The directory of all checkpoints, which may itself be reached through links.
+    pub fn root(&self) -> &Path {
+        &self.checkpoints_dir
     }
 
     /// Where a checkpoint is, or would be.
@@ -243,8 +263,9 @@ impl Store {
     /// # Errors
     /// If there is none, or its directory cannot be read.
     pub fn files(&self, id: &CheckpointId) -> ApiResult<(CheckpointRecord, Vec<String>)> {
-        let _names = hold_names();
+        let names = hold_names();
         let record = self.get(id)?;
+        self.on_disk(&record, &names)?;
         let unread = |error: std::io::Error| {
             let path = self.dir(id);
             failed(format!("the files of {} cannot be listed", id.tinker_path()), &Error::Io { path, source: error })
@@ -322,6 +343,8 @@ impl Store {
         copy.project_id = project_id;
         (copy.user_metadata, copy.run_metadata) = (source.user_metadata.clone(), source.run_metadata.clone());
         let (source_dir, dir) = (self.dir(&from), self.dir(&copy.id()));
+        self.refuse_links(&copy.id()).map_err(|error| failed(format!("{} was not copied", from.tinker_path()), &error))?;
+        self.free_name(&copy.id());
         if dir.symlink_metadata().is_ok() {
             return Err(ApiError::bad(format!("checkpoint {} exists already", copy.id().tinker_path())));
         }
@@ -359,10 +382,16 @@ impl Store {
     /// Deletes a checkpoint and its files. Blocks.
     ///
     /// # Errors
-    /// If there is none, or its files cannot be moved out of the way: then it is still there, and listed.
+    /// If there is none, its time is over, or its files cannot be moved out of the way: then it is still there, and listed.
     pub fn delete(&self, id: &CheckpointId) -> ApiResult<()> {
+        self.get(id)?;
         let deleted = self.delete_if(id, |_| true)?;
         deleted.map_err(|error| failed(format!("{} was not deleted, and is still there", id.tinker_path()), &error))
+    }
+
+    /// Refuses a checkpoint whose run, or the directory of its kind, is a link: what it leads to is not ours.
+    fn refuse_links(&self, id: &CheckpointId) -> strata_model::Result<()> {
+        self.dir(id).parent().map_or(Ok(()), |kind_dir| refuse_links_below(&self.checkpoints_dir, kind_dir))
     }
 
     /// Deletes a checkpoint if what is on the disk under its name has an identity that is wanted. If the file system refuses, it is still there.
@@ -370,6 +399,9 @@ impl Store {
         let names = hold_names();
         let known = self.known(id).ok_or_else(|| not_found(id))?;
         let dir = self.dir(id);
+        if let Err(error) = self.refuse_links(id) {
+            return Ok(Err(error));
+        }
         // A record that cannot be read belongs to no save that is to be answered.
         let on_disk = read_record(&dir, id.kind).ok().flatten().map_or_else(|| known.save_id.clone(), |record| record.save_id);
         if !is_wanted(&on_disk) {
@@ -431,6 +463,31 @@ impl Store {
         Ok(())
     }
 
+    /// Whether a checkpoint is still there though its time is over, until [`Store::free_name`] or the next [`Store::reap`].
+    pub fn is_expired(&self, id: &CheckpointId) -> bool {
+        self.lock().records.get(id).is_some_and(|record| record.is_expired(OffsetDateTime::now_utc()))
+    }
+
+    /// Deletes a checkpoint whose time is over, so that whoever is told that there is none can save under its name. If the file system refuses, it is still
+    /// there. Blocks.
+    pub fn free_name(&self, id: &CheckpointId) {
+        let now = OffsetDateTime::now_utc();
+        let expired = self.lock().records.get(id).filter(|record| record.is_expired(now)).map(|record| record.save_id.clone());
+        if let Some(save_id) = expired {
+            // What goes wrong the next sweep says.
+            let _ = self.delete_expired(id, &save_id);
+        }
+    }
+
+    /// Deletes a save whose time is over. A later save of the name has a life of its own.
+    fn delete_expired(&self, id: &CheckpointId, save_id: &str) -> ApiResult<strata_model::Result<()>> {
+        let deleted = self.delete_if(id, |on_disk| on_disk == save_id)?;
+        if deleted.is_ok() {
+            tracing::info!(path = id.tinker_path(), "deleted a checkpoint whose time is over");
+        }
+        Ok(deleted)
+    }
+
     /// Deletes checkpoints whose time is over, and what is left of deleted ones. Blocks.
     pub fn reap(&self, now: OffsetDateTime) {
         let trash = std::mem::take(&mut *self.trash.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
@@ -443,23 +500,23 @@ impl Store {
         let mut stuck = self.stuck.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let said = std::mem::take(&mut *stuck);
         for (id, save_id) in expired {
-            // A later save of the name has a life of its own.
-            match self.delete_if(&id, |on_disk| on_disk == save_id) {
-                Ok(Ok(())) => tracing::info!(path = id.tinker_path(), "deleted a checkpoint whose time is over"),
-                Ok(Err(error)) => {
-                    if !said.contains(&id) {
-                        tracing::warn!(path = id.tinker_path(), "its time is over, and it cannot be deleted yet: {error}");
-                    }
-                    stuck.insert(id);
+            // Otherwise it is deleted now, or was before by somebody else.
+            if let Ok(Err(error)) = self.delete_expired(&id, &save_id) {
+                if !said.contains(&id) {
+                    tracing::warn!(path = id.tinker_path(), "its time is over, and it cannot be deleted yet: {error}");
                 }
-                // Somebody else has deleted it.
-                Err(_) => {}
+                stuck.insert(id);
             }
         }
     }
 
     fn remove_trash(&self, aside: PathBuf, is_first: bool) {
-        match fs::remove_dir_all(&aside) {
+        // What was put in the place of a checkpoint may be a file.
+        let removed = fs::remove_dir_all(&aside).or_else(|error| match error.kind() {
+            ErrorKind::NotADirectory => fs::remove_file(&aside),
+            _ => Err(error),
+        });
+        match removed {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 if is_first {
                     tracing::warn!(dir = %aside.display(), "what was deleted cannot be removed yet: {error}");
@@ -478,16 +535,30 @@ impl Store {
         removed.parent().into_iter().for_each(|kind_dir| remove_empty_directories(kind_dir, &self.checkpoints_dir));
     }
 
+    /// What is on the disk under the name of a catalogued checkpoint, which may be a later save of it.
+    fn on_disk(&self, known: &CheckpointRecord, _: &NamesHeld) -> ApiResult<CheckpointRecord> {
+        let id = known.id();
+        let unread = |reason: &Unread| format!("the record of {} cannot be read: {reason}", id.tinker_path());
+        self.refuse_links(&id).map_err(|error| failed(format!("{} is not used", id.tinker_path()), &error))?;
+        match read_record(&self.dir(&id), id.kind) {
+            Ok(Some(record)) => Ok(record),
+            Ok(None) => {
+                tracing::warn!(path = id.tinker_path(), "a checkpoint is gone that nobody has deleted here");
+                self.lock().forget(known);
+                Err(not_found(&id))
+            }
+            // However often it is asked for.
+            Err(reason @ Unread::Malformed(_)) => Err(ApiError::BadRequest(unread(&reason))),
+            Err(reason @ Unread::Io(_)) => Err(ApiError::Internal(unread(&reason))),
+        }
+    }
+
     /// Changes the record of what is on the disk now, which may be a later save than the catalogue knows.
     fn edit(&self, id: &CheckpointId, change: impl FnOnce(&mut CheckpointRecord)) -> ApiResult<()> {
-        let _names = hold_names();
+        let names = hold_names();
         let known = self.get(id)?;
         let dir = self.dir(id);
-        let mut record = match read_record(&dir, id.kind) {
-            Ok(Some(record)) => record,
-            Ok(None) => return Err(ApiError::Internal(format!("the files of {} are gone", id.tinker_path()))),
-            Err(reason) => return Err(ApiError::Internal(format!("the record of {}: {reason}", id.tinker_path()))),
-        };
+        let mut record = self.on_disk(&known, &names)?;
         change(&mut record);
         write_record(&dir, &record)
             .map_err(|error| failed(format!("the record of {} was not changed", id.tinker_path()), &error))?;
@@ -533,6 +604,8 @@ fn failed(what: String, error: &Error) -> ApiError {
     tracing::error!("{what}: {error}");
     match error {
         Error::Io { source, .. } => ApiError::Internal(format!("{what}: {source}")),
+        // Asked for again, it would be no other.
+        Error::Checkpoint { message, .. } => ApiError::BadRequest(format!("{what}: {message}")),
         _ => ApiError::Internal(what),
     }
 }

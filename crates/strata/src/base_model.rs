@@ -8,7 +8,7 @@ use anyhow::Context;
 use indicatif::HumanBytes;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, Machine, StartError};
-use strata_model::checkpoint::{HubOptions, read_own_file, write_file_atomically};
+use strata_model::checkpoint::{HubOptions, read_own_file, refuse_links_below, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
 use strata_server::{DataDir, ModelInfo};
 use strata_tensor::{CpuBackend, DType, Int4Group, WeightFormat, WeightStorage};
@@ -396,7 +396,10 @@ fn tokenizer_id(source: &ModelSource, data_dir: &Path) -> anyhow::Result<String>
         }
         ModelSource::Embedded => {
             let dir = data_dir.join("tokenizers").join(EMBEDDED_NAME.replace('/', "--"));
-            write_tokenizer(source, &dir).with_context(|| format!("writing the tokenizer to {}", dir.display()))?;
+            // Nothing is written through a link that somebody has put there.
+            let is_in_place = refuse_links_below(data_dir, &dir).map_err(anyhow::Error::from);
+            let written = is_in_place.and_then(|()| write_tokenizer(source, &dir));
+            written.with_context(|| format!("writing the tokenizer to {}", dir.display()))?;
             Ok(std::path::absolute(&dir)?.to_string_lossy().into_owned())
         }
     }
@@ -528,6 +531,24 @@ mod tests {
         fs::write(dir.path().join("tokenizer.json"), &*ModelSource::Embedded.tokenizer_json().unwrap()).unwrap();
         assert!(load_tokenizer(&source, &config).unwrap().is_some());
         assert!(load_tokenizer(&source, &ModelConfig { vocab_size: 100, ..config }).is_err());
+    }
+
+    #[test]
+    fn the_tokenizer_of_the_embedded_model_is_not_written_through_a_link() {
+        let [data_dir, elsewhere] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let tokenizers = data_dir.path().join("tokenizers");
+        let link = |at: &Path| std::os::unix::fs::symlink(elsewhere.path(), at).unwrap();
+        let refused = || {
+            let error = format!("{:#}", tokenizer_id(&ModelSource::Embedded, data_dir.path()).unwrap_err());
+            assert!(error.contains("is a symbolic link"), "{error}");
+            assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+        };
+        link(&tokenizers);
+        refused();
+        fs::remove_file(&tokenizers).unwrap();
+        fs::create_dir(&tokenizers).unwrap();
+        link(&tokenizers.join(EMBEDDED_NAME.replace('/', "--")));
+        refused();
     }
 
     #[test]

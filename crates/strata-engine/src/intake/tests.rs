@@ -140,6 +140,7 @@ fn draining_keeps_what_saves_wait_for_and_nothing_else() {
     let intake = intake(1 << 20);
     intake.add_model(&"other".into(), &client(), BYTES).unwrap();
     let target = SaveTarget {
+        root: "".into(),
         dir: "d".into(),
         name: "n".into(),
         overwrite: false,

@@ -163,6 +163,7 @@ pub fn bits_of(values: &[f32]) -> Vec<u32> {
 
 pub fn save(dir: &Path) -> SaveTarget {
     SaveTarget {
+        root: dir.parent().unwrap().into(),
         dir: dir.into(),
         name: "the-save".into(),
         overwrite: false,

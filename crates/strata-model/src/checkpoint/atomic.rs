@@ -110,6 +110,17 @@ pub fn write_atomically(dir: &Path, existing: Existing, write: impl FnOnce(&Path
     Ok(size_bytes)
 }
 
+/// Refuses a path that leads through a link below `top`: where links are not followed when a directory is read, nothing must be written through one either.
+///
+/// # Errors
+/// If it, or a directory above it and below `top`, is a symbolic link.
+pub fn refuse_links_below(top: &Path, path: &Path) -> Result<()> {
+    let mut below = path.ancestors().take_while(|part| *part != top && part.starts_with(top));
+    let Some(link) = below.find(|part| part.is_symlink()) else { return Ok(()) };
+    let shown = link.strip_prefix(top).unwrap_or(link).display();
+    Err(Error::Checkpoint { path: link.into(), message: format!("{shown} is a symbolic link, and is not followed") })
+}
+
 /// Takes a directory out of the way under a hidden name, which is returned, as the first half of deleting it. The second half may fail,
 /// or never come: [`recover_directories`] makes up for it.
 ///

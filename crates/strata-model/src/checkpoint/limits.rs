@@ -57,12 +57,13 @@ pub fn read_own_file(path: &Path, bytes_max: u64) -> std::io::Result<Vec<u8>> {
 /// The text of a file of at most `bytes_max` bytes.
 pub(crate) fn read_text(path: &Path, bytes_max: u64) -> Result<String> {
     let io_error = |source| Error::Io { path: path.into(), source };
-    let mut text = String::new();
-    open_regular(path)?.take(bytes_max + 1).read_to_string(&mut text).map_err(io_error)?;
-    if text.len() as u64 > bytes_max {
-        return Err(Error::Checkpoint { path: path.into(), message: format!("the file is longer than {bytes_max} bytes") });
+    let malformed = |message| Error::Checkpoint { path: path.into(), message };
+    let mut bytes = Vec::new();
+    open_regular(path)?.take(bytes_max + 1).read_to_end(&mut bytes).map_err(io_error)?;
+    if bytes.len() as u64 > bytes_max {
+        return Err(malformed(format!("the file is longer than {bytes_max} bytes")));
     }
-    Ok(text)
+    String::from_utf8(bytes).map_err(|error| malformed(format!("the file is not UTF-8 text: {}", error.utf8_error())))
 }
 
 /// The text of a file of at most `bytes_max` bytes, or `None` if there is no such file.
@@ -114,6 +115,17 @@ mod tests {
         assert_eq!(read_own_file(&path, 5).unwrap(), b"12345");
         assert!(read_own_file(&path, 4).unwrap_err().to_string().contains("longer than 4 bytes"));
         assert_eq!(read_text_if_exists(&dir.path().join("b.json"), 5).unwrap(), None);
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_the_fault_of_the_file_and_not_of_the_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.json");
+        std::fs::write(&path, b"{\xff}").unwrap();
+        let error = read_text(&path, 9).unwrap_err();
+        assert!(matches!(&error, Error::Checkpoint { message, .. } if message.contains("not UTF-8 text")), "{error}");
+        assert!(error.to_string().contains("a.json"), "{error}");
+        assert!(read_text(&path, 2).unwrap_err().to_string().contains("longer than 2 bytes"));
     }
 
     /// Put back to a plain `File::open`, this test hangs.

@@ -20,8 +20,8 @@ mod safetensors_file;
 mod source_tensor;
 
 pub use atomic::{
-    Existing, NamesHeld, abandon_writes, hold_names, recover_directories, remove_empty_directories, set_aside,
-    write_atomically, write_file_atomically,
+    Existing, NamesHeld, abandon_writes, hold_names, recover_directories, refuse_links_below, remove_empty_directories,
+    set_aside, write_atomically, write_file_atomically,
 };
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, Patience, fetch_model, is_repository_name};
 pub use limits::read_own_file;

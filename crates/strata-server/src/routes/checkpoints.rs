@@ -28,7 +28,7 @@ use crate::wire::json::{self as wire, CopyWeights, LoadKind, LoadWeights, OpHead
 /// `POST save_weights`: adapter and optimizer state, under a name.
 pub async fn save_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (Operation { head, asked }, _held) = body.operation::<SaveWeights>().await?;
-    save_named(&app, head, asked, CheckpointKind::Weights)
+    save_named(&app, head, asked, CheckpointKind::Weights).await
 }
 
 /// `POST save_weights_for_sampler`: the adapter under a name, or without one as sampling weights in memory.
@@ -38,17 +38,17 @@ pub async fn save_weights_for_sampler(State(app): State<Arc<App>>, body: Payload
         Ok(SaveWeights { path: None, sampling_session_seq_id: Some(n), kind, .. }) => {
             snapshot(&app, head, n, kind.as_deref().unwrap_or("snapshot"))
         }
-        named => save_named(&app, head, named, CheckpointKind::SamplerWeights),
+        named => save_named(&app, head, named, CheckpointKind::SamplerWeights).await,
     }
 }
 
 /// `POST save_weights_external`: the adapter under a name, for its user to download.
 pub async fn save_weights_external(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<Value>> {
     let (Operation { head, asked }, _held) = body.operation::<SaveWeights>().await?;
-    save_named(&app, head, asked, CheckpointKind::ExternalWeights)
+    save_named(&app, head, asked, CheckpointKind::ExternalWeights).await
 }
 
-fn save_named(
+async fn save_named(
     app: &Arc<App>,
     head: OpHead,
     asked: Result<SaveWeights, String>,
@@ -56,13 +56,23 @@ fn save_named(
 ) -> ApiResult<Json<Value>> {
     let model = app.registry.model(&head.model_id)?;
     let overwrite = asked.as_ref().is_ok_and(|asked| asked.overwrite);
+    if let Some(Ok(id)) = asked.as_ref().ok().map(|asked| checkpoint_id(&head, asked, kind))
+        && app.store.is_expired(&id)
+    {
+        let freeing = app.clone();
+        let free = move || {
+            freeing.store.free_name(&id);
+            Ok(())
+        };
+        off_thread(free).await?;
+    }
     let asked = asked.and_then(|asked| {
         let recipients = if kind == CheckpointKind::ExternalWeights { asked.recipients()? } else { Vec::new() };
         let record = new_record(app, &head, model, asked, kind)?;
         let metadata = serde_json::to_value(&record).map_err(|error| format!("the checkpoint's record: {error}"))?;
         app.store.check_room()?;
-        let (dir, name) = (app.store.dir(&record.id()), record.id().tinker_path());
-        Ok((record, SaveTarget { dir, name, overwrite, metadata, recipients }))
+        let (root, dir, name) = (app.store.root().to_owned(), app.store.dir(&record.id()), record.id().tinker_path());
+        Ok((record, SaveTarget { root, dir, name, overwrite, metadata, recipients }))
     });
     let (record, op) = match asked {
         Ok((record, target)) if kind == CheckpointKind::Weights => (Some(record), Ok(TrainOp::SaveState(target))),
@@ -85,6 +95,11 @@ fn save_named(
     })
 }
 
+fn checkpoint_id(head: &OpHead, asked: &SaveWeights, kind: CheckpointKind) -> Result<CheckpointId, String> {
+    let name = asked.path.as_ref().map_or_else(|| format!("{:06}", head.seq_id), |path| path.0.clone());
+    CheckpointId::new(&head.model_id, kind.segment(), &name).map_err(|error| error.to_string())
+}
+
 fn new_record(
     app: &App,
     head: &OpHead,
@@ -92,8 +107,7 @@ fn new_record(
     asked: SaveWeights,
     kind: CheckpointKind,
 ) -> Result<CheckpointRecord, String> {
-    let name = asked.path.map_or_else(|| format!("{:06}", head.seq_id), |path| path.0);
-    let id = CheckpointId::new(&head.model_id, kind.segment(), &name).map_err(|error| error.to_string())?;
+    let id = checkpoint_id(head, &asked, kind)?;
     let mut record = CheckpointRecord::new(id, app.bases.get(model.base).info.name.clone(), model.lora);
     record.expires_at = wire::ttl(asked.ttl_seconds)?.map(|life| record.created_at + life);
     record.user_metadata = wire::metadata(asked.user_metadata);

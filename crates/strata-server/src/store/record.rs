@@ -18,6 +18,17 @@ use crate::names::{CheckpointId, CheckpointKind, check_name};
 /// What this build writes; a record of a later format is left alone.
 const RECORD_FORMAT: u32 = 1;
 
+/// Why there is no telling what a directory is.
+#[derive(Debug, thiserror::Error)]
+pub enum Unread {
+    /// It is nothing that this build writes, and stays so.
+    #[error("{0}")]
+    Malformed(String),
+    /// The file system refuses.
+    #[error("{METADATA_FILE}: {0}")]
+    Io(std::io::Error),
+}
+
 /// What is known of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointRecord {
@@ -133,22 +144,32 @@ pub fn subdirectories(dir: &Path) -> std::io::Result<impl Iterator<Item = PathBu
 
 /// Reads the record of a directory; `None` if it is not a finished checkpoint. The path decides over what the file says, so that a copied
 /// directory goes by its new name.
-pub fn read_record(dir: &Path, kind: CheckpointKind) -> Result<Option<CheckpointRecord>, String> {
+///
+/// # Errors
+/// If the file system refuses, or what is there is malformed.
+pub fn read_record(dir: &Path, kind: CheckpointKind) -> Result<Option<CheckpointRecord>, Unread> {
+    let malformed = |reason: String| Unread::Malformed(reason);
     let segment = |path: Option<&Path>| path.and_then(Path::file_name).and_then(|name| name.to_str()).map(str::to_owned);
     let Some(name) = segment(Some(dir)).filter(|name| !name.starts_with('.')) else { return Ok(None) };
-    let run = segment(dir.parent().and_then(Path::parent)).ok_or("its run has no readable name")?;
-    check_name("checkpoint name", &name).and(check_name("run", &run)).map_err(|error| error.to_string())?;
+    let run = segment(dir.parent().and_then(Path::parent)).ok_or_else(|| malformed("its run has no readable name".into()))?;
+    check_name("checkpoint name", &name).and(check_name("run", &run)).map_err(|error| malformed(error.to_string()))?;
     let bytes = match read_own_file(&dir.join(METADATA_FILE), METADATA_BYTES_MAX) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(format!("{METADATA_FILE}: {error}")),
+        // Too long, no file, or in no directory.
+        Err(error) if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::InvalidInput | ErrorKind::NotADirectory) => {
+            return Err(malformed(format!("{METADATA_FILE}: {error}")));
+        }
+        Err(error) => return Err(Unread::Io(error)),
     };
-    let mut record: CheckpointRecord = serde_json::from_slice(&bytes).map_err(|error| format!("{METADATA_FILE}: {error}"))?;
+    let parsed = serde_json::from_slice(&bytes).map_err(|error| malformed(format!("{METADATA_FILE}: {error}")));
+    let mut record: CheckpointRecord = parsed?;
     if record.format != RECORD_FORMAT {
-        return Err(format!("{METADATA_FILE} has format {}, this build knows {RECORD_FORMAT}", record.format));
+        let format = record.format;
+        return Err(malformed(format!("{METADATA_FILE} has format {format}, this build knows {RECORD_FORMAT}")));
     }
     (record.run, record.kind, record.name) = (run, kind, name);
-    record.size_bytes = files_size_bytes(dir).map_err(|error| error.to_string())?;
+    record.size_bytes = files_size_bytes(dir).map_err(Unread::Io)?;
     Ok(Some(record))
 }
 

@@ -107,6 +107,87 @@ fn a_checkpoint_whose_time_is_over_is_not_listed_and_is_deleted() {
 }
 
 #[test]
+fn a_checkpoint_that_was_removed_by_hand_is_not_found_and_not_listed() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    let uses: [&dyn Fn() -> ApiResult<()>; 3] =
+        [&|| store.set_public(&id, true), &|| store.set_expiry(&id, None), &|| store.files(&id).map(drop)];
+    let removals: [fn(&Path); 2] =
+        [|dir| fs::remove_dir_all(dir).unwrap(), |dir| fs::remove_file(dir.join(METADATA_FILE)).unwrap()];
+    for remove in removals {
+        for used in uses {
+            write(&store, &record("a"));
+            remove(&store.dir(&id));
+            assert_eq!(used().unwrap_err(), not_found(&id));
+            assert!(store.list(None).is_empty());
+        }
+    }
+    // Its save is answered when it was edited and removed already.
+    let (old, new) = (record("a"), record("a"));
+    write(&store, &old);
+    write_files(&store, &new);
+    store.set_public(&id, true).unwrap();
+    fs::remove_dir_all(store.dir(&id)).unwrap();
+    assert_eq!(store.set_public(&id, true).unwrap_err(), not_found(&id));
+    store.insert(new);
+    assert!(store.list(None).is_empty());
+}
+
+#[test]
+fn what_is_found_gone_takes_no_later_save_out_of_the_catalogue() {
+    let mut catalogue = Catalogue::default();
+    let (old, new) = (record("a"), record("a"));
+    catalogue.put(new.clone());
+    catalogue.forget(&old);
+    assert_eq!(catalogue.records.get(&new.id()), Some(&new));
+    catalogue.forget(&new);
+    assert!(catalogue.records.is_empty() && catalogue.bytes == 0);
+}
+
+#[test]
+fn a_record_that_cannot_be_understood_is_refused_and_left_in_place() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    write(&store, &record("a"));
+    let path = store.dir(&id).join(METADATA_FILE);
+    fs::write(&path, "{").unwrap();
+    for error in [store.set_public(&id, true).unwrap_err(), store.files(&id).unwrap_err()] {
+        assert!(matches!(&error, ApiError::BadRequest(reason) if reason.contains(METADATA_FILE)), "{error}");
+    }
+    assert_eq!((fs::read_to_string(&path).unwrap().as_str(), store.list(None).len()), ("{", 1));
+}
+
+#[test]
+fn until_it_is_swept_a_checkpoint_whose_time_is_over_is_not_there_for_anyone() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    let past = Some(OffsetDateTime::now_utc() - time::Duration::SECOND);
+    write(&store, &record("a"));
+    store.free_name(&id);
+    assert!(store.dir(&id).exists() && !store.is_expired(&id), "its time is not over");
+    let source = store.get(&id).unwrap();
+    let copy = store.copy(&source, ("copy:1", None), past).unwrap();
+    store.set_expiry(&id, past).unwrap();
+    for used in [store.delete(&id), store.set_public(&id, true)] {
+        assert_eq!(used.unwrap_err(), not_found(&id));
+    }
+    assert!(store.is_expired(&id) && store.dir(&id).exists());
+    assert_ne!(store.copy(&source, ("copy:1", None), None).unwrap().save_id, copy.save_id);
+    // Another save that is on the disk already is none of it.
+    let later = record("a");
+    write_files(&store, &later);
+    store.free_name(&id);
+    store.insert(later.clone());
+    assert_eq!(store.get(&id).unwrap().save_id, later.save_id);
+    store.set_expiry(&id, past).unwrap();
+    store.free_name(&id);
+    assert!(!store.dir(&id).exists());
+}
+
+#[test]
 fn an_edit_goes_to_the_save_that_is_on_the_disk() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
@@ -286,13 +367,55 @@ fn what_a_file_system_does_not_rename_is_removed_where_it_is() {
 fn what_cannot_be_removed_is_tried_again() {
     let data_dir = tempfile::tempdir().unwrap();
     let store = open(data_dir.path());
-    let aside = data_dir.path().join(".a.deleted-1-1");
-    fs::write(&aside, "no directory, and so not removed as one").unwrap();
+    let kind_dir = data_dir.path().join("weights");
+    let aside = kind_dir.join(".a.deleted-1-1");
+    fs::write(&kind_dir, "no directory, and so nothing can be removed in it").unwrap();
     store.remove_trash(aside.clone(), true);
-    fs::remove_file(&aside).unwrap();
-    fs::create_dir(&aside).unwrap();
+    fs::remove_file(&kind_dir).unwrap();
+    fs::create_dir_all(&aside).unwrap();
     store.reap(OffsetDateTime::now_utc());
     assert!(!aside.exists());
+}
+
+#[test]
+fn whatever_is_in_the_place_of_a_checkpoint_is_deleted_whole() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let dir = store.dir(&record("a").id());
+    let puts: [fn(&Path); 2] =
+        [|dir| fs::write(dir, "a file").unwrap(), |dir| std::os::unix::fs::symlink("/nowhere", dir).unwrap()];
+    for put in puts {
+        write(&store, &record("a"));
+        fs::remove_dir_all(&dir).unwrap();
+        put(&dir);
+        store.delete(&record("a").id()).unwrap();
+        assert_eq!(fs::read_dir(data_dir.path().join("checkpoints")).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn nothing_is_copied_changed_or_deleted_through_a_link() {
+    let data_dir = tempfile::tempdir().unwrap();
+    let store = open(data_dir.path());
+    let id = record("a").id();
+    write(&store, &record("a"));
+    let source = store.get(&id).unwrap();
+    let elsewhere = data_dir.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, data_dir.path().join("checkpoints/copy:1")).unwrap();
+    let kind_dir = store.dir(&id).parent().unwrap().to_owned();
+    let refused = |error: ApiError, link: &str| {
+        let is_named = |reason: &str| reason.ends_with(&format!(": {link} is a symbolic link, and is not followed"));
+        assert!(matches!(&error, ApiError::BadRequest(reason) if is_named(reason)), "{error:?}");
+    };
+    refused(store.copy(&source, ("copy:1", None), None).unwrap_err(), "copy:1");
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    fs::rename(&kind_dir, elsewhere.join("weights")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.join("weights"), &kind_dir).unwrap();
+    refused(store.delete(&id).unwrap_err(), "s:train:0/weights");
+    refused(store.set_public(&id, true).unwrap_err(), "s:train:0/weights");
+    refused(store.files(&id).unwrap_err(), "s:train:0/weights");
+    assert!(elsewhere.join("weights/a").join(METADATA_FILE).exists());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use strata_engine::api::{Request, TrainOp};
 use tower::ServiceExt;
 
 use super::{TestServer, create_model_body};
+use crate::names::CheckpointId;
 
 fn save(model_id: &str, seq_id: u64, name: &str) -> Value {
     json!({ "model_id": model_id, "seq_id": seq_id, "path": name, "user_metadata": { "renderer_name": "qwen3" } })
@@ -64,6 +65,24 @@ async fn a_name_that_is_taken_is_a_failed_future_and_a_retried_save_is_not() {
     let mut overwriting = save(&model_id, 3, "a");
     overwriting["overwrite"] = json!(true);
     assert!(server.outcome("save_weights", overwriting).await["path"].is_string());
+}
+
+#[tokio::test]
+async fn a_name_is_free_when_the_time_of_its_checkpoint_is_over() {
+    let server = TestServer::new();
+    let (_, model_id) = server.new_model().await;
+    for (seq_id, route, kind) in [
+        (1, "save_weights", "weights"),
+        (3, "save_weights_for_sampler", "sampler_weights"),
+        (5, "save_weights_external", "external_weights"),
+    ] {
+        server.outcome(route, save(&model_id, seq_id, "a")).await;
+        let id = CheckpointId::new(&model_id, kind, "a").unwrap();
+        let past = time::OffsetDateTime::now_utc() - time::Duration::SECOND;
+        server.app.store.set_expiry(&id, Some(past)).unwrap();
+        assert!(server.outcome(route, save(&model_id, seq_id + 1, "a")).await["path"].is_string(), "{kind}");
+        assert!(server.app.store.get(&id).is_ok());
+    }
 }
 
 #[tokio::test]

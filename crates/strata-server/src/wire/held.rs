@@ -67,6 +67,7 @@ impl HeldBytes for LossSpec {
 impl HeldBytes for SaveTarget {
     fn held_bytes(&self) -> usize {
         size_of::<SaveTarget>()
+            + self.root.capacity()
             + self.dir.capacity()
             + value_bytes(&self.metadata)
             + vec_bytes(&self.recipients)

@@ -71,7 +71,9 @@ pub fn run(args: Args) -> Result<()> {
     };
     check_form(&config, &modules, &adapter.config, format)?;
     let PeftAdapter { config, params, base_model } = &adapter;
-    let base_model = base_model.clone().unwrap_or_else(|| base.served_name());
+    // Whoever names the base has said which it is.
+    let own_name = base_model.clone().filter(|_| args.base.is_none());
+    let base_model = own_name.unwrap_or_else(|| base.served_name());
     let bytes = write_atomically(&args.out, Existing::Refuse, |dir| {
         write_adapter(&backend, dir, &modules, (config, params), &base_model, format)
     })?;
@@ -99,4 +101,48 @@ pub fn base_of(named: Option<&str>, adapter: &Path) -> Result<ModelSource> {
         bail!("the adapter does not say which model it is for: say it with --base");
     };
     ModelSource::resolve(&own).context("the adapter's base_model_name_or_path does not lead to it: say where it is with --base")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use strata_model::EMBEDDED_NAME;
+    use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
+
+    use super::*;
+
+    #[test]
+    fn an_exported_adapter_names_the_base_that_was_given_or_else_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let [adapter, base] = ["adapter", "base"].map(|name| dir.path().join(name));
+        fs::create_dir(&base).unwrap();
+        fs::write(base.join("config.json"), &*ModelSource::Embedded.config_json().unwrap()).unwrap();
+        let config = ModelSource::Embedded.config().unwrap();
+        let (modules, backend) = (lora_modules(&config), CpuBackend::new(Some(1)).unwrap());
+        let shape = LoraConfig {
+            rank: 2,
+            alpha: 32.0,
+            attention: true,
+            mlp: true,
+            unembed: false,
+            embedding: false,
+            left_out: ModuleSet::NONE,
+            own: Default::default(),
+        };
+        let params = LoraParams::init(&backend, &modules, &shape, 1).unwrap();
+        let own_name = base.to_str().unwrap();
+        let written = (&shape, &params);
+        fs::create_dir(&adapter).unwrap();
+        write_adapter(&backend, &adapter, &modules, written, own_name, AdapterFormat::tinker(&config)).unwrap();
+        for (given, expected) in [(None, own_name), (Some(EMBEDDED_NAME), EMBEDDED_NAME), (Some(own_name), "base")] {
+            for format in [Format::Peft, Format::Tinker] {
+                let out = dir.path().join("out");
+                let base = given.map(str::to_owned);
+                run(Args { adapter: adapter.clone(), out: out.clone(), base, format, dtype: None }).unwrap();
+                assert_eq!(named_base_model(&out).unwrap().as_deref(), Some(expected));
+                fs::remove_dir_all(&out).unwrap();
+            }
+        }
+    }
 }

@@ -155,8 +155,14 @@ fn five_adamw_steps_follow_torch() {
 fn check_final_parameters(run: &mut Run<'_>, expected: &Reference, name: &str, label: &str) {
     let out = TempDir::new().expect("a temporary directory");
     let dir = out.path().join("adapter");
-    let target =
-        SaveTarget { dir, name: label.into(), overwrite: false, metadata: serde_json::Value::Null, recipients: vec![] };
+    let target = SaveTarget {
+        root: out.path().into(),
+        dir,
+        name: label.into(),
+        overwrite: false,
+        metadata: serde_json::Value::Null,
+        recipients: vec![],
+    };
     let Response::Saved { dir, .. } = run.train(TrainOp::SaveSampler(target)) else { panic!("{label}: not saved") };
     let saved = Reference::read(&dir.join("adapter_model.safetensors"));
     let prefix = format!("adamw.{name}.final.");

@@ -284,6 +284,7 @@ impl World {
                 let save_id = format!("save{}", self.next_number());
                 self.saves.push((dir.clone(), save_id.clone(), rank));
                 let target = SaveTarget {
+                    root: "".into(),
                     dir: dir.clone().into(),
                     name: dir,
                     overwrite: self.rng.chance(80),

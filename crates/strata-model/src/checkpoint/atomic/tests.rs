@@ -285,3 +285,18 @@ fn recovery_leaves_alone_what_is_not_ours() {
     assert_eq!(names(root.path()), before);
     assert_eq!(names(elsewhere.path()), ["precious"]);
 }
+
+#[test]
+fn links_are_refused_below_a_directory_and_not_above_it() {
+    let root = tempfile::tempdir().unwrap();
+    let (target, top) = (root.path().join("target"), root.path().join("top"));
+    fs::create_dir_all(target.join("run")).unwrap();
+    std::os::unix::fs::symlink(&target, &top).unwrap();
+    refuse_links_below(&top, &top.join("run/kind")).unwrap();
+    for (link, path) in [("run/kind", "run/kind"), ("run/kind", "run/kind/a"), ("other", "other/kind")] {
+        let leads_nowhere = top.join(link);
+        let _ = std::os::unix::fs::symlink("nowhere", &leads_nowhere);
+        let error = refuse_links_below(&top, &top.join(path)).unwrap_err().to_string();
+        assert!(error.contains(&format!("{link} is a symbolic link")), "{error}");
+    }
+}
