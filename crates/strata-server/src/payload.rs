@@ -1,6 +1,6 @@
 //! Request bodies: read, inflated and decoded within the transit budget, off the async threads where they are large.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -334,9 +334,13 @@ fn inflate(compressed: &[u8], bytes_max: usize, inflated: &mut Vec<u8>, charge: 
     let window_log = (charge.transit().bytes_max() / 16).max(1 << 10).ilog2().min(limits::ZSTD_WINDOW_LOG_MAX);
     let window_bytes = 1 << window_log;
     charge.try_grow(window_bytes)?;
-    let malformed = |error: std::io::Error| {
-        let window = limits::shown_bytes(window_bytes);
-        ApiError::bad(format!("request body is not zstd with a window of up to {window}: {error}"))
+    let malformed = |error: io::Error| match error.kind() {
+        io::ErrorKind::UnexpectedEof => ApiError::bad("request body ends before its zstd does"),
+        // The library is built without sentences of its own.
+        _ => {
+            let window = limits::shown_bytes(window_bytes);
+            ApiError::bad(format!("request body is not zstd with a window of up to {window}"))
+        }
     };
     let mut decoder = zstd::stream::read::Decoder::with_buffer(compressed).map_err(malformed)?;
     decoder.window_log_max(window_log).map_err(malformed)?;
@@ -395,7 +399,13 @@ mod tests {
         assert!(bomb.len() < 1000);
         assert!(matches!(inflated(&bomb, 1000, &transit), Err(ApiError::TooLarge(_))));
         assert_eq!(inflated(&bomb, 1 << 20, &transit).unwrap().len(), 1 << 20);
-        assert!(matches!(inflated(b"not zstd", 1000, &transit), Err(ApiError::BadRequest(_))));
+        let said = |compressed: &[u8]| match inflated(compressed, 1000, &transit) {
+            Err(ApiError::BadRequest(why)) => why,
+            other => panic!("{:?}", other.map(|_| ())),
+        };
+        assert!(said(b"not zstd").contains("is not zstd with a window of up to"));
+        let cut = zstd::encode_all(&[7u8; 500][..], 3).unwrap();
+        assert_eq!(said(&cut[..cut.len() - 2]), "request body ends before its zstd does");
         assert!(matches!(inflated(&bomb[..bomb.len() - 3], 1 << 20, &transit), Err(ApiError::BadRequest(_))));
     }
 
