@@ -273,13 +273,15 @@ fn heads_forward<T: Element>(
     let head_dim = scratch.len();
     for (head, out) in out.chunks_exact_mut(head_dim).enumerate() {
         let x = &x[columns.first + head * columns.stride..][..head_dim];
-        match norm {
+        // One rotation for both: each is compiled once for every dtype and processor.
+        let x = match norm {
             Some(weight) => {
                 normalize(x, weight, inverse_rms(fma, x, eps), scratch);
-                rotate(fma, scratch, angles, out);
+                &*scratch
             }
-            None => rotate(fma, x, angles, out),
-        }
+            None => x,
+        };
+        rotate(fma, x, angles, out);
     }
 }
 
@@ -301,15 +303,15 @@ fn heads_backward<T: Element>(
     for (head, dy) in dy.chunks_exact(head_dim).enumerate() {
         let first = columns.first + head * columns.stride;
         let (x, dx) = (&x[first..][..head_dim], &mut dx[first..][..head_dim]);
+        rotate_back(fma, dy, angles, scratch);
         match norm {
             Some(weight) => {
-                rotate_back(fma, dy, angles, scratch);
                 let (inverse, along) = backward_factors(fma, scratch, x, weight, eps);
                 for (((dx, &dy), &x), &w) in dx.iter_mut().zip(&*scratch).zip(x).zip(weight) {
                     *dx = T::from_f32(fma.fma(dy * w, inverse, -(x * along)));
                 }
             }
-            None => rotate_back(fma, dy, angles, dx),
+            None => dx.iter_mut().zip(&*scratch).for_each(|(dx, &dy)| *dx = T::from_f32(dy)),
         }
     }
 }
@@ -328,8 +330,9 @@ fn qkv_norm_rope_body<T: Element>(fma: impl Fma, params: &QkvNormRope<'_>, qkv: 
         let q = &mut q[row * q_len..][..q_len];
         let k = &mut k[row * k_len..][..k_len];
         let v = &mut v[row * v_len..][..v_len];
-        heads_forward(fma, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, q);
-        heads_forward(fma, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, k);
+        for (columns, norm, out) in [(p.layout.q, p.q_norm, q), (p.layout.k, p.k_norm, k)] {
+            heads_forward(fma, qkv, columns, norm, p.eps, angles, scratch, out);
+        }
         for (head, v) in v.chunks_exact_mut(p.value_dim).enumerate() {
             for (v, &x) in v.iter_mut().zip(&qkv[p.layout.v.first + head * p.layout.v.stride..]) {
                 *v = T::from_f32(x);
@@ -359,8 +362,9 @@ fn qkv_norm_rope_backward_body<T: Element>(
         let qkv = &qkv[row * p.row_len()..][..p.row_len()];
         let dqkv = &mut dqkv[row * p.row_len()..][..p.row_len()];
         let (dq, dk, dv) = (&dq[row * q_len..][..q_len], &dk[row * k_len..][..k_len], &dv[row * v_len..][..v_len]);
-        heads_backward(fma, dq, qkv, p.layout.q, p.q_norm, p.eps, angles, scratch, dqkv);
-        heads_backward(fma, dk, qkv, p.layout.k, p.k_norm, p.eps, angles, scratch, dqkv);
+        for (dy, columns, norm) in [(dq, p.layout.q, p.q_norm), (dk, p.layout.k, p.k_norm)] {
+            heads_backward(fma, dy, qkv, columns, norm, p.eps, angles, scratch, dqkv);
+        }
         for (head, dv) in dv.chunks_exact(p.value_dim).enumerate() {
             for (out, &g) in dqkv[p.layout.v.first + head * p.layout.v.stride..].iter_mut().zip(dv) {
                 *out = T::from_f32(g);
