@@ -69,16 +69,20 @@ fn scale_and_zero(word: u32) -> (f32, u8) {
     (f32::from_bits(word & !ZERO_BITS), (word & ZERO_BITS) as u8)
 }
 
-/// Writes the codes of one output of one group, over whatever was there.
-fn write(groups: &mut [u8], group: usize, width: usize, output: usize, (scale, zero): (f32, u8), codes: &[u8]) {
+/// The most inputs of a group.
+const GROUP_MAX: usize = Int4Group::Of128.inputs();
+
+/// Writes the codes of one output of one group, one for each of its inputs, over whatever was there.
+fn write(groups: &mut [u8], width: usize, output: usize, (scale, zero): (f32, u8), codes: &[u8]) {
     groups[WORD_BYTES * output..][..WORD_BYTES].copy_from_slice(&(scale.to_bits() | u32::from(zero)).to_le_bytes());
-    // What is behind the last input is multiplied with nothing, or with zero.
-    for (input, code) in codes.iter().copied().chain(std::iter::repeat(zero)).take(group).enumerate() {
-        let (at, bit) = place(group, width, output, input);
-        // A code that goes round has its last bits first.
-        let (mask, code) = (15u32.rotate_left(bit), u32::from(code).rotate_left(bit));
-        let changed = word(groups, at) & !mask | code;
-        groups[at..at + WORD_BYTES].copy_from_slice(&changed.to_le_bytes());
+    for (line, &[a, b, c, d, e, f, g, h]) in codes.as_chunks::<LINE_INPUTS>().0.iter().enumerate() {
+        let (at, bit) = place(codes.len(), width, output, line * LINE_INPUTS);
+        // Two words have every second input each, a byte apart. What goes round has its last bits first.
+        let (words, mask) = ([[a, c, e, g], [b, d, f, h]], 0x0f0f_0f0f_u32.rotate_left(bit));
+        for (at, codes) in (at..).step_by(WORD_BYTES).zip(words) {
+            let changed = word(groups, at) & !mask | u32::from_le_bytes(codes).rotate_left(bit);
+            groups[at..at + WORD_BYTES].copy_from_slice(&changed.to_le_bytes());
+        }
     }
 }
 
@@ -90,6 +94,7 @@ pub(super) const LARGEST: f32 = 1e30;
 /// # Errors
 /// With a weight that is not finite or beyond [`LARGEST`].
 pub(crate) fn quantize<T: Element>(
+    isa: Isa,
     group: Int4Group,
     weights: &[T],
     panel: &mut [u8],
@@ -97,24 +102,45 @@ pub(crate) fn quantize<T: Element>(
     output: usize,
 ) -> Result<(), f32> {
     let group = group.inputs();
-    let (mut values, mut codes) = ([0.0f32; Int4Group::Of128.inputs()], [0u8; Int4Group::Of128.inputs()]);
+    let (mut values, mut codes) = ([0.0f32; GROUP_MAX], [0u8; GROUP_MAX]);
+    let (values, codes) = (&mut values[..group], &mut codes[..group]);
     for (weights, groups) in weights.chunks(group).zip(panel.chunks_exact_mut(group_bytes(group, width))) {
-        let (values, codes) = (&mut values[..weights.len()], &mut codes[..weights.len()]);
-        values.iter_mut().zip(weights).for_each(|(to, w)| *to = w.to_f32());
-        if let Some(&w) = values.iter().find(|w| w.is_nan() || w.abs() > LARGEST) {
-            return Err(w);
-        }
-        let [least, most] = [f32::min, f32::max].map(|f| values.iter().fold(0.0, |a, &b| f(a, b)));
-        let scale = scale_for(most - least);
-        let per_step = if scale > 0.0 { scale } else { f32::INFINITY };
-        let zero = (-least / per_step).round_ties_even().clamp(0.0, 15.0);
-        codes
-            .iter_mut()
-            .zip(&*values)
-            .for_each(|(code, w)| *code = ((w / per_step).round_ties_even() + zero).clamp(0.0, 15.0) as u8);
-        write(groups, group, width, output, (scale, zero as u8), codes);
+        // What is behind the last input is multiplied with nothing, or with zero.
+        values[weights.len()..].fill(0.0);
+        let scale_and_zero = codes_of(isa, weights, values, codes)?;
+        write(groups, width, output, scale_and_zero, codes);
     }
     Ok(())
+}
+
+multiversion! {
+    /// The codes of a group, in the place of whatever was there, and its scale and zero. `values` has room for the weights, and zeros behind the last.
+    fn codes_of<T: Element>(weights: &[T], values: &mut [f32], codes: &mut [u8]) -> Result<(f32, u8), f32> = codes_of_body;
+}
+
+#[inline(always)]
+fn codes_of_body<T: Element>(_fma: impl Fma, weights: &[T], values: &mut [f32], codes: &mut [u8]) -> Result<(f32, u8), f32> {
+    values.iter_mut().zip(weights).for_each(|(to, w)| *to = w.to_f32());
+    let is_held = |w: f32| w.abs() <= LARGEST;
+    // Without a branch, and so by vectors.
+    if !values.iter().fold(true, |all, &w| all & is_held(w)) {
+        return Err(values.iter().copied().find(|&w| !is_held(w)).unwrap_or(f32::NAN));
+    }
+    let (mut least, mut most) = ([0.0f32; LANES], [0.0f32; LANES]);
+    for vector in values.as_chunks::<LANES>().0 {
+        for (l, &w) in vector.iter().enumerate() {
+            least[l] = if w < least[l] { w } else { least[l] };
+            most[l] = if w > most[l] { w } else { most[l] };
+        }
+    }
+    let (least, most) = (least.into_iter().fold(0.0, f32::min), most.into_iter().fold(0.0, f32::max));
+    let scale = scale_for(most - least);
+    let per_step = if scale > 0.0 { scale } else { f32::INFINITY };
+    let zero = (-least / per_step).round_ties_even().clamp(0.0, 15.0);
+    for (code, w) in codes.iter_mut().zip(&*values) {
+        *code = ((w / per_step).round_ties_even() + zero).clamp(0.0, 15.0) as u8;
+    }
+    Ok((scale, zero as u8))
 }
 
 /// The least number of eleven bits that `range` is at most 15 times.
@@ -128,10 +154,16 @@ fn scale_for(range: f32) -> f32 {
 /// Writes row `row` as one output of a panel, as it is. Its groups consist of `group`s.
 pub(crate) fn write_row(group: Int4Group, rows: &Int4Rows<'_>, row: usize, panel: &mut [u8], width: usize, output: usize) {
     let inputs = group.inputs();
+    let mut whole = [0; GROUP_MAX];
     for (i, (codes, groups)) in
         rows.codes(row).chunks(inputs).zip(panel.chunks_exact_mut(group_bytes(inputs, width))).enumerate()
     {
-        write(groups, inputs, width, output, rows.group(row, i * inputs), codes);
+        let (scale, zero) = rows.group(row, i * inputs);
+        let (own, behind) = whole[..inputs].split_at_mut(codes.len());
+        own.copy_from_slice(codes);
+        // As `quantize` has it.
+        behind.fill(zero);
+        write(groups, width, output, (scale, zero), &whole[..inputs]);
     }
 }
 
@@ -274,12 +306,18 @@ mod tests {
                     _ => random::normal([1, 0], i as u64) * 10f32.powi(-(i as i32 / 50 % 5)),
                 })
                 .collect();
-            let mut panel = vec![0xa5; panel_bytes(group, inputs, width)];
-            for (output, weights) in weights.chunks(inputs).enumerate() {
-                quantize(group, weights, &mut panel, width, output).unwrap();
-            }
+            let panels = Isa::available().into_iter().map(|isa| {
+                let mut panel = vec![0xa5; panel_bytes(group, inputs, width)];
+                for (output, weights) in weights.chunks(inputs).enumerate() {
+                    quantize(isa, group, weights, &mut panel, width, output).unwrap();
+                }
+                panel
+            });
+            let panels: Vec<_> = panels.collect();
+            let panel = &panels[0];
+            assert!(panels.iter().all(|other| other == panel), "codes are the same on every instruction set");
             for (isa, cut) in Isa::available().into_iter().flat_map(|isa| [8, 16, 40, 1000].map(|cut| (isa, cut))) {
-                let back = unpacked::<T>(isa, group, &panel, (width, inputs), cut);
+                let back = unpacked::<T>(isa, group, panel, (width, inputs), cut);
                 for (i, (&back, &weight_was)) in back.iter().zip(&weights).enumerate() {
                     let (output, input) = (i / inputs, i % inputs);
                     let first = i - input % group.inputs();
@@ -290,7 +328,7 @@ mod tests {
                         (back - weight_was).abs() <= (most - least) * (1.01 / 15.0 + 1.0 / 256.0) + 1e-29,
                         "{isa}: {back} for {weight_was} of {least} to {most}"
                     );
-                    let reference = weight::<T>(group, &panel, width, output, input);
+                    let reference = weight::<T>(group, panel, width, output, input);
                     assert_eq!(back.to_bits(), reference.to_bits(), "{isa}, {output} {input}");
                 }
             }
@@ -339,7 +377,7 @@ mod tests {
                 let mut weights = [1.0f32; 70];
                 weights[at] = bad;
                 let mut panel = vec![0; panel_bytes(Int4Group::Of64, 70, LANES)];
-                let refused = quantize(Int4Group::Of64, &weights, &mut panel, LANES, 3).unwrap_err();
+                let refused = quantize(Isa::detect(), Int4Group::Of64, &weights, &mut panel, LANES, 3).unwrap_err();
                 assert_eq!(refused.to_bits(), bad.to_bits());
             }
         }

@@ -85,7 +85,7 @@ pub(crate) fn pack_rows<T: Element>(
         }
         WeightStorage::Int4(group) => {
             let refused = over_outputs(pool, outputs, w, |i, panel, width, output| {
-                int4::quantize(group, row(i), panel, width, output).err()
+                int4::quantize(isa, group, row(i), panel, width, output).err()
             });
             return not_held(refused, "four bits with a scale", int4::LARGEST);
         }
