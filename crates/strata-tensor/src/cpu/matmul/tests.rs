@@ -2,6 +2,8 @@
 
 mod quantized;
 
+use std::collections::BTreeMap;
+
 use half::bf16;
 
 use self::quantized::INT4;
@@ -404,16 +406,16 @@ fn columns_and_rows_pack_alike_and_unpack_to_what_was_packed() {
 }
 
 /// A low-rank product for some rows of a result.
-struct Pair<T> {
+struct Pair<'a, T> {
     first_row: usize,
     first_column: usize,
     /// `[rows, rank]`.
     low: Vec<T>,
     rank: usize,
     /// `rank → columns` of y.
-    b: PackedStack,
+    b: &'a PackedStack,
     /// `in → rank`; transposed it adds to all of dx.
-    a: PackedStack,
+    a: &'a PackedStack,
 }
 
 /// Of a low-rank product: rank, first row, rows, first column, columns.
@@ -440,14 +442,22 @@ fn places_of_single_rows() -> Vec<Place> {
 fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage, places: &[Place]) {
     let (k, n) = (1300, 200);
     let (w, bias): (Vec<T>, Vec<f32>) = (values(2, n * k), values(3, n));
+    const ROWS: [usize; 5] = [1, 4, 47, 62, 101];
+    let (x, dy): (Vec<T>, Vec<T>) = (values(4, ROWS[4] * k), values(5, ROWS[4] * n));
+    // By their sizes: places have the same ones again and again.
+    let (mut stacks_a, mut stacks_b) = (BTreeMap::new(), BTreeMap::new());
+    for &(rank, .., columns) in places {
+        let pool = Pool::new(1);
+        stacks_a.entry(rank).or_insert_with(|| packed(&pool, &values::<T>(8, rank * k), k, rank));
+        stacks_b.entry((rank, columns)).or_insert_with(|| packed(&pool, &values::<T>(7, columns * rank), rank, columns));
+    }
     for (arithmetic, threads) in Arithmetic::available().into_iter().flat_map(|a| [(a, 1), (a, 3)]) {
         let pool = Pool::new(threads);
         let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
         let mut stack = PackedStack::zeros(1, k, n, WeightFormat { compute: T::DTYPE, storage }).unwrap();
         pack_rows(&pool, Isa::detect(), &w, 0, &mut stack.layer_mut(0).unwrap()).unwrap();
-        for (m, in_order) in [1, 4, 47, 62, 101].into_iter().flat_map(|m| [(m, false), (m, true)]) {
+        for (m, in_order) in ROWS.into_iter().flat_map(|m| [(m, false), (m, true)]) {
             let what = format!("{arithmetic} {}, {threads} threads, {m} rows, in order: {in_order}", T::DTYPE);
-            let (x, dy): (Vec<T>, Vec<T>) = (values(4, m * k), values(5, m * n));
             let mut places = places.to_vec();
             if in_order {
                 // As groups of a batch lie: each begins and ends no earlier than the one before.
@@ -460,14 +470,14 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage,
                 });
             }
             let clipped = places.iter().filter(|(_, first_row, ..)| *first_row < m);
-            let pairs: Vec<Pair<T>> = clipped
+            let pairs: Vec<Pair<'_, T>> = clipped
                 .map(|&(rank, first_row, rows, first_column, columns)| Pair {
                     first_row,
                     first_column,
                     low: values(6, rows.min(m - first_row) * rank),
                     rank,
-                    b: packed(&pool, &values::<T>(7, columns * rank), rank, columns),
-                    a: packed(&pool, &values::<T>(8, rank * k), k, rank),
+                    b: &stacks_b[&(rank, columns)],
+                    a: &stacks_a[&rank],
                 })
                 .collect();
             for transposed in [false, true] {
@@ -477,8 +487,8 @@ fn addends_have_the_bits_of_products_in_turn<T: Element>(storage: WeightStorage,
                     RightSide::Transposed(w) => backward_input(&matmul, left, w, out, addends).unwrap(),
                 };
                 let (left, right) = match transposed {
-                    false => (all(&x, k), RightSide::Weights(stack.layer(0))),
-                    true => (all(&dy, n), RightSide::Transposed(stack.layer(0))),
+                    false => (all(&x[..m * k], k), RightSide::Weights(stack.layer(0))),
+                    true => (all(&dy[..m * n], n), RightSide::Transposed(stack.layer(0))),
                 };
                 let (mut joined, mut apart) = (vec![7.0; m * width], vec![7.0; m * width]);
                 multiply(left, right, into(&mut apart, width, false), &Addends::default());
