@@ -30,7 +30,7 @@ pub(crate) struct PassPart<'a, C: Compute> {
     /// Its adapter. A backward pass adds to its gradient, example after example.
     pub(crate) learner: &'a mut C::Learner,
     /// Its examples, in order.
-    pub(crate) data: Vec<&'a mut PreparedDatum>,
+    pub(crate) data: Vec<&'a PreparedDatum>,
     /// Whether to add to the gradient.
     pub(crate) backward: bool,
 }

@@ -2,6 +2,7 @@
 //! reaches the model, so that one bad request fails alone.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use crate::api::{Datum, LossInput, LossSpec, LossValues};
 use crate::limits::{DATUMS_MAX, REQUEST_TARGETS_MAX, REQUEST_TOKENS_MAX, TARGETS_PER_TOKEN_MAX};
@@ -121,7 +122,7 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits<'_>) -> Result<P
         Loss::CrossEntropy { .. } => LossInputs::Weights(numbers(datum, "weights", &shape)?),
         _ => policy_inputs(datum, loss, &shape)?,
     };
-    let loss = DatumLoss { loss, inputs, log_sequence_ratio: 0.0 };
+    let loss = DatumLoss { loss, inputs, log_sequence_ratio: OnceLock::new() };
     Ok(PreparedDatum { tokens, pictures, targets, targets_per_token, shape, loss })
 }
 

@@ -56,7 +56,6 @@ impl Device {
             let packed = part.learner.packed(&self.model);
             adapters.push(packed.map_err(|failure| PassError::Failed(failure.to_string()))?.1);
         }
-        fix_sequence_ratios(&self.model, parts, &adapters, seen, between)?;
         let mut batch = PackedBatch::new();
         let mut targets = PassTargets::new();
         let mut gradients: Vec<Option<&mut LoraParams>> = Vec::with_capacity(parts.len());
@@ -64,7 +63,7 @@ impl Device {
             batch.begin_group(Some(adapter));
             for datum in &part.data {
                 push_datum(datum, seen, &mut batch)?;
-                targets.push(datum);
+                if part.backward { targets.push(datum) } else { targets.push_scored(datum) }
             }
             let gradient = part.backward.then(|| part.learner.gradient_mut(&self.model)).transpose();
             gradients.push(gradient.map_err(|failure| PassError::Failed(failure.to_string()))?);
@@ -313,37 +312,69 @@ fn size_of_pass(parts: &[PassPart<'_, Device>]) -> (usize, usize) {
     (tokens, ranks.max().unwrap_or(0))
 }
 
-/// Losses with a ratio per sequence need its log-probabilities before their derivative is known: one pass forward finds them. They are the
-/// same bits as those of the pass that follows.
-fn fix_sequence_ratios(
-    model: &Model,
-    parts: &mut [PassPart<'_, Device>],
-    adapters: &[Arc<Adapter>],
-    seen: &HashMap<PictureId, Rc<ImageFeatures>>,
-    between: Between<'_>,
-) -> Result<(), PassError> {
-    let needs = |datum: &PreparedDatum| datum.loss.loss.needs_sequence_ratio();
-    let mut batch = PackedBatch::new();
-    let mut targets = PassTargets::new();
-    for (part, adapter) in parts.iter().zip(adapters) {
-        let mut data = part.data.iter().filter(|d| needs(d)).peekable();
-        if data.peek().is_some() {
-            batch.begin_group(Some(adapter));
-            for datum in data {
-                push_datum(datum, seen, &mut batch)?;
-                targets.push(datum);
-            }
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::ops::ControlFlow;
+    use std::sync::OnceLock;
+
+    use strata_model::ModelSource;
+    use strata_tensor::CpuBackend;
+
+    use super::*;
+    use crate::losses::{DatumLoss, Loss, LossInputs};
+    use crate::machine::Machine;
+
+    const TOKENS: usize = 40;
+
+    fn example(loss: &str) -> PreparedDatum {
+        let loss = Loss::parse(loss, &BTreeMap::new()).unwrap();
+        let inputs = LossInputs::Policy {
+            advantages: (0..TOKENS).map(|i| if i < 8 { 0.0 } else { 1.5 }).collect(),
+            sampling_logprobs: vec![-6.0; TOKENS],
+            clip: Some((vec![0.0; TOKENS], vec![1e9; TOKENS])),
+            ratio_mask: loss.needs_sequence_ratio().then(|| (0..TOKENS).map(|i| (i % 3) as f32).collect()),
+        };
+        PreparedDatum {
+            tokens: (0..TOKENS as u32).map(|i| i * 7 % 200 + 3).collect(),
+            pictures: Vec::new(),
+            targets: (0..TOKENS as u32).map(|i| i * 11 % 200 + 3).collect(),
+            targets_per_token: 1,
+            shape: vec![TOKENS],
+            loss: DatumLoss { loss, inputs, log_sequence_ratio: OnceLock::new() },
         }
     }
-    if batch.is_empty() {
-        return Ok(());
+
+    /// How often others are looked for in a pass over an example, its log-probabilities, and the ratio that its loss has then.
+    fn looks(device: &Device, loss: &str, backward: bool) -> (usize, Vec<f32>, Option<f64>) {
+        let lora =
+            LoraSpec { rank: 4, seed: 1, train_attn: true, train_mlp: true, train_unembed: true, ranks: BTreeMap::new() };
+        let config = learner::config_of(&lora, device.model.lora_modules()).unwrap();
+        let mut learner = Learner::from_state(LearnerState::fresh(&device.model, config, 1).unwrap());
+        let example = example(loss);
+        let mut looks = 0;
+        let mut between = || {
+            looks += 1;
+            ControlFlow::Continue(())
+        };
+        let mut parts = [PassPart { learner: &mut learner, data: vec![&example], backward }];
+        let logprobs = device.pass(&mut parts, &HashMap::new(), 0, &mut between).unwrap();
+        (looks, logprobs, example.loss.log_sequence_ratio.get().copied())
     }
-    let logprobs = model.forward_with(&batch, &targets.targets, between).map_err(pass_error)?;
-    let logprobs = targets.answers(logprobs);
-    let mut start = 0;
-    for datum in parts.iter_mut().flat_map(|part| &mut part.data).filter(|d| needs(d)) {
-        datum.loss.set_sequence_ratio(&logprobs[start..start + datum.targets.len()]);
-        start += datum.targets.len();
+
+    /// The layers are gone through once, whatever of the log-probabilities has to be known before a derivative is.
+    #[test]
+    fn a_ratio_of_a_sequence_costs_logits_of_its_targets_and_no_pass() {
+        let model = Model::load(Arc::new(CpuBackend::new(Some(1)).unwrap()), &ModelSource::Embedded, None).unwrap();
+        let device = Device::new(Arc::new(model), Machine::default().join(), Arc::new(Switches::default()));
+        for backward in [true, false] {
+            let (ppo, expected, none) = looks(&device, "ppo", backward);
+            let (gspo, logprobs, ratio) = looks(&device, "gspo", backward);
+            assert_eq!(gspo, ppo + usize::from(backward), "one chunk of logits more, if there is a way back");
+            let whole = example("gspo").loss;
+            whole.fix_sequence_ratio(&expected);
+            assert!(logprobs == expected && none.is_none() && ratio.is_some());
+            assert_eq!(ratio, whole.log_sequence_ratio.get().copied());
+        }
     }
-    Ok(())
 }

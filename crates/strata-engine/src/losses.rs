@@ -20,6 +20,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 /// A loss by name, with its settings checked.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -171,7 +172,7 @@ pub(crate) struct DatumLoss {
     pub(crate) loss: Loss,
     pub(crate) inputs: LossInputs,
     /// Logarithm of the sequence's ratio, for losses that have one, once it is known.
-    pub(crate) log_sequence_ratio: f64,
+    pub(crate) log_sequence_ratio: OnceLock<f64>,
 }
 
 impl DatumLoss {
@@ -199,7 +200,10 @@ impl DatumLoss {
                 (value, value)
             }
             Loss::Ppo { low, high } => clipped((lp - q).exp(), advantage, bounds.unwrap_or((low, high))),
-            Loss::Gspo { low, high } => clipped(self.log_sequence_ratio.exp(), advantage, bounds.unwrap_or((low, high))),
+            Loss::Gspo { low, high } => {
+                let log_ratio = self.log_sequence_ratio.get().copied().unwrap_or_default();
+                clipped(log_ratio.exp(), advantage, bounds.unwrap_or((low, high)))
+            }
             Loss::Cispo { low, high } => {
                 let (low, high) = bounds.unwrap_or((low, high));
                 let factor = -(lp - q).exp().clamp(low, high) * advantage;
@@ -227,8 +231,14 @@ impl DatumLoss {
         }
     }
 
-    /// Fixes the ratio of the sequence from its log-probabilities.
-    pub(crate) fn set_sequence_ratio(&mut self, logprobs: &[f32]) {
+    /// Of each target whether the ratio of the sequence depends on its log-probability: of none where no term depends on the ratio.
+    pub(crate) fn in_sequence_ratio(&self) -> Option<Vec<bool>> {
+        let LossInputs::Policy { advantages, ratio_mask: Some(mask), .. } = &self.inputs else { return None };
+        advantages.iter().any(|a| *a != 0.0).then(|| mask.iter().map(|m| *m != 0.0).collect())
+    }
+
+    /// Fixes the ratio of the sequence from its log-probabilities, unless it is known.
+    pub(crate) fn fix_sequence_ratio(&self, logprobs: &[f32]) {
         let LossInputs::Policy { sampling_logprobs, ratio_mask: Some(mask), .. } = &self.inputs else { return };
         let (mut sum, mut weight) = (0.0, 0.0);
         for ((&lp, &q), &m) in logprobs.iter().zip(sampling_logprobs).zip(mask) {
@@ -237,7 +247,7 @@ impl DatumLoss {
                 weight += m as f64;
             }
         }
-        self.log_sequence_ratio = sum / weight;
+        self.log_sequence_ratio.get_or_init(|| sum / weight);
     }
 }
 
@@ -268,7 +278,7 @@ mod tests {
             clip: None,
             ratio_mask: loss.needs_sequence_ratio().then(|| vec![1.0]),
         };
-        DatumLoss { loss, inputs, log_sequence_ratio: 0.0 }
+        DatumLoss { loss, inputs, log_sequence_ratio: OnceLock::new() }
     }
 
     const H: f64 = 1e-5;
@@ -311,7 +321,7 @@ mod tests {
 
     #[test]
     fn gspo_uses_one_ratio_for_the_sequence_and_passes_it_to_every_token() {
-        let mut d = DatumLoss {
+        let d = DatumLoss {
             loss: Loss::Gspo { low: 0.8, high: 1.2 },
             inputs: LossInputs::Policy {
                 advantages: vec![0.0, 2.0, 2.0],
@@ -319,10 +329,10 @@ mod tests {
                 clip: None,
                 ratio_mask: Some(vec![0.0, 1.0, 1.0]),
             },
-            log_sequence_ratio: 0.0,
+            log_sequence_ratio: OnceLock::new(),
         };
-        d.set_sequence_ratio(&[-9.0, -0.9, -2.0]);
-        assert!((d.log_sequence_ratio - 0.05).abs() < 1e-6);
+        d.fix_sequence_ratio(&[-9.0, -0.9, -2.0]);
+        assert!((d.log_sequence_ratio.get().unwrap() - 0.05).abs() < 1e-6);
         let ratio = 0.05f64.exp();
         let term = d.term(2, -2.0);
         assert_close(term.loss as f64, -ratio * 2.0, "loss");
@@ -344,7 +354,7 @@ mod tests {
         let d = DatumLoss {
             loss: Loss::parse("cross_entropy", &config(&[])).unwrap(),
             inputs: LossInputs::Weights(vec![-0.5, 0.0]),
-            log_sequence_ratio: 0.0,
+            log_sequence_ratio: OnceLock::new(),
         };
         assert_eq!(d.term(0, -2.0), Term { loss: -1.0, derivative: 0.5 });
         assert_eq!(d.term(1, f32::NEG_INFINITY), Term::default());

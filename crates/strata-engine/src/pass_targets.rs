@@ -9,10 +9,17 @@ use crate::losses::DatumLoss;
 pub(crate) struct PassTargets<'d> {
     /// Those that are computed.
     pub(crate) targets: Targets,
-    losses: Vec<&'d DatumLoss>,
+    losses: Vec<ExampleLoss<'d>>,
     runs: Vec<Run>,
     /// Targets that examples have, computed or not.
     count: usize,
+}
+
+#[derive(Clone, Copy)]
+struct ExampleLoss<'d> {
+    loss: &'d DatumLoss,
+    /// Whether there is a gradient of it.
+    goes_back: bool,
 }
 
 /// Targets that follow each other in an example and are computed.
@@ -32,8 +39,19 @@ impl<'d> PassTargets<'d> {
         PassTargets { targets, losses: Vec::new(), runs: Vec::new(), count: 0 }
     }
 
-    /// Adds the targets of the next example.
+    /// Adds the targets of the next example, for a gradient of its loss.
     pub(crate) fn push(&mut self, datum: &'d PreparedDatum) {
+        self.push_targets(datum);
+        self.losses.push(ExampleLoss { loss: &datum.loss, goes_back: true });
+    }
+
+    /// Adds the targets of the next example, of which log-probabilities are wanted and nothing else: no derivative comes to it from its loss.
+    pub(crate) fn push_scored(&mut self, datum: &'d PreparedDatum) {
+        self.push_targets(datum);
+        self.losses.push(ExampleLoss { loss: &datum.loss, goes_back: false });
+    }
+
+    fn push_targets(&mut self, datum: &PreparedDatum) {
         let Targets { ids, offsets } = &mut self.targets;
         let mut goes_on = false;
         for first in (0..datum.targets.len()).step_by(datum.targets_per_token) {
@@ -56,11 +74,25 @@ impl<'d> PassTargets<'d> {
             offsets.push(ids.len());
         }
         self.count += datum.targets.len();
-        self.losses.push(&datum.loss);
     }
 
-    /// The log-probabilities of all targets of the pass: those that were computed, and 0 for the others.
+    /// The targets on which ratios of sequences depend that a gradient depends on, as places among those that are computed.
+    fn in_ratios(&self) -> Vec<usize> {
+        let mut places = Vec::new();
+        for run in &self.runs {
+            let ExampleLoss { loss, goes_back } = self.losses[run.datum];
+            if let Some(depends) = loss.in_sequence_ratio().filter(|_| goes_back) {
+                places.extend((0..run.count).filter(|i| depends[run.in_datum + i]).map(|i| run.computed + i));
+            }
+        }
+        places
+    }
+
+    /// The log-probabilities of all targets of the pass: those that were computed, and 0 for the others. All that losses need of them is known from here on.
     pub(crate) fn answers(&self, computed: Vec<f32>) -> Vec<f32> {
+        for run in &self.runs {
+            self.losses[run.datum].loss.fix_sequence_ratio(&computed[run.computed..][..run.count]);
+        }
         if computed.len() == self.count {
             return computed;
         }
@@ -81,13 +113,35 @@ impl TokenLoss for PassTargets<'_> {
                 run += 1;
             }
             let Run { datum, computed, in_datum, .. } = self.runs[run];
-            *out = self.losses[datum].term(in_datum + target - computed, logprob).derivative;
+            let ExampleLoss { loss, goes_back } = self.losses[datum];
+            *out = if goes_back { loss.term(in_datum + target - computed, logprob).derivative } else { 0.0 };
+        }
+    }
+
+    fn asks_first(&self) -> Option<Targets> {
+        let places = self.in_ratios();
+        let offsets = self.targets.offsets.iter().map(|offset| places.partition_point(|place| place < offset)).collect();
+        let ids = places.iter().map(|&place| self.targets.ids[place]).collect();
+        (!places.is_empty()).then_some(Targets { ids, offsets })
+    }
+
+    fn is_told(&self, logprobs: &[f32]) {
+        // A ratio does not depend on the others.
+        let mut computed = vec![0.0; self.targets.ids.len()];
+        self.in_ratios().into_iter().zip(logprobs).for_each(|(place, &logprob)| computed[place] = logprob);
+        for run in &self.runs {
+            let ExampleLoss { loss, goes_back } = self.losses[run.datum];
+            if goes_back && loss.in_sequence_ratio().is_some() {
+                loss.fix_sequence_ratio(&computed[run.computed..][..run.count]);
+            }
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::OnceLock;
+
     use super::*;
     use crate::losses::{Loss, LossInputs};
 
@@ -103,7 +157,7 @@ mod tests {
             loss: DatumLoss {
                 loss: Loss::CrossEntropy { weightless_logprobs },
                 inputs: LossInputs::Weights(weights.to_vec()),
-                log_sequence_ratio: 0.0,
+                log_sequence_ratio: OnceLock::new(),
             },
         }
     }
@@ -120,6 +174,49 @@ mod tests {
         let mut out = [0.0; 2];
         of(&data).gradient(1, &[-1.0, -1.0], &mut out);
         assert_eq!(out, [-2.0, -3.0]);
+    }
+
+    #[test]
+    fn no_derivative_comes_to_an_example_that_is_only_scored() {
+        let data = [datum(0, &[1.0, 2.0], 1, true), datum(2, &[3.0], 1, true)];
+        let mut targets = PassTargets::new();
+        targets.push_scored(&data[0]);
+        targets.push(&data[1]);
+        let mut out = [9.0; 3];
+        targets.gradient(0, &[-1.0; 3], &mut out);
+        assert_eq!(out, [0.0, 0.0, -3.0]);
+        assert_eq!(targets.answers(vec![-1.0, -2.0, -3.0]), [-1.0, -2.0, -3.0]);
+    }
+
+    #[test]
+    fn of_sequences_whose_ratio_a_gradient_depends_on_it_asks_what_the_ratio_depends_on() {
+        let with_ratio = |first: u32, advantages: [f32; 3], mask: [f32; 3]| {
+            let mut datum = datum(first, &advantages, 1, true);
+            datum.loss.loss = Loss::Gspo { low: 0.0, high: 10.0 };
+            datum.loss.inputs = LossInputs::Policy {
+                advantages: advantages.to_vec(),
+                sampling_logprobs: vec![-1.0; 3],
+                clip: None,
+                ratio_mask: Some(mask.to_vec()),
+            };
+            datum
+        };
+        let data = [
+            datum(0, &[1.0], 1, true),
+            with_ratio(1, [0.0, 1.0, 1.0], [0.0, 1.0, 3.0]),
+            with_ratio(4, [0.0; 3], [1.0; 3]),
+            with_ratio(7, [1.0; 3], [1.0; 3]),
+        ];
+        let mut targets = of(&data[..3]);
+        targets.push_scored(&data[3]);
+        let first = targets.asks_first().unwrap();
+        assert_eq!((&first.ids[..], &first.offsets[..]), (&[2, 3][..], &[0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2][..]));
+        targets.is_told(&[-2.0, -3.0]);
+        let ratio = |datum: &PreparedDatum| datum.loss.log_sequence_ratio.get().copied();
+        assert_eq!(data.each_ref().map(ratio), [None, Some(-1.75), None, None]);
+        targets.answers(vec![-1.0; 10]);
+        assert_eq!(data.each_ref().map(ratio), [None, Some(-1.75), Some(0.0), Some(0.0)]);
+        assert!(of(&data[..1]).asks_first().is_none());
     }
 
     #[test]

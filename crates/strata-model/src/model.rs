@@ -75,6 +75,14 @@ pub struct Targets {
 pub trait TokenLoss: Sync {
     /// Writes the derivative of the loss by each log-probability of targets `first..first + logprobs.len()` of the pass.
     fn gradient(&self, first: usize, logprobs: &[f32], gradient: &mut [f32]);
+
+    /// Those targets, as targets of the same tokens, whose log-probabilities have to be known before the derivative by any is, if a term depends on others than its own.
+    fn asks_first(&self) -> Option<Targets> {
+        None
+    }
+
+    /// Is told what it has asked for.
+    fn is_told(&self, _logprobs: &[f32]) {}
 }
 
 /// A frozen base model in memory.
@@ -467,6 +475,11 @@ impl Model {
         let mut tape = Tape::recording(self.backend()).with_repeats(inputs.repeats.clone());
         let wanted = WantedRows::of(&inputs, targets, self.config.num_layers);
         let hidden = self.decoder.hidden(&mut tape, &inputs, leaving(keeping, wanted.as_ref()), None, between)?;
+        if let Some(first) = loss.asks_first() {
+            let wanted = wanted.as_ref().map(|wanted| wanted.with(&first));
+            let logprobs = self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), &first, None, &mut *between)?.0;
+            loss.is_told(&logprobs);
+        }
         let loss: (&dyn TargetLoss, &mut dyn LoraGradients) = (&Loss(loss), &mut gradients);
         let (logprobs, dhidden) =
             self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), targets, Some(loss), between)?;

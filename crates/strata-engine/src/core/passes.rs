@@ -453,11 +453,8 @@ impl<C: Compute> Part<C> {
     }
 
     fn work(&mut self) -> PassPart<'_, C> {
-        let data = self.ops.iter_mut().flat_map(|f| {
-            let next = f.next_datum();
-            f.data[next..].iter_mut()
-        });
-        PassPart { learner: &mut self.learner, data: data.take(self.count).collect(), backward: self.backward }
+        let data = self.ops.iter().flat_map(|f| &f.data[f.next_datum()..]).take(self.count).collect();
+        PassPart { learner: &mut self.learner, data, backward: self.backward }
     }
 
     /// Hands the log-probabilities to the operations they belong to; answers those of the parts that follow.

@@ -242,7 +242,7 @@ fn listed(cells: &Cells, width: usize, row: usize) -> Range<usize> {
 }
 
 /// Log-probabilities of the targets of an example, and what it adds to a gradient.
-pub(super) fn train(weights: u64, datum: &mut PreparedDatum) -> (Vec<f32>, u64) {
+pub(super) fn train(weights: u64, datum: &PreparedDatum) -> (Vec<f32>, u64) {
     let mut sequence = Sequence::new(weights);
     let mut logprobs = Vec::with_capacity(datum.targets.len());
     let tokens = with_pictures(datum.tokens.clone(), &datum.pictures);
@@ -250,9 +250,7 @@ pub(super) fn train(weights: u64, datum: &mut PreparedDatum) -> (Vec<f32>, u64) 
         let row = sequence.push(token);
         logprobs.extend(targets.iter().map(|&target| logprob(row, target)));
     }
-    if datum.loss.loss.needs_sequence_ratio() {
-        datum.loss.set_sequence_ratio(&logprobs);
-    }
+    datum.loss.fix_sequence_ratio(&logprobs);
     let gradient = logprobs
         .iter()
         .enumerate()
@@ -305,8 +303,8 @@ impl Numbers {
         let limits = ModelLimits { vocab_size: VOCAB as usize, max_example_tokens, eyes: Some(&eyes) };
         let mut outputs = Vec::new();
         let mut sum = 0.0;
-        for mut datum in datum::prepare(data, loss, limits)? {
-            let (logprobs, gradient) = train(self.weights, &mut datum);
+        for datum in datum::prepare(data, loss, limits)? {
+            let (logprobs, gradient) = train(self.weights, &datum);
             if !forward_only {
                 self.add(gradient);
             }

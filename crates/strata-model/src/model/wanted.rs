@@ -33,7 +33,17 @@ impl WantedRows {
         let rows: Rc<[usize]> = runs.into_iter().flatten().collect();
         let place = |token: usize| rows.partition_point(|&row| row < token);
         let sequences = inputs.sequences.iter().map(|s| place(s.start)..place(s.end)).filter(|s| !s.is_empty()).collect();
-        let offsets = rows.iter().map(|&row| offsets[row]).chain([targets.ids.len()]).collect();
+        let offsets = of_rows(&rows, targets);
         Some(WantedRows { rows, sequences, offsets })
     }
+
+    /// The same rows, for some of the targets.
+    pub(super) fn with(&self, targets: &Targets) -> Self {
+        WantedRows { rows: self.rows.clone(), sequences: self.sequences.clone(), offsets: of_rows(&self.rows, targets) }
+    }
+}
+
+/// Of each of `rows`, which are all that have targets, the first of its targets.
+fn of_rows(rows: &[usize], targets: &Targets) -> Vec<usize> {
+    rows.iter().map(|&row| targets.offsets[row]).chain([targets.ids.len()]).collect()
 }
