@@ -56,6 +56,40 @@ impl Int4Tensors {
         (!checkpoint.contains(name) && checkpoint.contains(&tensors.codes().0)).then_some(tensors)
     }
 
+    /// Those whose words of codes have this name, of a part of a model that nobody declares; `None` if words of codes have no such name. What shape the matrix has they say together, and the
+    /// reader what of them is missing or does not fit the others.
+    pub(crate) fn of_codes(
+        checkpoint: &Checkpoint,
+        reader: &mut CheckpointReader<'_>,
+        form: Option<Int4Form>,
+        name: &str,
+    ) -> Option<Self> {
+        let form = form?;
+        let last = match form.layout {
+            Int4Layout::Gptq { .. } | Int4Layout::Awq => "qweight",
+            Int4Layout::CompressedTensors { .. } => "weight_packed",
+        };
+        let stem = name.strip_suffix(last).filter(|stem| stem.ends_with('.'))?;
+        let axis = |last: &str, axis: usize| checkpoint.shape(&format!("{stem}{last}"))?.get(axis).copied();
+        let words = [0, 1].map(|place| axis(last, place).unwrap_or(0));
+        let [outputs, inputs] = match form.layout {
+            Int4Layout::Gptq { .. } => [words[1], axis("g_idx", 0).unwrap_or_else(|| words[0].saturating_mul(CODES))],
+            // Words may have room for more.
+            Int4Layout::Awq => [axis("scales", 1).unwrap_or(0), words[0]],
+            Int4Layout::CompressedTensors { .. } => {
+                let extents = checkpoint.plain(&format!("{stem}weight_shape"), &[Dtype::I64, Dtype::I32], &[2]);
+                let extents = extents.and_then(|bytes| bytes.ok()).map_or([0; 2], extents_of);
+                extents.map(|extent| usize::try_from(extent).unwrap_or(0))
+            }
+        };
+        let tensors = Int4Tensors { form, outputs, inputs, stem: stem.into() };
+        tensors.require(reader);
+        if outputs == 0 || inputs == 0 {
+            reader.refuse(format!("tensor {name} is of no matrix: it has {inputs} inputs and {outputs} outputs"));
+        }
+        Some(tensors)
+    }
+
     /// Inputs that share a scale.
     pub(crate) fn group_inputs(&self) -> usize {
         self.form.group_inputs.unwrap_or(self.inputs).min(self.inputs).max(1)
@@ -155,10 +189,7 @@ impl Int4Tensors {
         let name = self.named("weight_shape");
         let Some(extents) = reader.require_plain(&name, &[Dtype::I64, Dtype::I32], &[2]) else { return };
         let expected = [self.outputs, self.inputs].map(|extent| extent as i64);
-        let extents: Vec<i64> = match extents.as_chunks::<8>() {
-            (extents, []) if extents.len() == 2 => extents.iter().map(|&b| i64::from_le_bytes(b)).collect(),
-            _ => extents.as_chunks().0.iter().map(|&b| i32::from_le_bytes(b).into()).collect(),
-        };
+        let extents = extents_of(extents);
         if extents != expected {
             reader.refuse(format!("tensor {name} is {extents:?}, not {expected:?}"));
         }
@@ -180,6 +211,14 @@ impl Int4Tensors {
             zeros: self.zeros().map(words).transpose()?,
             scales: scales.read(DType::F32)?.as_ref().to_f32_vec(),
         })
+    }
+}
+
+/// The two numbers of a `weight_shape`, of either width.
+fn extents_of(bytes: &[u8]) -> [i64; 2] {
+    match bytes.as_chunks::<8>() {
+        (&[outputs, inputs], []) => [outputs, inputs].map(i64::from_le_bytes),
+        _ => bytes.as_chunks().0.iter().map(|&b| i32::from_le_bytes(b).into()).collect::<Vec<_>>().try_into().unwrap_or([0; 2]),
     }
 }
 

@@ -44,7 +44,7 @@ pub(crate) fn check(fields: &Fields<'_>) -> Result<()> {
     let Some(value) = fields.get(KEY) else { return Ok(()) };
     let settings = object(KEY, value)?;
     match settings.get("quant_method").and_then(Value::as_str) {
-        Some("fp8") if settings.has("weight_block_size") => check_fp8(&settings),
+        Some("fp8") if settings.get("weight_block_size").is_some() => check_fp8(&settings),
         Some("gptq" | "awq" | "compressed-tensors") => int4_form(fields).map(|_| ()),
         _ => {
             Err(unsupported(KEY, value, "none, \"fp8\" with a weight_block_size, \"gptq\", \"awq\" or \"compressed-tensors\""))
@@ -148,7 +148,13 @@ fn awq(settings: &Fields<'_>) -> Result<Int4Form> {
     // AutoAWQ had other names for two keys once.
     let name = |keys: [&'static str; 2]| if settings.has(keys[1]) { keys[1] } else { keys[0] };
     required(settings, KEY, name(["bits", "w_bit"]), &[json!(4)])?;
-    only(settings, KEY, "version", &[json!("gemm"), json!("GEMM")])?;
+    for name in ["version", "format", "checkpoint_format"] {
+        only(settings, KEY, name, &[json!("gemm"), json!("GEMM")])?;
+    }
+    if settings.get("backend") == Some(&json!("llm-awq")) {
+        return Err(unsupported(&format!("{KEY}.backend"), &json!("llm-awq"), "what has the layout of gemm"));
+    }
+    check_dynamic(settings)?;
     // Without zeros of their own all are 8, and are there all the same.
     flag(settings, KEY, "zero_point", true)?;
     let group_inputs = group_inputs(settings, KEY, required(settings, KEY, name(["group_size", "q_group_size"]), &[])?)?;

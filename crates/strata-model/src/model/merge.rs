@@ -21,7 +21,7 @@ use super::stored_matrix::{StoredMatrix, scales_name};
 use super::weights::{Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, tensors_of, turned};
 use crate::architectures::{Form, for_each_parameter, lora_modules};
 use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, Int4Tensors, SINGLE_FILE, Sink, SourceDType, StoredTensor, WrittenTensor,
+    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Int4Tensors, SINGLE_FILE, Sink, SourceDType, StoredTensor, WrittenTensor,
 };
 use crate::checkpoint::{alone, dequantize, write_safetensors};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, Part};
@@ -52,7 +52,7 @@ pub fn write_merged(
     let merge = Merge { backend, model: &model, modules: &modules, config, params, named: &named, stored: &stored, dtype };
     let addends = merge.addends();
     let unties = model.tie_word_embeddings && [EMBEDDING, UNEMBEDDING].iter().any(|name| addends.contains_key(*name));
-    let quantized = merge.quantized();
+    let quantized = merge.quantized()?;
     let shards = stored.stored();
     let mut index: BTreeMap<String, String> = BTreeMap::new();
     let (mut total_bytes, is_one) = (0, shards.len() == 1);
@@ -74,7 +74,7 @@ pub fn write_merged(
     if !is_one {
         files::write_index(dir, &index, total_bytes)?;
     }
-    files::write_others(base, dir, &files::Changes { unties, dequantizes: quantized.any, dtype })
+    files::write_others(base, dir, &files::Changes { unties, dtype })
 }
 
 struct Merge<'a> {
@@ -92,7 +92,6 @@ struct Merge<'a> {
 
 /// What of a checkpoint lies in fewer bits than it is computed with.
 struct Quantized {
-    any: bool,
     /// Experts in blocks, by the name of the blocks: what they are together, and the blocks and scales.
     experts: BTreeMap<String, (String, Mxfp4)>,
     /// Matrices of four bits, by the name of their codes in the model: what they are, by its own.
@@ -165,8 +164,8 @@ impl<'a> Merge<'a> {
         }
     }
 
-    fn quantized(&self) -> Quantized {
-        let mut found = Quantized { any: false, experts: BTreeMap::new(), int4: BTreeMap::new(), scales: BTreeSet::new() };
+    fn quantized(&self) -> Result<Quantized> {
+        let mut found = Quantized { experts: BTreeMap::new(), int4: BTreeMap::new(), scales: BTreeSet::new() };
         let mut parameters = BTreeSet::new();
         for_each_parameter(self.model, |parameter| {
             parameters.insert(parameter.name.clone());
@@ -178,7 +177,17 @@ impl<'a> Merge<'a> {
                 found.experts.insert(of.blocks.0.clone(), (parameter.name.clone(), of));
             }
         });
-        let of_int4: BTreeSet<String> = found.int4.values().flat_map(|(_, tensors)| tensors.others()).collect();
+        let mut of_int4: BTreeSet<String> = found.int4.values().flat_map(|(_, tensors)| tensors.others()).collect();
+        // Parts that the model leaves aside lie as the rest does. Of their biases nobody knows here whether they are theirs.
+        let mut reader = CheckpointReader::new(self.named);
+        reader.ignore_under("");
+        for name in self.named.names().filter(|name| !found.int4.contains_key(*name)).collect::<Vec<_>>() {
+            if let Some(tensors) = Int4Tensors::of_codes(self.named, &mut reader, self.model.int4, name) {
+                of_int4.extend(tensors.others().into_iter().filter(|name| !name.ends_with(".bias")));
+                found.int4.insert(name.into(), (format!("{}.weight", tensors.module()), tensors));
+            }
+        }
+        reader.finish()?;
         for (_, tensors) in self.stored.stored() {
             let names = tensors.iter().map(|tensor| (tensor.name, self.own_name(tensor.name)));
             let gone = names.filter(|(_, own)| of_int4.contains(own) && !parameters.contains(own));
@@ -187,9 +196,7 @@ impl<'a> Merge<'a> {
                 tensors.iter().filter(|tensor| tensor.dtype == Dtype::F8_E4M3).map(|tensor| scales_name(tensor.name));
             found.scales.extend(in_bytes.filter(|scales| self.stored.contains(scales)));
         }
-        // A configuration may promise what no matrix keeps.
-        found.any = !found.scales.is_empty() || self.model.int4.is_some();
-        found
+        Ok(found)
     }
 
     /// What is written for a tensor of the base.

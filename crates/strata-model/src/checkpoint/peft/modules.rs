@@ -132,11 +132,15 @@ impl Targets {
         self.check_parameters_known(modules, naming)?;
         // Of a composite, names may be those of parts that are excluded.
         if let Some(targets) = self.modules.as_ref().filter(|_| !naming.of_composite || self.excluded.is_none()) {
-            targets.check_known("target_modules", modules, naming)?;
+            targets.check_known("target_modules", modules, naming, &self.parameters)?;
         }
         let others: Vec<&LoraModule> =
             modules.iter().zip(carried).filter_map(|(m, carried)| (*carried && m.experts.is_none()).then_some(m)).collect();
-        let carries_experts = modules.iter().zip(carried).any(|(module, carried)| *carried && module.experts.is_some());
+        // As modules, or the Tinker tools' tensors: what is named by its parameter is no sign that its like are named as modules.
+        let carries_experts = modules
+            .iter()
+            .zip(carried)
+            .any(|(module, carried)| *carried && module.experts.is_some() && self.parameter_of(module, naming).is_none());
         for (module, &carried) in modules.iter().zip(carried) {
             let path = module.path;
             if let Some(name) = self.parameter_of(module, naming) {
@@ -294,12 +298,16 @@ impl Modules {
         }
     }
 
-    /// Refuses names that no module of the model answers to.
-    fn check_known(&self, key: &str, modules: &[LoraModule], naming: Naming) -> Result<(), String> {
+    /// Refuses names that no module of the model answers to, but for those of parameters: PEFT looks for experts by the names that their modules had once, and what it finds so it leaves among
+    /// modules too, where it is the name of none.
+    fn check_known(&self, key: &str, modules: &[LoraModule], naming: Naming, parameters: &[String]) -> Result<(), String> {
         let all: Vec<String> = modules.iter().flat_map(|module| paths(module, naming)).collect();
         let unknown = match self {
             Modules::AllLinear => None,
-            Modules::Names(names) => names.iter().find(|name| !all.iter().any(|path| ends_with(path, name))),
+            Modules::Names(names) => {
+                let is_known = |name: &String| parameters.contains(name) || all.iter().any(|path| ends_with(path, name));
+                names.iter().find(|name| !is_known(name))
+            }
             Modules::Pattern { text, .. } => {
                 let mut any = false;
                 for path in &all {

@@ -35,8 +35,6 @@ const OTHER_FILES: [&str; 14] = [
 pub(super) struct Changes {
     /// The unembedding is a tensor of its own.
     pub(super) unties: bool,
-    /// Nothing is quantized any more.
-    pub(super) dequantizes: bool,
     /// All weights have this dtype.
     pub(super) dtype: Option<DType>,
 }
@@ -85,14 +83,11 @@ impl Changes {
             config.remove("torch_dtype");
             config.insert("dtype".into(), name.into());
         }
-        if self.dequantizes {
-            config.remove("quantization_config");
-        }
+        // Nothing is quantized any more, whether anything was or not.
+        config.remove("quantization_config");
         for part in ["text_config", "vision_config"] {
             let Some(Value::Object(part)) = config.get_mut(part) else { continue };
-            if self.dequantizes {
-                part.remove("quantization_config");
-            }
+            part.remove("quantization_config");
             if self.unties && part.contains_key("tie_word_embeddings") {
                 part.insert("tie_word_embeddings".into(), false.into());
             }

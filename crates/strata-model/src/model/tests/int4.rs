@@ -336,6 +336,53 @@ fn a_tied_embedding_in_four_bits_is_merged_into_two_matrices_as_the_dense_one_is
     load(&int4, None).unwrap();
 }
 
+/// The tensors of a model's file.
+fn tensors_in(dir: &tempfile::TempDir) -> BTreeMap<String, Stored> {
+    let file = std::fs::read(dir.path().join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap().tensors();
+    tensors.into_iter().map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()))).collect()
+}
+
+#[test]
+fn what_a_model_leaves_aside_is_merged_as_the_numbers_that_it_stands_for_too() {
+    const STEM: &str = "model.layers.9.eh_proj.";
+    let model = config_with(json!({
+        "model_type": "deepseek_v3", "num_hidden_layers": 9, "num_key_value_heads": 4, "head_dim": null, "hidden_size": 64, "q_lora_rank": 32,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1
+    }));
+    let (params, _) = adapter(&Model::random(backend(), model.clone(), 7, DType::F32).unwrap(), 4);
+    let matrix = Matrix { rows: 40, columns: 64, group: 32 };
+    // Its bias is its own, as far as anyone knows.
+    let bias = || (Dtype::F32, vec![40], vec![0; 160]);
+    let merged = |layout: Option<Layout>, change: Change<'_>| {
+        let aside = |tensors: &mut BTreeMap<String, Stored>| {
+            let own = match layout {
+                Some(layout) => matrix.tensors(layout),
+                None => vec![("weight", (Dtype::F32, vec![40, 64], matrix.dense()))],
+            };
+            let own = own.into_iter().chain([("bias", bias())]);
+            tensors.extend(own.map(|(last, tensor)| (format!("{STEM}{last}"), tensor)));
+            change(tensors);
+        };
+        let picks = |name: &str| name.contains("self_attn") && name.ends_with("o_proj.weight");
+        let (base, out) = (quantized_of(&model, 32, layout, &picks, &aside), tempfile::tempdir().unwrap());
+        let source = ModelSource::Directory(base.path().into());
+        load(&base, None).unwrap();
+        crate::write_merged(&*backend(), &source, (&lora(4), &params), None, out.path()).map(|()| tensors_in(&out))
+    };
+    let dense = merged(None, &nothing).unwrap();
+    for layout in [Layout::Gptq, Layout::Awq, Layout::Compressed] {
+        let int4 = merged(Some(layout), &nothing).unwrap();
+        assert!(int4 == dense, "{layout:?}: {:?} and {:?}", int4.keys(), dense.keys());
+    }
+    let without =
+        |last: &'static str| move |tensors: &mut BTreeMap<String, Stored>| drop(tensors.remove(&format!("{STEM}{last}")));
+    for (layout, last) in [(Layout::Gptq, "qzeros"), (Layout::Awq, "scales"), (Layout::Compressed, "weight_shape")] {
+        let error = merged(Some(layout), &without(last)).unwrap_err().to_string();
+        assert!(error.contains(&format!("missing tensors: {STEM}{last}")), "{layout:?}: {error}");
+    }
+}
+
 /// Without the groups of its inputs nobody knows their order.
 #[test]
 fn inputs_that_may_have_another_order_are_not_taken_in_the_one_that_there_is() {

@@ -395,6 +395,26 @@ fn what_target_parameters_names_and_what_there_is_must_agree() {
 }
 
 #[test]
+fn names_of_experts_among_modules_are_of_nothing_where_experts_are_named_by_their_parameters() {
+    let modules = modules_with_experts(1);
+    let read = |config: &LoraConfig, targets: &[&str], parameters: &[&str]| {
+        let dir = written_as(AdapterFormat::Peft, &modules, config, &random(&modules, config));
+        change_config(dir.path(), json!({"target_modules": targets, "target_parameters": parameters}));
+        read_adapter(&*BACKEND, dir.path(), &modules).map(|adapter| adapter.config).map_err(|e| e.to_string())
+    };
+    let mut config = LoraConfig { rank: 6, ..all_parts() };
+    [4, 5].into_iter().for_each(|index| config.left_out.insert(index));
+    // PEFT, asked for `.*_proj`, writes the one among both.
+    let parameters = ["down_proj", "gate_up_proj"];
+    assert!(read(&config, &["q_proj", "lm_head", "gate_up_proj"], &parameters).unwrap().left_out == config.left_out);
+    let error = read(&config, &["q_proj", "lm_head", "gate_up_proj"], &["down_proj", "experts.gate_up_proj"]).unwrap_err();
+    assert!(error.contains("target_modules names \"gate_up_proj\""), "{error}");
+    // No module of the others is called so either.
+    config.left_out.insert(3);
+    assert!(read(&config, &["q_proj", "lm_head", "down_proj"], &["gate_up_proj"]).unwrap().left_out == config.left_out);
+}
+
+#[test]
 fn parts_of_a_module_with_an_a_each_are_read_as_one_pair() {
     let of_parts = |parts: Vec<ModulePart>, path, out_features| LoraModule {
         path,
