@@ -101,8 +101,10 @@ def test_lists_that_nobody_reads_keep_memory_within_bounds(tmp_path):
     with Server(tmp_path, "--memory", "64MiB") as small, Wire(small.url) as wire:
         model = wire.model(small.base_model(), rank=1)
         save = {"model_id": model, "overwrite": False, "user_metadata": metadata, "type": "save_weights"}
-        acks = [wire.ok("save_weights", save | {"path": f"c{seq}", "seq_id": seq}) for seq in range(1, 101)]
-        saved = [wire.result(ack["request_id"]) for ack in acks]
+        saved = []
+        for seq in range(1, 101):
+            ack = wire.ok("save_weights", save | {"path": f"c{seq}", "seq_id": seq})
+            saved.append(wire.result(ack["request_id"]))
         # A catalogue is a small part of a small memory, too.
         assert "path" in saved[0] and any("as many as it can keep track of" in answer.get("error", "") for answer in saved)
         page = wire.get("checkpoints?limit=10").json()
