@@ -1,6 +1,8 @@
 """More work than there is room for: what was accepted is done, what is not is refused at the door, and nobody pays for another."""
 
+import contextlib
 import pathlib
+import socket
 import time
 
 import numpy as np
@@ -91,6 +93,36 @@ def test_results_that_nobody_fetches_fill_one_share_and_memory_stays_within_boun
         assert len(sampled(hog, f"{sampler}:0")) == 64
         until_taken(hog, "asample", sample_body(sampler, 1000, tokens(1, 30)))
         assert resident_bytes(small) < (256 + 64) << 20
+
+
+def test_lists_that_nobody_reads_keep_memory_within_bounds(tmp_path):
+    """Answers with what users attached to checkpoints are large: whoever asks for them again and again, and reads none, is told to come back."""
+    metadata = {f"k{i}": "x" * 6000 for i in range(10)}
+    with Server(tmp_path, "--memory", "64MiB") as small, Wire(small.url) as wire:
+        model = wire.model(small.base_model(), rank=1)
+        save = {"model_id": model, "overwrite": False, "user_metadata": metadata, "type": "save_weights"}
+        saved = []
+        for seq in range(1, 101):
+            ack = wire.ok("save_weights", save | {"path": f"c{seq}", "seq_id": seq})
+            saved.append(wire.result(ack["request_id"]))
+        # A catalogue is a small part of a small memory, too.
+        assert "path" in saved[0] and any("as many as it can keep track of" in answer.get("error", "") for answer in saved)
+        page = wire.get("checkpoints?limit=10").json()
+        assert len(page["checkpoints"]) == 10 and page["checkpoints"][0]["user_metadata"] == metadata
+        for path in ("checkpoints?limit=1000", f"training_runs/{model}/checkpoints"):
+            with contextlib.ExitStack() as unread:
+                statuses = set()
+                for _ in range(25):
+                    connection = unread.enter_context(socket.socket())
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    connection.connect(("127.0.0.1", small.port))
+                    head = f"GET /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: tml-test-key\r\n\r\n"
+                    connection.sendall(head.encode())
+                    connection.settimeout(20)
+                    statuses.add(connection.recv(12))
+                assert b"HTTP/1.1 429" in statuses, statuses
+                assert resident_bytes(small) < (64 + 48) << 20, path
+        assert wire.get("checkpoints?limit=10").json()["cursor"]["total_count"] == page["cursor"]["total_count"]
 
 
 def test_a_full_sampling_queue_refuses_and_takes_the_same_request_later(tmp_path):

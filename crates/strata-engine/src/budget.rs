@@ -90,6 +90,8 @@ pub(crate) struct Budget {
     pub(crate) ledger_bytes: u64,
     /// Bodies of requests on their way in.
     pub(crate) transit_bytes: u64,
+    /// What is not counted one by one: tables, threads, the allocator's slack.
+    pub(crate) reserve_bytes: u64,
     /// Tokens of the pictures that are seen at the same time: one, or smaller ones between its blocks.
     pub(crate) picture_tokens: usize,
     /// What decoding a picture may take.
@@ -208,6 +210,7 @@ impl Budget {
             captured_bytes: adapters / 4,
             ledger_bytes: requests / 2,
             transit_bytes: requests / 2,
+            reserve_bytes: free_of_weights / 16,
             picture_tokens: pictures.tokens,
             decoding_bytes: pictures.decoding_bytes,
             gallery_bytes: pictures.gallery_bytes,

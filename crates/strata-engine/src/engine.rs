@@ -71,6 +71,8 @@ pub struct EngineInfo {
     pub backend: String,
     /// Memory for bodies of requests on their way in, in bytes.
     pub transit_bytes: u64,
+    /// Memory that is for tables, threads and the allocator's slack.
+    pub reserve_bytes: u64,
 }
 
 /// A cheap handle on the engine thread. When the last one is dropped the thread ends, after the saves that have begun are written; what has not
@@ -126,6 +128,7 @@ impl EngineHandle {
             cache_tokens: budget.cache.pages * PAGE_TOKENS,
             backend: model.backend().description(),
             transit_bytes: budget.transit_bytes,
+            reserve_bytes: budget.reserve_bytes,
         };
         tracing::info!(?budget, backend = %info.backend, "engine starts");
         model.backend().limit_memory(config.machine.grow_buffers(budget.buffer_bytes) as usize);

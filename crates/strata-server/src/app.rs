@@ -14,7 +14,6 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::bases::{Base, BaseId, Bases};
-use crate::blocking::off_thread;
 use crate::clock;
 use crate::data_dir::DataDir;
 use crate::error::{ApiError, ApiResult, failure_category};
@@ -24,7 +23,6 @@ use crate::image_stores::ImageStores;
 use crate::limits;
 use crate::records::Records;
 use crate::registry::Registry;
-use crate::store::CheckpointRecord;
 use crate::store::Store;
 use crate::submit::Wanted;
 use crate::transit::Transit;
@@ -51,6 +49,8 @@ pub struct ServerConfig {
     pub poll_hold: Duration,
     /// Bytes of all requests on their way in: bodies as they arrive, inflated and decoded, until they are handed on.
     pub transit_bytes: usize,
+    /// Bytes that what is known of checkpoints takes in memory.
+    pub catalogue_bytes: usize,
     /// Bytes of one request body, as sent and inflated; `None`: half of `transit_bytes`, and at most [`limits::BODY_BYTES_MAX`].
     pub body_bytes_max: Option<usize>,
     /// Bytes that one request may become decoded; `None`: half of `transit_bytes`.
@@ -78,6 +78,7 @@ impl ServerConfig {
             session_timeout: Duration::from_secs(300),
             poll_hold: limits::POLL_HOLD,
             transit_bytes: limits::TRANSIT_BYTES,
+            catalogue_bytes: limits::CATALOGUE_BYTES_MAX,
             body_bytes_max: None,
             request_bytes_max: None,
             header_timeout: limits::HEADER_TIME_MAX,
@@ -167,7 +168,7 @@ impl App {
             shared_samplers: Mutex::default(),
             registry: Registry::new(config.session_timeout),
             records: Records::default(),
-            store: Store::open(config.data_dir.clone())?,
+            store: Store::open(config.data_dir.clone(), config.catalogue_bytes)?,
             futures: Futures::new(Retention::default()),
             transit: Transit::new(config.transit_bytes),
             decodes: Turns::new(limits::DECODES_MAX),
@@ -369,15 +370,6 @@ impl App {
     pub async fn closed(&self) {
         // The sender lives as long as this value, so the only way out is that it says so.
         let _ = self.closing.subscribe().wait_for(|closing| *closing).await;
-    }
-
-    /// Checkpoints, as [`Store::list`] has them.
-    ///
-    /// # Errors
-    /// If looking for them has panicked.
-    pub async fn checkpoints(self: &Arc<Self>, run: Option<String>) -> ApiResult<Vec<CheckpointRecord>> {
-        let app = self.clone();
-        off_thread(move || Ok(app.store.list(run.as_deref()))).await
     }
 
     /// One round of looking for what is over: sessions, results, checkpoints.

@@ -142,8 +142,8 @@ pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Shortest and longest life of a checkpoint in seconds, where it has one: an hour and ten years.
 pub const CHECKPOINT_TTL_SECONDS: std::ops::RangeInclusive<i64> = 3600..=10 * 365 * 24 * 3600;
-/// Bytes that the catalogue of checkpoints takes in memory; beyond it saves are refused until some are deleted. With short metadata that
-/// is some 200,000 checkpoints.
+/// Bytes that the catalogue of checkpoints takes in memory, less where a server has little; beyond it saves are refused until some are deleted. With
+/// short metadata that is some 200,000 checkpoints.
 pub const CATALOGUE_BYTES_MAX: usize = 128 << 20;
 /// How long the address of a file of a checkpoint holds; the SDK asks for new ones when less than five minutes are left.
 pub const DOWNLOAD_URL_LIFE: Duration = Duration::from_secs(2 * 3600);

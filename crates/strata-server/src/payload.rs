@@ -220,6 +220,11 @@ impl ChargedText {
     pub fn new(charge: Charge) -> Self {
         ChargedText { bytes: Vec::new(), refusal: None, charge }
     }
+
+    /// The longest that there can be.
+    pub fn bytes_max(&self) -> usize {
+        self.charge.transit().request_bytes_max()
+    }
 }
 
 impl AsRef<[u8]> for ChargedText {

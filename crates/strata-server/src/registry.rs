@@ -23,7 +23,14 @@ use crate::names::shown;
 mod snapshots;
 
 /// What a user attached to something.
-pub type Metadata = Option<BTreeMap<String, String>>;
+pub type Metadata = Option<Arc<BTreeMap<String, String>>>;
+
+/// What it takes of memory.
+pub fn metadata_bytes(metadata: &Metadata) -> u64 {
+    /// Places in a map, and what the allocator adds.
+    const ENTRY: usize = 100;
+    metadata.iter().flat_map(|entries| &**entries).map(|(key, value)| key.len() + value.len() + ENTRY).sum::<usize>() as u64
+}
 
 /// How a session stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -332,18 +339,19 @@ impl Registry {
     }
 
     /// Session ids, newest first.
-    pub fn sessions(&self) -> Vec<String> {
-        self.lock().session_order.values().rev().cloned().collect()
+    pub fn sessions(&self, offset: usize, limit: usize) -> Vec<String> {
+        self.lock().session_order.values().rev().skip(offset).take(limit).cloned().collect()
     }
 
-    /// Sessions that a condition holds for, newest first, with their ids; as many as `limit`, which holds for what is copied. Those `behind` a session
+    /// What is to be shown of sessions that a condition holds for, newest first; as many as `limit`. Those `behind` a session
     /// alone, if there is one: if it is forgotten, those that are no younger than it was, because rather comes one twice than one never.
-    pub fn find_sessions(
+    pub fn find_sessions<T>(
         &self,
         limit: usize,
         behind: Option<(&str, OffsetDateTime)>,
         condition: impl Fn(&str, &Session) -> bool,
-    ) -> Vec<(String, Session)> {
+        show: impl Fn(&str, &Session) -> T,
+    ) -> Vec<T> {
         // Clients may keep no more of a time.
         let microseconds = |at: OffsetDateTime| at.unix_timestamp_nanos() / 1000;
         let inner = self.lock();
@@ -355,7 +363,7 @@ impl Registry {
         };
         let sessions = inner.session_order.values().rev().filter_map(|id| Some((id, inner.sessions.get(id)?)));
         let found = sessions.filter(|(id, session)| is_behind(session) && condition(id, session)).take(limit);
-        found.map(|(id, session)| (id.clone(), session.clone())).collect()
+        found.map(|(id, session)| show(id, session)).collect()
     }
 
     /// A session by its id.

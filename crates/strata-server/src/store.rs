@@ -16,7 +16,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::fs::OFlags;
 use strata_engine::api::{CheckpointSource, METADATA_FILE};
@@ -59,8 +59,10 @@ pub struct Store {
 
 #[derive(Default)]
 struct Catalogue {
-    records: BTreeMap<CheckpointId, CheckpointRecord>,
+    /// Shared with whoever looks at them: a listing of all copies none.
+    records: BTreeMap<CheckpointId, Arc<CheckpointRecord>>,
     bytes: usize,
+    bytes_max: usize,
     /// Saves that were deleted before they were answered.
     deleted_early: BTreeSet<String>,
     /// Saves that are here because they were edited before they were answered.
@@ -68,7 +70,12 @@ struct Catalogue {
 }
 
 impl Catalogue {
-    fn put(&mut self, record: CheckpointRecord) {
+    fn new(bytes_max: usize) -> Self {
+        Catalogue { bytes_max, ..Catalogue::default() }
+    }
+
+    fn put(&mut self, record: impl Into<Arc<CheckpointRecord>>) {
+        let record = record.into();
         self.bytes += record.catalogued_bytes();
         if let Some(replaced) = self.records.insert(record.id(), record) {
             self.bytes -= replaced.catalogued_bytes();
@@ -94,20 +101,20 @@ impl Catalogue {
     }
 
     fn is_full(&self) -> bool {
-        self.bytes >= limits::CATALOGUE_BYTES_MAX
+        self.bytes >= self.bytes_max
     }
 }
 
 impl Store {
-    /// Reads the checkpoints of a data directory, after clearing what a crash left.
+    /// Reads the checkpoints of a data directory, as far as `bytes_max` of memory hold what is known of them, after clearing what a crash left.
     ///
     /// # Errors
     /// If the directory cannot be made or read. Checkpoints that cannot be understood are logged and left alone.
-    pub fn open(data_dir: DataDir) -> std::io::Result<Self> {
+    pub fn open(data_dir: DataDir, bytes_max: usize) -> std::io::Result<Self> {
         let checkpoints_dir = data_dir.path().join("checkpoints");
         scratch::clear(data_dir.path());
         fs::create_dir_all(&checkpoints_dir)?;
-        let mut catalogue = Catalogue::default();
+        let mut catalogue = Catalogue::new(bytes_max);
         let mut passed_over = 0_u64;
         for run_dir in subdirectories(&checkpoints_dir)? {
             for kind in CheckpointKind::ALL {
@@ -134,7 +141,9 @@ impl Store {
         }
         if passed_over > 0 {
             tracing::error!(
-                "{passed_over} checkpoints are beyond what is catalogued, and are passed over until others are deleted"
+                "{passed_over} checkpoints are beyond what is catalogued in the {} of memory that there are for it, and are passed over until others are deleted, or \
+                 --memory is more",
+                limits::shown_bytes(bytes_max)
             );
         }
         Ok(Store {
@@ -171,7 +180,7 @@ impl Store {
         let catalogue = self.lock();
         if catalogue.is_full() {
             return Err(format!(
-                "this server has {} checkpoints, as many as it can keep track of; delete some first",
+                "this server has {} checkpoints, as many as it can keep track of; delete some first, or start it with more memory",
                 catalogue.records.len()
             ));
         }
@@ -187,7 +196,7 @@ impl Store {
         catalogue.edited_early.remove(&record.save_id);
         match catalogue.records.get_mut(&record.id()) {
             // Edited before the save was answered.
-            Some(known) if known.save_id == record.save_id => known.size_bytes = record.size_bytes,
+            Some(known) if known.save_id == record.save_id => Arc::make_mut(known).size_bytes = record.size_bytes,
             _ => catalogue.put(record),
         }
     }
@@ -196,18 +205,18 @@ impl Store {
     ///
     /// # Errors
     /// If there is none, or its time is over.
-    pub fn get(&self, id: &CheckpointId) -> ApiResult<CheckpointRecord> {
+    pub fn get(&self, id: &CheckpointId) -> ApiResult<Arc<CheckpointRecord>> {
         let found = self.known(id).filter(|record| !record.is_expired(OffsetDateTime::now_utc()));
         found.ok_or_else(|| not_found(id))
     }
 
     /// A checkpoint of the catalogue, or one that was imported since that was read.
-    fn known(&self, id: &CheckpointId) -> Option<CheckpointRecord> {
+    fn known(&self, id: &CheckpointId) -> Option<Arc<CheckpointRecord>> {
         let known = self.lock().records.get(id).cloned();
         known.or_else(|| {
             let dir = self.dir(id);
             let is_there = id.run.starts_with(IMPORTED) && dir.ancestors().take(3).all(is_directory);
-            let record = is_there.then(|| read_record(&dir, id.kind).ok().flatten()).flatten()?;
+            let record = Arc::new(is_there.then(|| read_record(&dir, id.kind).ok().flatten()).flatten()?);
             let mut catalogue = self.lock();
             // A full catalogue takes no more, and a delete may have come first.
             if !catalogue.is_full() && is_directory(&dir) {
@@ -247,12 +256,12 @@ impl Store {
     }
 
     /// Checkpoints, newest first: all of them, or those of one run.
-    pub fn list(&self, run: Option<&str>) -> Vec<CheckpointRecord> {
+    pub fn list(&self, run: Option<&str>) -> Vec<Arc<CheckpointRecord>> {
         self.find_imported(run);
         let now = OffsetDateTime::now_utc();
         let catalogue = self.lock();
-        let is_wanted = |record: &&CheckpointRecord| run.is_none_or(|run| record.run == run) && !record.is_expired(now);
-        let mut found: Vec<CheckpointRecord> = catalogue.records.values().filter(is_wanted).cloned().collect();
+        let is_wanted = |record: &&Arc<CheckpointRecord>| run.is_none_or(|run| record.run == run) && !record.is_expired(now);
+        let mut found: Vec<_> = catalogue.records.values().filter(is_wanted).cloned().collect();
         drop(catalogue);
         found.sort_by_key(|record| std::cmp::Reverse(record.created_at));
         found
@@ -262,7 +271,7 @@ impl Store {
     ///
     /// # Errors
     /// If there is none, or its directory cannot be read.
-    pub fn files(&self, id: &CheckpointId) -> ApiResult<(CheckpointRecord, Vec<String>)> {
+    pub fn files(&self, id: &CheckpointId) -> ApiResult<(Arc<CheckpointRecord>, Vec<String>)> {
         let names = hold_names();
         let record = self.get(id)?;
         self.on_disk(&record, &names)?;

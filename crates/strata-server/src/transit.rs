@@ -50,6 +50,11 @@ impl Transit {
         self.shared.bytes_max
     }
 
+    /// What one request may take of it.
+    pub fn request_bytes_max(&self) -> usize {
+        self.shared.request_bytes_max
+    }
+
     /// Bytes that are not charged to anyone.
     #[cfg(test)]
     pub fn bytes_free(&self) -> usize {

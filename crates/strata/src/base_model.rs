@@ -7,10 +7,10 @@ use std::sync::Arc;
 use anyhow::Context;
 use indicatif::HumanBytes;
 use strata_engine::adapters::Adapters;
-use strata_engine::{EngineConfig, EngineHandle, Machine, StartError};
+use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine, StartError};
 use strata_model::checkpoint::{HubOptions, read_own_file, refuse_links_below, write_file_atomically};
 use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
-use strata_server::{DataDir, ModelInfo};
+use strata_server::{DataDir, ModelInfo, ServerConfig};
 use strata_tensor::{CpuBackend, DType, Int4Group, WeightFormat, WeightStorage};
 
 use crate::download::DownloadBars;
@@ -43,6 +43,10 @@ pub struct Resources {
     pub speculation: Speculation,
 }
 
+/// What a tokenizer takes of memory, for each byte of its file: a token is in two maps and has a text of its own in each, and so do merges. Of 151,643 tokens and as many merges it is 7.9.
+const TOKENIZER_FACTOR: u64 = 8;
+/// Of what is for tables, the part that the catalogue of checkpoints may take.
+const CATALOGUE_PART: usize = 2;
 /// The most threads that compute.
 const THREADS_MAX: usize = 1024;
 
@@ -160,6 +164,13 @@ pub struct BaseModel {
     pub kernels: String,
 }
 
+/// Has a server keep to what is for it of the memory of these models.
+pub fn keep_within(config: &mut ServerConfig, bases: &[BaseModel]) {
+    let sum = |bytes: fn(&EngineInfo) -> u64| bases.iter().map(|base| bytes(base.engine.info()) as usize).sum::<usize>();
+    config.transit_bytes = sum(|info| info.transit_bytes);
+    config.catalogue_bytes = config.catalogue_bytes.min(sum(|info| info.reserve_bytes) / CATALOGUE_PART);
+}
+
 /// A base model that is not loaded yet.
 struct Found {
     source: ModelSource,
@@ -168,6 +179,8 @@ struct Found {
     tokenizer: Option<String>,
     /// What its weights will take, about.
     weight_bytes: u64,
+    /// What its tokenizer will take, at most.
+    tokenizer_bytes: u64,
 }
 
 /// A base model that no engine runs yet.
@@ -267,7 +280,7 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage, memory_bytes:
     }
     let mut all: Vec<Found> = Vec::new();
     for (i, spec) in specs.iter().enumerate() {
-        let taken = all.iter().fold(0u64, |sum, model| sum.saturating_add(model.weight_bytes));
+        let taken = all.iter().fold(0u64, |sum, model| sum.saturating_add(model.weight_bytes + model.tokenizer_bytes));
         let check = |source: &ModelSource| check_before_weights(source, storage, memory_bytes.saturating_sub(taken));
         let source = ModelSource::resolve_with(spec, &HubOptions::from_env(), &DownloadBars::default(), &check)?;
         let name = naming.name.get(i).cloned().unwrap_or_else(|| source.served_name());
@@ -276,7 +289,9 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage, memory_bytes:
         }
         let config = source.config()?;
         let (weight_bytes, _) = Model::weight_bytes_of(&source, None, storage).with_context(|| format!("loading {name}"))?;
-        all.push(Found { source, config, name, tokenizer: naming.tokenizer.get(i).cloned(), weight_bytes });
+        // One that cannot be read is said to be so when it is loaded.
+        let tokenizer_bytes = source.tokenizer_json().map_or(0, |json| json.len() as u64 * TOKENIZER_FACTOR);
+        all.push(Found { source, config, name, tokenizer: naming.tokenizer.get(i).cloned(), weight_bytes, tokenizer_bytes });
     }
     Ok(all)
 }
@@ -297,20 +312,25 @@ fn check_before_weights(source: &ModelSource, storage: WeightStorage, memory_byt
     Ok(())
 }
 
-/// What each model may use of the memory: its weights, and an equal part of the rest.
+/// What each model may use of the memory: its weights, and an equal part of what they and the tokenizers leave.
 fn divide(memory_bytes: u64, found: &[Found]) -> anyhow::Result<Vec<u64>> {
     let weights = found.iter().fold(0u64, |sum, model| sum.saturating_add(model.weight_bytes));
-    if weights > memory_bytes {
+    let tokenizers = found.iter().map(|model| model.tokenizer_bytes).sum::<u64>();
+    let Some(rest) = memory_bytes.checked_sub(weights.saturating_add(tokenizers)) else {
         let names: Vec<&str> = found.iter().map(|model| model.name.as_str()).collect();
-        anyhow::bail!("loading {}: the weights take {weights} bytes, and --memory grants {memory_bytes}", names.join(", "));
-    }
-    let part = (memory_bytes - weights) / found.len() as u64;
+        anyhow::bail!(
+            "loading {}: the weights take {weights} bytes and tokenizers {tokenizers}, and --memory grants {memory_bytes}",
+            names.join(", ")
+        );
+    };
+    let part = rest / found.len() as u64;
     Ok(found.iter().map(|model| model.weight_bytes + part).collect())
 }
 
 /// Whether what each model may use of the memory suffices for it.
 fn check_memory(loaded: &mut [Loaded], memory_bytes: u64) -> anyhow::Result<()> {
-    let (models, weights) = (loaded.len() as u64, loaded.iter().map(|loaded| loaded.found.weight_bytes).sum::<u64>());
+    let models = loaded.len() as u64;
+    let fixed = loaded.iter().map(|loaded| loaded.found.weight_bytes + loaded.found.tokenizer_bytes).sum::<u64>();
     let mut neediest: Option<(u64, String)> = None;
     for Loaded { found, model, engine, .. } in loaded {
         match EngineHandle::check_memory(model, engine) {
@@ -334,7 +354,7 @@ fn check_memory(loaded: &mut [Loaded], memory_bytes: u64) -> anyhow::Result<()> 
         1 => String::new(),
         _ => format!(", of which each of {models} models has its weights and an equal part of the rest,"),
     };
-    let enough = part_bytes.saturating_mul(models).saturating_add(weights).div_ceil(1 << 20);
+    let enough = part_bytes.saturating_mul(models).saturating_add(fixed).div_ceil(1 << 20);
     let given = HumanBytes(memory_bytes);
     anyhow::bail!("--memory {given}{divided} does not suffice: {lacks}; --memory {enough}MiB would do");
 }
@@ -455,11 +475,18 @@ mod tests {
             config: config.clone(),
             name: name.into(),
             tokenizer: None,
+            tokenizer_bytes: 0,
         };
         let two = [model("a", WeightStorage::Dense), model("b", WeightStorage::Int8)];
         let parts = divide(4 << 30, &two).unwrap();
         assert_eq!(parts[0] - two[0].weight_bytes, parts[1] - two[1].weight_bytes);
         assert!(parts[0] > parts[1] && parts.iter().sum::<u64>().abs_diff(4 << 30) < 2);
+        let with_tokenizer = [Found { tokenizer_bytes: 100 << 20, ..model("a", WeightStorage::Dense) }];
+        assert_eq!(divide(4 << 30, &with_tokenizer).unwrap(), [(4 << 30) - (100 << 20)]);
+        assert!(divide(two[0].weight_bytes + 100, &with_tokenizer).is_err());
+        let embedded = find(&[EMBEDDED_NAME.to_string()], &Naming::default(), WeightStorage::Dense, u64::MAX).unwrap();
+        let file_bytes = ModelSource::Embedded.tokenizer_json().unwrap().len() as u64;
+        assert_eq!(embedded[0].tokenizer_bytes, file_bytes * TOKENIZER_FACTOR);
         assert!(divide(1 << 30, &two[1..]).is_ok());
         let error = divide(1 << 30, &two).unwrap_err().to_string();
         assert!(error.contains("loading a, b") && error.contains("--memory grants 1073741824"), "{error}");
@@ -492,6 +519,26 @@ mod tests {
             assert_eq!(start_with(models, enough), Ok(()), "{refused}");
             assert!(start_with(models, enough / 8 * 7).is_err(), "{refused}");
         }
+    }
+
+    #[test]
+    fn a_server_keeps_to_what_is_for_it_of_the_memory() {
+        const MEMORY: u64 = 64 << 20;
+        let (dir, naming) = (tempfile::tempdir().unwrap(), Naming::default());
+        let resources = Resources {
+            memory: Some(MEMORY),
+            adapter_memory: None,
+            threads: Some(1),
+            numerics: Numerics::Fast,
+            quantize: None,
+            speculation: Speculation::Off,
+        };
+        let data_dir = DataDir::claim(dir.path()).unwrap();
+        let bases = start(&[], &naming, &resources, &Copies::default(), &data_dir).unwrap();
+        let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), data_dir);
+        keep_within(&mut config, &bases);
+        assert!((1..=MEMORY as usize / 8).contains(&config.transit_bytes), "{}", config.transit_bytes);
+        assert!((1..=MEMORY as usize / 32).contains(&config.catalogue_bytes), "{}", config.catalogue_bytes);
     }
 
     #[test]

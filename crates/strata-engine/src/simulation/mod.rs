@@ -168,6 +168,7 @@ impl Limits {
             captured_bytes: self.captured_bytes,
             ledger_bytes: self.ledger_bytes,
             transit_bytes: self.ledger_bytes,
+            reserve_bytes: self.ledger_bytes,
             picture_tokens: self.gallery_tokens / 2,
             decoding_bytes: 0,
             gallery_bytes: self.gallery_tokens as u64 * toy::SEEN_BYTES,
@@ -218,6 +219,7 @@ impl Engine {
             cache_tokens: limits.pages * limits.page_tokens,
             backend: "toy".into(),
             transit_bytes: limits.ledger_bytes,
+            reserve_bytes: limits.ledger_bytes,
         };
         let toy = Toy::new(shared.clone(), limits.page_tokens, limits.gallery_tokens / 2, limits.activation_tokens);
         let cache = toy.new_cache(limits.cache()).expect("a toy always has memory");

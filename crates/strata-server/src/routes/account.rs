@@ -6,11 +6,15 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::app::App;
+use crate::auth::Owner;
 use crate::error::{ApiError, ApiResult};
 use crate::payload::Payload;
+use crate::routes::listing::{Entries, listed};
 use crate::routes::runs::project_of;
 use crate::wire::json::InProject;
 
@@ -46,23 +50,38 @@ pub async fn usage() -> Json<Value> {
 }
 
 /// `GET billing/usage/checkpoints/current`: what the checkpoints of each project take of the disk, at no cost.
-pub async fn checkpoint_usage(State(app): State<Arc<App>>, asked: InProject) -> ApiResult<Json<Value>> {
-    let mut projects: BTreeMap<String, (usize, u64)> = BTreeMap::new();
-    for record in app.checkpoints(None).await? {
-        let (count, bytes) = projects.entry(project_of(&app, &record)).or_default();
-        (*count, *bytes) = (*count + 1, *bytes + record.size_bytes);
+pub async fn checkpoint_usage(State(app): State<Arc<App>>, Owner(owner): Owner, asked: InProject) -> ApiResult<Response> {
+    #[derive(Serialize)]
+    struct Usage<T> {
+        data: T,
     }
-    let wanted = projects.into_iter().filter(|(project, _)| asked.project_id.as_ref().is_none_or(|id| **id == **project));
-    let data = wanted.map(|(project_id, (checkpoint_count, size_bytes))| {
-        json!({
-            "project_id": project_id,
-            "org_user_urn": USER,
-            "checkpoint_count": checkpoint_count,
-            "size_bytes": size_bytes,
-            "size_gigabytes": size_bytes as f64 / 1e9,
-        })
-    });
-    Ok(Json(json!({ "data": data.collect::<Vec<_>>() })))
+
+    #[derive(Serialize)]
+    struct OfProject<'a> {
+        project_id: &'a str,
+        org_user_urn: &'static str,
+        checkpoint_count: usize,
+        size_bytes: u64,
+        size_gigabytes: f64,
+    }
+
+    listed(&app, &owner, move |app, answer| {
+        let mut projects: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+        for record in app.store.list(None) {
+            let (count, bytes) = projects.entry(project_of(app, &record)).or_default();
+            (*count, *bytes) = (*count + 1, *bytes + record.size_bytes);
+        }
+        let wanted = projects.iter().filter(|(project, _)| asked.project_id.as_ref().is_none_or(|id| **id == **project));
+        let data = wanted.map(|(project_id, &(checkpoint_count, size_bytes))| OfProject {
+            project_id,
+            org_user_urn: USER,
+            checkpoint_count,
+            size_bytes,
+            size_gigabytes: size_bytes as f64 / 1e9,
+        });
+        answer.write(&Usage { data: Entries(data) })
+    })
+    .await
 }
 
 /// `GET audit`: no such log is kept.

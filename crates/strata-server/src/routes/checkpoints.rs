@@ -110,8 +110,8 @@ fn new_record(
     let id = checkpoint_id(head, &asked, kind)?;
     let mut record = CheckpointRecord::new(id, app.bases.get(model.base).info.name.clone(), model.lora);
     record.expires_at = wire::ttl(asked.ttl_seconds)?.map(|life| record.created_at + life);
-    record.user_metadata = wire::metadata(asked.user_metadata);
-    record.run_metadata = model.user_metadata;
+    record.user_metadata = asked.user_metadata.map(|texts| texts.0);
+    record.run_metadata = model.user_metadata.as_deref().cloned();
     record.project_id = app.registry.project_of_model(&head.model_id).map_err(|error| error.to_string())?;
     Ok(record)
 }
@@ -217,13 +217,13 @@ pub async fn load_weights(State(app): State<Arc<App>>, body: Payload) -> ApiResu
     let answer = json!({ "type": "load_weights", "path": path });
     let lora = record.lora.clone();
     let wanted = (record.id().tinker_path(), asked.optimizer);
-    training::create(&app, (session_id, model_seq_id), (base, record.lora), wanted, metadata, answer, |model_id| {
+    training::create(&app, (session_id, model_seq_id), (base, record.lora.clone()), wanted, metadata, answer, |model_id| {
         Request::CreateModelFromCheckpoint { model_id, source, lora, with_optimizer: asked.optimizer }
     })
 }
 
 /// The checkpoint to load into training, if it can be.
-fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(BaseId, CheckpointRecord, String)> {
+fn loadable(app: &App, asked: &LoadWeights) -> ApiResult<(BaseId, Arc<CheckpointRecord>, String)> {
     let id = CheckpointId::parse(&asked.path)?;
     if id.kind != CheckpointKind::Weights {
         return Err(ApiError::bad(format!(

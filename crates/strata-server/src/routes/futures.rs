@@ -12,6 +12,7 @@ use axum::http::StatusCode;
 use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
+use serde::Serialize;
 use serde_json::json;
 
 use crate::app::App;
@@ -22,10 +23,13 @@ use crate::futures::{Answer, Completion, Target, Waited};
 use crate::limits;
 use crate::names::shown;
 use crate::payload::{ChargedText, Payload};
+use crate::routes::listing::{Entries, Page, listed};
 use crate::wire::json::{FutureOnly, RetrieveFutures};
 use crate::wire::render;
 
 const PROTOBUF: &str = "application/x-protobuf";
+/// Completions that are written down at once: of more a thread that serves would have no time for others.
+const COMPLETIONS_INLINE_MAX: usize = 256;
 
 /// Whether a client takes results in their own encoding. Its headers are not kept while it waits.
 pub struct AcceptsProtobuf(bool);
@@ -89,7 +93,13 @@ pub async fn cancel(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Jso
 }
 
 /// `POST retrieve_futures`: which requests of one client of a sampling session are done. Held until there is one that it has not been told of.
-pub async fn retrieve_many(State(app): State<Arc<App>>, body: Payload) -> ApiResult<Json<serde_json::Value>> {
+pub async fn retrieve_many(State(app): State<Arc<App>>, Owner(owner): Owner, body: Payload) -> ApiResult<Response> {
+    #[derive(Serialize)]
+    struct Told<T> {
+        completions: T,
+        cursor: u64,
+    }
+
     let (RetrieveFutures { target, prev_cursor, timeout, retrieved_request_ids }, _) = body.json().await?;
     let sampler_id = target.sampling_session_id.0;
     app.registry.sampler(&sampler_id)?;
@@ -107,11 +117,21 @@ pub async fn retrieve_many(State(app): State<Arc<App>>, body: Payload) -> ApiRes
         told = app.futures.completions(&target, prev_cursor, hold) => told,
         () = app.closed() => (Vec::new(), prev_cursor),
     };
-    let told = |Completion { request_id, result_bytes }: &Completion| match result_bytes {
-        Some(bytes) => json!({ "state": "finished", "request_id": &**request_id, "response_payload_uncompressed_size": bytes }),
-        None => json!({ "state": "failed", "request_id": &**request_id }),
+    let is_short = completions.len() <= COMPLETIONS_INLINE_MAX;
+    let write = move |_: &App, answer: &mut Page| {
+        let told = |Completion { request_id, result_bytes }: &Completion| match result_bytes {
+            Some(bytes) => {
+                json!({ "state": "finished", "request_id": &**request_id, "response_payload_uncompressed_size": bytes })
+            }
+            None => json!({ "state": "failed", "request_id": &**request_id }),
+        };
+        answer.write(&Told { completions: Entries(completions.iter().map(told)), cursor })
     };
-    Ok(Json(json!({ "completions": completions.iter().map(told).collect::<Vec<_>>(), "cursor": cursor })))
+    if !is_short {
+        return listed(&app, &owner, write).await;
+    }
+    let mut answer = Page::new(&app);
+    write(&app, &mut answer).map(|()| answer.into_response())
 }
 
 /// A result as JSON, which takes several times the memory that it does as protobuf, and is charged as a request is.

@@ -6,6 +6,7 @@ mod checkpoints;
 mod config;
 mod downloads;
 mod futures;
+mod listing;
 mod runs;
 mod sampling;
 mod sessions;

@@ -84,7 +84,7 @@ impl Found {
             let (path, own) = (shown(&path), &record.base_model);
             return Err(ApiError::bad(format!("{path} adapts {own:?}, and base_model is {:?}", shown(other))));
         }
-        Ok(Found { base, weights: Weights::Checkpoint(path.0), source: Some((app.store.source(&record), record.lora)) })
+        Ok(Found { base, weights: Weights::Checkpoint(path.0), source: Some((app.store.source(&record), record.lora.clone())) })
     }
 }
 

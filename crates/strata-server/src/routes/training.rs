@@ -22,7 +22,7 @@ use crate::limits;
 use crate::names::shown;
 use crate::payload::{Operation, Payload, op_head};
 use crate::provenance::{self, Sources, Spans};
-use crate::registry::{Metadata, State as ModelState, model_id};
+use crate::registry::{Metadata, State as ModelState, metadata_bytes, model_id};
 use crate::submit::Wanted;
 use crate::wire::budget::Budget;
 use crate::wire::json::{self as wire, CreateModel, ForwardBackward, ModelOnly, OpHead, OptimStep};
@@ -67,7 +67,8 @@ pub fn create(
     request: impl FnOnce(ModelId) -> Request,
 ) -> ApiResult<Json<Value>> {
     let client = app.registry.client(session_id)?;
-    let (entry, future) = (app.charge(&client, limits::SESSION_BYTES)?, app.charge(&client, limits::FUTURE_BYTES)?);
+    let entry_bytes = limits::SESSION_BYTES + metadata_bytes(&metadata);
+    let (entry, future) = (app.charge(&client, entry_bytes)?, app.charge(&client, limits::FUTURE_BYTES)?);
     let fingerprint = Some(fingerprint_of(wanted));
     let own_id = model_id(session_id, model_seq_id);
     let request_id = format!("{own_id}:0");

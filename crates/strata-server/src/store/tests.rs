@@ -10,7 +10,7 @@ fn record(name: &str) -> CheckpointRecord {
 }
 
 fn open(data_dir: &Path) -> Store {
-    Store::open(DataDir::claim(data_dir).unwrap()).unwrap()
+    Store::open(DataDir::claim(data_dir).unwrap(), limits::CATALOGUE_BYTES_MAX).unwrap()
 }
 
 /// What the engine leaves behind for a save that is not answered yet.
@@ -140,7 +140,7 @@ fn what_is_found_gone_takes_no_later_save_out_of_the_catalogue() {
     let (old, new) = (record("a"), record("a"));
     catalogue.put(new.clone());
     catalogue.forget(&old);
-    assert_eq!(catalogue.records.get(&new.id()), Some(&new));
+    assert_eq!(catalogue.records.get(&new.id()), Some(&Arc::new(new.clone())));
     catalogue.forget(&new);
     assert!(catalogue.records.is_empty() && catalogue.bytes == 0);
 }
@@ -199,7 +199,7 @@ fn an_edit_goes_to_the_save_that_is_on_the_disk() {
     write_files(&store, &new);
     store.set_public(&id, true).unwrap();
     store.insert(new.clone());
-    for found in [read(&store, &id), store.get(&id).unwrap()] {
+    for found in [read(&store, &id), CheckpointRecord::clone(&store.get(&id).unwrap())] {
         assert!(found.public, "the edit was answered");
         assert_eq!((found.save_id, found.user_metadata), (new.save_id.clone(), new.user_metadata.clone()));
     }
@@ -462,9 +462,10 @@ fn a_record_of_an_earlier_build_has_no_identity_and_is_still_edited_and_loaded()
 
 #[test]
 fn the_catalogue_is_bounded_in_memory() {
-    let mut catalogue = Catalogue::default();
+    const BYTES_MAX: usize = 1 << 20;
+    let mut catalogue = Catalogue::new(BYTES_MAX);
     let mut fat = record("a");
-    fat.user_metadata = Some(BTreeMap::from([("k".into(), "v".repeat(limits::CATALOGUE_BYTES_MAX))]));
+    fat.user_metadata = Some(BTreeMap::from([("k".into(), "v".repeat(BYTES_MAX))]));
     catalogue.put(fat);
     assert!(catalogue.is_full());
     catalogue.put(record("a"));

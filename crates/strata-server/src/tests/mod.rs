@@ -7,6 +7,7 @@ mod edge;
 mod engine;
 pub mod fake_store;
 mod images;
+mod listings;
 mod places;
 mod projects;
 mod provenance;

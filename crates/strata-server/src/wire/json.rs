@@ -498,7 +498,7 @@ fn query<T: DeserializeOwned>(parts: &Parts) -> ApiResult<T> {
 
 /// Metadata as it is kept and given back.
 pub fn metadata(given: Option<MetadataTexts>) -> Metadata {
-    given.map(|texts| texts.0)
+    given.map(|texts| texts.0.into())
 }
 
 /// A time to live, checked.

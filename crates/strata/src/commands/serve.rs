@@ -125,7 +125,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // Whether the address is free is known before a model is loaded too; it is taken when there is something to serve.
     std::net::TcpListener::bind(address).with_context(|| format!("listening on {address}"))?;
     let bases = base_model::start(&args.models, &args.naming, &args.resources, &args.copies, &data_dir)?;
-    config.transit_bytes = bases.iter().map(|base| base.engine.info().transit_bytes as usize).sum();
+    base_model::keep_within(&mut config, &bases);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
         let mut signals = Signals::listen()?;

@@ -83,8 +83,9 @@ pub fn run(args: Args) -> Result<()> {
 fn serve_and_demonstrate(args: &Args, temporary: &TempDir) -> Result<(RunningServer, Runtime)> {
     let data_dir = DataDir::claim(temporary.path())?;
     let mut bases = base_model::start(&[], &Naming::default(), &args.resources, &Copies::default(), &data_dir)?;
+    let mut config = ServerConfig::new((Ipv4Addr::LOCALHOST, args.port).into(), data_dir);
+    base_model::keep_within(&mut config, &bases);
     let base = bases.remove(0);
-    let config = ServerConfig::new((Ipv4Addr::LOCALHOST, args.port).into(), data_dir);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let server = runtime.block_on(Server::start(config, vec![(base.engine, base.info)]))?;
     let url = server.url();
