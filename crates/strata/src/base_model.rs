@@ -183,6 +183,13 @@ struct Found {
     tokenizer_bytes: u64,
 }
 
+impl Found {
+    /// What it takes whatever it is asked.
+    fn fixed_bytes(&self) -> u64 {
+        self.weight_bytes.saturating_add(self.tokenizer_bytes)
+    }
+}
+
 /// A base model that no engine runs yet.
 struct Loaded {
     found: Found,
@@ -280,7 +287,7 @@ fn find(specs: &[String], naming: &Naming, storage: WeightStorage, memory_bytes:
     }
     let mut all: Vec<Found> = Vec::new();
     for (i, spec) in specs.iter().enumerate() {
-        let taken = all.iter().fold(0u64, |sum, model| sum.saturating_add(model.weight_bytes + model.tokenizer_bytes));
+        let taken = all.iter().fold(0u64, |sum, model| sum.saturating_add(model.fixed_bytes()));
         let check = |source: &ModelSource| check_before_weights(source, storage, memory_bytes.saturating_sub(taken));
         let source = ModelSource::resolve_with(spec, &HubOptions::from_env(), &DownloadBars::default(), &check)?;
         let name = naming.name.get(i).cloned().unwrap_or_else(|| source.served_name());
@@ -330,7 +337,7 @@ fn divide(memory_bytes: u64, found: &[Found]) -> anyhow::Result<Vec<u64>> {
 /// Whether what each model may use of the memory suffices for it.
 fn check_memory(loaded: &mut [Loaded], memory_bytes: u64) -> anyhow::Result<()> {
     let models = loaded.len() as u64;
-    let fixed = loaded.iter().map(|loaded| loaded.found.weight_bytes + loaded.found.tokenizer_bytes).sum::<u64>();
+    let fixed = loaded.iter().fold(0u64, |sum, loaded| sum.saturating_add(loaded.found.fixed_bytes()));
     let mut neediest: Option<(u64, String)> = None;
     for Loaded { found, model, engine, .. } in loaded {
         match EngineHandle::check_memory(model, engine) {
