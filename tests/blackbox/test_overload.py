@@ -98,15 +98,18 @@ def test_results_that_nobody_fetches_fill_one_share_and_memory_stays_within_boun
 def test_lists_that_nobody_reads_keep_memory_within_bounds(tmp_path):
     """Answers with what users attached to checkpoints are large: whoever asks for them again and again, and reads none, is told to come back."""
     metadata = {f"k{i}": "x" * 6000 for i in range(10)}
-    with Server(tmp_path, "--memory", "64MiB") as small, Wire(small.url) as wire:
+    # Of less memory, a list is small enough for the system's buffers of a connection, where it is no more the server's.
+    with Server(tmp_path, "--memory", "256MiB") as small, Wire(small.url) as wire:
         model = wire.model(small.base_model(), rank=1)
         save = {"model_id": model, "overwrite": False, "user_metadata": metadata, "type": "save_weights"}
         saved = []
-        for seq in range(1, 101):
+        for seq in range(1, 301):
             ack = wire.ok("save_weights", save | {"path": f"c{seq}", "seq_id": seq})
             saved.append(wire.result(ack["request_id"]))
+            if "error" in saved[-1]:
+                break
         # A catalogue is a small part of a small memory, too.
-        assert "path" in saved[0] and any("as many as it can keep track of" in answer.get("error", "") for answer in saved)
+        assert "path" in saved[0] and "as many as it can keep track of" in saved[-1].get("error", "")
         page = wire.get("checkpoints?limit=10").json()
         assert len(page["checkpoints"]) == 10 and page["checkpoints"][0]["user_metadata"] == metadata
         for path in ("checkpoints?limit=1000", f"training_runs/{model}/checkpoints"):
@@ -121,7 +124,7 @@ def test_lists_that_nobody_reads_keep_memory_within_bounds(tmp_path):
                     connection.settimeout(20)
                     statuses.add(connection.recv(12))
                 assert b"HTTP/1.1 429" in statuses, statuses
-                assert resident_bytes(small) < (64 + 48) << 20, path
+                assert resident_bytes(small) < (256 + 48) << 20, path
         assert wire.get("checkpoints?limit=10").json()["cursor"]["total_count"] == page["cursor"]["total_count"]
 
 
