@@ -201,6 +201,7 @@ impl DatumLoss {
             }
             Loss::Ppo { low, high } => clipped((lp - q).exp(), advantage, bounds.unwrap_or((low, high))),
             Loss::Gspo { low, high } => {
+                // Where it is not known, all advantages are 0, and so is the term.
                 let log_ratio = self.log_sequence_ratio.get().copied().unwrap_or_default();
                 clipped(log_ratio.exp(), advantage, bounds.unwrap_or((low, high)))
             }

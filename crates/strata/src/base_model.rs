@@ -499,22 +499,27 @@ mod tests {
         assert!(error.contains("loading a, b") && error.contains("--memory grants 1073741824"), "{error}");
     }
 
+    fn with_memory(memory: u64) -> Resources {
+        Resources {
+            memory: Some(memory),
+            adapter_memory: None,
+            threads: Some(1),
+            numerics: Numerics::Fast,
+            quantize: None,
+            speculation: Speculation::Off,
+        }
+    }
+
     #[test]
     fn too_little_memory_is_said_in_terms_of_what_was_given_and_what_would_do() {
         let start_with = |models: usize, memory: u64| {
             let (dir, specs) = (tempfile::tempdir().unwrap(), vec![EMBEDDED_NAME.to_string(); models]);
             let names = ["a", "b", "c"].map(str::to_string).into_iter().take(models).collect();
             let naming = Naming { name: names, tokenizer: Vec::new() };
-            let resources = Resources {
-                memory: Some(memory),
-                adapter_memory: None,
-                threads: Some(1),
-                numerics: Numerics::Fast,
-                quantize: None,
-                speculation: Speculation::Off,
-            };
             let data_dir = DataDir::claim(dir.path()).unwrap();
-            start(&specs, &naming, &resources, &Copies::default(), &data_dir).map(drop).map_err(|error| format!("{error:#}"))
+            start(&specs, &naming, &with_memory(memory), &Copies::default(), &data_dir)
+                .map(drop)
+                .map_err(|error| format!("{error:#}"))
         };
         for (models, given, divided) in
             [(1, 10 << 20, "--memory 10.00 MiB does not"), (3, 30 << 20, "of which each of 3 models has its weights")]
@@ -532,16 +537,8 @@ mod tests {
     fn a_server_keeps_to_what_is_for_it_of_the_memory() {
         const MEMORY: u64 = 64 << 20;
         let (dir, naming) = (tempfile::tempdir().unwrap(), Naming::default());
-        let resources = Resources {
-            memory: Some(MEMORY),
-            adapter_memory: None,
-            threads: Some(1),
-            numerics: Numerics::Fast,
-            quantize: None,
-            speculation: Speculation::Off,
-        };
         let data_dir = DataDir::claim(dir.path()).unwrap();
-        let bases = start(&[], &naming, &resources, &Copies::default(), &data_dir).unwrap();
+        let bases = start(&[], &naming, &with_memory(MEMORY), &Copies::default(), &data_dir).unwrap();
         let mut config = ServerConfig::new(([127, 0, 0, 1], 0).into(), data_dir);
         keep_within(&mut config, &bases);
         assert!((1..=MEMORY as usize / 8).contains(&config.transit_bytes), "{}", config.transit_bytes);
