@@ -66,8 +66,8 @@ struct State<C: Compute, S> {
     retired: Vec<(u64, WeightsId)>,
     /// Passes that run, each between two layers of the one before.
     passes: Vec<passes::PassInWork>,
-    /// Tokens of the pass that was left for a larger one, if none has come to its end since.
-    left_tokens: usize,
+    /// Work of the pass that was left for a larger one, if none has come to its end since.
+    left_work: usize,
     last_uid: u64,
     /// Counts passes, so that the models of a session take turns.
     served: u64,
@@ -97,7 +97,7 @@ impl<C: Compute, S: Storage<C::State>> Core<C, S> {
             budget,
             retired: Vec::new(),
             passes: Vec::new(),
-            left_tokens: 0,
+            left_work: 0,
             last_uid: 0,
             served: 0,
             recoveries: 0,

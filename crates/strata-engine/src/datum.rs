@@ -9,6 +9,9 @@ use crate::limits::{DATUMS_MAX, REQUEST_TARGETS_MAX, REQUEST_TOKENS_MAX, TARGETS
 use crate::losses::{DatumLoss, Loss, LossInputs, check_clip};
 use crate::pictures::{self, Eyes, Measured, Picture};
 
+/// A token that repeats one of the example before it takes a fourth of another's time: its linear layers are copied, and all else is computed.
+const COPIES_PER_TOKEN: usize = 4;
+
 /// What a request is checked against.
 #[derive(Clone, Copy)]
 pub(crate) struct ModelLimits<'e> {
@@ -31,9 +34,27 @@ pub(crate) struct PreparedDatum {
     /// Shape of `target_tokens` as the request gave it, and of the outputs.
     pub(crate) shape: Vec<usize>,
     pub(crate) loss: DatumLoss,
+    /// Tokens at its beginning that are those of the example before it in the request, pictures included.
+    pub(crate) repeated: usize,
+}
+
+/// What an example takes of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// Of memory.
+    pub(crate) tokens: usize,
+    /// Of time, in tokens that are computed whole.
+    pub(crate) work: usize,
 }
 
 impl PreparedDatum {
+    /// What it takes of a pass. `follows`: that has the example before it in its request as well. On the way back every token is computed, in whatever company.
+    pub(crate) fn extent(&self, follows: bool, backward: bool) -> Extent {
+        let tokens = self.tokens.len();
+        let repeated = if follows && !backward { self.repeated } else { 0 };
+        Extent { tokens, work: tokens - repeated + repeated.div_ceil(COPIES_PER_TOKEN) }
+    }
+
     /// Bytes that it holds while it waits, and those of its outputs and their encoding, which follow.
     pub(crate) fn held_bytes(&self) -> u64 {
         let inputs = match &self.loss.inputs {
@@ -73,11 +94,12 @@ pub(crate) fn prepare(data: Vec<Datum>, spec: &LossSpec, limits: ModelLimits<'_>
     if total > REQUEST_TOKENS_MAX {
         return Err(format!("{total} tokens are above the limit of {REQUEST_TOKENS_MAX} in a request"));
     }
-    let mut prepared = Vec::with_capacity(data.len());
+    let mut prepared: Vec<PreparedDatum> = Vec::with_capacity(data.len());
     let mut targets = 0;
     // What has been prepared is let go at once: no request is in memory twice.
     for (index, datum) in data.into_iter().enumerate() {
-        let datum = prepare_datum(&datum, loss, limits).map_err(|e| format!("datum {index}: {e}"))?;
+        let mut datum = prepare_datum(&datum, loss, limits).map_err(|e| format!("datum {index}: {e}"))?;
+        datum.repeated = prepared.last().map_or(0, |before| common_beginning(before, &datum));
         targets += datum.targets.len();
         if targets > REQUEST_TARGETS_MAX {
             return Err(format!("datum {index}: the request has more than {REQUEST_TARGETS_MAX} targets"));
@@ -85,6 +107,21 @@ pub(crate) fn prepare(data: Vec<Datum>, spec: &LossSpec, limits: ModelLimits<'_>
         prepared.push(datum);
     }
     Ok(prepared)
+}
+
+/// Tokens with which both begin: of a picture they are the same where it is the same one, in the same place.
+fn common_beginning(one: &PreparedDatum, other: &PreparedDatum) -> usize {
+    let same = one.tokens.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
+    let place = |picture: &Picture| (picture.first, picture.id);
+    let (mut ours, mut theirs) = (one.pictures.iter(), other.pictures.iter());
+    let first = loop {
+        match (ours.next(), theirs.next()) {
+            (None, None) => break None,
+            (a, b) if a.map(place) == b.map(place) => {}
+            (a, b) => break a.into_iter().chain(b).map(|picture| picture.first).min(),
+        }
+    };
+    first.map_or(same, |first| first.min(same))
 }
 
 /// Checks token ids against the vocabulary.
@@ -123,7 +160,7 @@ fn prepare_datum(datum: &Datum, loss: Loss, limits: ModelLimits<'_>) -> Result<P
         _ => policy_inputs(datum, loss, &shape)?,
     };
     let loss = DatumLoss { loss, inputs, log_sequence_ratio: OnceLock::new() };
-    Ok(PreparedDatum { tokens, pictures, targets, targets_per_token, shape, loss })
+    Ok(PreparedDatum { tokens, pictures, targets, targets_per_token, shape, loss, repeated: 0 })
 }
 
 fn prepare_targets(datum: &Datum, n: usize, vocab_size: usize) -> Result<(Vec<usize>, Vec<u32>), String> {
@@ -220,6 +257,8 @@ fn check_count(name: &str, actual: usize, expected: usize, shape: &[usize]) -> R
 
 #[cfg(test)]
 mod tests {
+    use strata_model::vision::Grid;
+
     use super::*;
 
     const LIMITS: ModelLimits<'_> = ModelLimits { vocab_size: 10, max_example_tokens: 4, eyes: None };
@@ -268,6 +307,51 @@ mod tests {
         assert!(matches!(&prepared[0].loss.inputs, LossInputs::Weights(weights) if weights == &[1.0, 1.0]));
         let wide = datum(&[1], vec![("target_tokens", ids(&[1, 2], &[1, 2]))]);
         assert!(refusal("cross_entropy", wide).contains("needs weights"));
+    }
+
+    #[test]
+    fn tokens_that_repeat_the_example_before_are_known_and_take_less_of_a_forward_pass() {
+        let example = |tokens: &[i64]| {
+            let n = tokens.len();
+            datum(tokens, vec![("target_tokens", ids(&vec![1; n], &[n])), ("weights", reals(&vec![1.0; n], &[n]))])
+        };
+        let data = [&[1, 2, 3, 4][..], &[1, 2, 3, 5], &[1, 2, 3, 5], &[2, 2], &[2, 2, 7]].map(example).to_vec();
+        let prepared = prepare(data, &spec("cross_entropy"), LIMITS).unwrap();
+        assert_eq!(prepared.iter().map(|datum| datum.repeated).collect::<Vec<_>>(), [0, 3, 4, 0, 2]);
+        let work = |follows, backward| prepared[1].extent(follows, backward).work;
+        assert_eq!((work(true, false), work(true, true), work(false, false)), (2, 4, 4));
+        assert!(prepared.iter().all(|datum| datum.extent(true, false).tokens == datum.tokens.len()));
+    }
+
+    #[test]
+    fn beginnings_with_another_picture_are_the_same_up_to_it() {
+        let example = |pictures: &[(usize, u8)]| PreparedDatum {
+            tokens: vec![1; 9],
+            pictures: pictures
+                .iter()
+                .map(|&(first, id)| Picture {
+                    first,
+                    id: [id; 32],
+                    grid: Grid { time: 1, height: 1, width: 2 },
+                    file: [].into(),
+                })
+                .collect(),
+            targets: vec![1; 9],
+            targets_per_token: 1,
+            shape: vec![9],
+            loss: DatumLoss {
+                loss: Loss::parse("cross_entropy", &BTreeMap::new()).unwrap(),
+                inputs: LossInputs::Weights(vec![1.0; 9]),
+                log_sequence_ratio: OnceLock::new(),
+            },
+            repeated: 0,
+        };
+        let shared = |one: &[(usize, u8)], other: &[(usize, u8)]| common_beginning(&example(one), &example(other));
+        assert_eq!(shared(&[(1, 1), (5, 2)], &[(1, 1), (5, 2)]), 9);
+        assert_eq!(shared(&[(1, 1), (5, 2)], &[(1, 1), (5, 3)]), 5);
+        assert_eq!(shared(&[(1, 1), (5, 2)], &[(1, 1), (4, 2)]), 4);
+        assert_eq!(shared(&[(1, 1)], &[(1, 1), (5, 3)]), 5);
+        assert_eq!(shared(&[(2, 1)], &[]), 2);
     }
 
     #[test]

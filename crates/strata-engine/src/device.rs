@@ -342,6 +342,7 @@ mod tests {
             targets_per_token: 1,
             shape: vec![TOKENS],
             loss: DatumLoss { loss, inputs, log_sequence_ratio: OnceLock::new() },
+            repeated: 0,
         }
     }
 

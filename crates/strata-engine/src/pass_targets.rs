@@ -159,6 +159,7 @@ mod tests {
                 inputs: LossInputs::Weights(weights.to_vec()),
                 log_sequence_ratio: OnceLock::new(),
             },
+            repeated: 0,
         }
     }
 

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::api::{Client, DatumOutput, Failure, LoraSpec, RequestId};
 use crate::compute::Compute;
 use crate::core::forward_backward_response;
-use crate::datum::PreparedDatum;
+use crate::datum::{Extent, PreparedDatum};
 use crate::intake::Op;
 use crate::losses::Term;
 use crate::reply::PendingReply;
@@ -36,6 +36,12 @@ impl RunningForward {
     /// Examples that are not computed.
     pub(crate) fn remaining(&self) -> usize {
         self.data.len() - self.outputs.len()
+    }
+
+    /// The examples that are not computed, and what each takes of a pass that has those before it.
+    pub(crate) fn rest(&self) -> impl Iterator<Item = (&RequestId, &PreparedDatum, Extent)> {
+        let rest = self.data[self.next_datum()..].iter().enumerate();
+        rest.map(|(i, datum)| (&self.id, datum, datum.extent(i > 0, self.backward)))
     }
 
     pub(crate) fn is_done(&self) -> bool {
@@ -155,14 +161,13 @@ impl<C: Compute> Tenant<C> {
         forward.data.get(forward.next_datum())
     }
 
-    /// The next examples that may share a pass, all with a gradient or all without, until they exceed `tokens`; and what they belong to.
-    pub(crate) fn next_examples(&self, tokens: usize) -> impl Iterator<Item = (&RequestId, &PreparedDatum)> {
+    /// The next examples that may share a pass, all with a gradient or all without, until their work exceeds `most`; what each belongs to, and what it takes of the pass.
+    pub(crate) fn next_examples(&self, most: usize) -> impl Iterator<Item = (&RequestId, &PreparedDatum, Extent)> {
         let backward = self.running.front().map(|f| f.backward);
         let forwards = self.running.iter().take_while(move |f| Some(f.backward) == backward);
-        let examples = forwards.flat_map(|f| f.data[f.next_datum()..].iter().map(|datum| (&f.id, datum)));
-        examples.scan(0, move |total, example| {
-            let fits = *total <= tokens;
-            *total += example.1.tokens.len();
+        forwards.flat_map(RunningForward::rest).scan(0, move |total, example| {
+            let fits = *total <= most;
+            *total += example.2.work;
             fits.then_some(example)
         })
     }

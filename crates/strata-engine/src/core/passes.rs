@@ -10,7 +10,7 @@ use super::sight::Seen;
 use super::{INNER_PASS_FRACTION, PASS_BASE_TOKENS, State, cancelled};
 use crate::api::{Client, Failure, ModelId};
 use crate::compute::{Compute, PassError, PassPart};
-use crate::datum::PreparedDatum;
+use crate::datum::{Extent, PreparedDatum};
 use crate::fair::{Standing, Work, company_limit};
 use crate::files::Storage;
 use crate::pictures::PictureId;
@@ -18,7 +18,7 @@ use crate::tenant::{RunningForward, Tenant};
 
 /// A training pass that runs, or a picture that is being seen.
 pub(super) struct PassInWork {
-    /// Who takes part, and with how many tokens.
+    /// Who takes part, and with how much work.
     pub(super) clients: Vec<(Client, usize)>,
     /// If it has hardly begun and may be left for a larger one.
     pub(super) early: Option<Early>,
@@ -47,12 +47,12 @@ pub(super) struct Early {
     layers: usize,
 }
 
-/// Lengths of the next examples of a model.
+/// The next examples of a model.
 #[derive(Clone)]
 pub(super) struct Queue {
     model_id: ModelId,
     client: Client,
-    lengths: Vec<usize>,
+    examples: Vec<Extent>,
 }
 
 /// A picture that is being seen.
@@ -84,9 +84,9 @@ enum Outcome<'a> {
     Failed(&'a str),
 }
 
-/// Tokens of a pass for which one of so many is worth leaving.
-fn larger_than(tokens: usize) -> usize {
-    tokens + tokens.div_ceil(2)
+/// Work of a pass for which one of so much is worth leaving.
+fn larger_than(work: usize) -> usize {
+    work + work.div_ceil(2)
 }
 
 impl<C: Compute, S: Storage<C::State>> State<C, S> {
@@ -125,16 +125,17 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
         let mut clients: Vec<(Client, usize)> = Vec::new();
         for part in &parts {
-            let tokens: usize = part.lengths().sum();
+            let work = work_of(part.extents());
             match clients.iter_mut().find(|(client, _)| *client == part.client) {
-                Some((_, sum)) => *sum += tokens,
-                None => clients.push((part.client.clone(), tokens)),
+                Some((_, sum)) => *sum += work,
+                None => clients.push((part.client.clone(), work)),
             }
         }
-        let tokens: usize = clients.iter().map(|(_, tokens)| tokens).sum();
+        let work = clients.iter().map(|(_, work)| work).sum();
+        let tokens: usize = parts.iter().flat_map(Part::extents).map(|extent| extent.tokens).sum();
         let uids = parts.iter().map(|p| p.uid).collect();
         let queue =
-            |p: &Part<C>| Queue { model_id: p.model_id.clone(), client: p.client.clone(), lengths: p.lengths().collect() };
+            |p: &Part<C>| Queue { model_id: p.model_id.clone(), client: p.client.clone(), examples: p.extents().collect() };
         let (queues, most) = (parts.iter().map(queue).collect(), self.budget.pass_tokens.min(tokens_max).min(free));
         let mut parts_in_work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
         // What is free beyond this pass and all that may run within it saves computing activations twice.
@@ -142,12 +143,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let kept_bytes = c.kept_bytes(&parts_in_work, spare * self.budget.bytes_per_token);
         let room = tokens + kept_bytes.div_ceil(self.budget.bytes_per_token) as usize;
         // What comes after one that was left is larger, or stays: there is an end to it.
-        let may_be_left = seen.is_empty() && tokens >= larger_than(self.left_tokens);
+        let may_be_left = seen.is_empty() && work >= larger_than(self.left_work);
         self.passes.push(PassInWork {
             clients,
             early: may_be_left.then(|| Early { queues, most, layers: c.early_layers() }),
             left: false,
-            inner: self.inner_tokens(self.passes.len(), tokens),
+            inner: self.inner_tokens(self.passes.len(), work),
             room,
             work: Work::Training,
             uids,
@@ -165,10 +166,10 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         self.charge_pass(c);
         let left = self.passes.pop().is_some_and(|pass| pass.left);
         if left && matches!(done, Ok(Err(PassError::Interrupted))) {
-            self.left_tokens = tokens;
+            self.left_work = work;
             return parts.into_iter().for_each(|part| self.put_back(c, part, Outcome::Left));
         }
-        self.left_tokens = 0;
+        self.left_work = 0;
         let was_ended = matches!(done, Ok(Err(PassError::Interrupted)));
         let error = match done {
             Ok(Ok(logprobs)) if logprobs.len() == parts.iter().map(Part::num_targets).sum::<usize>() => {
@@ -203,8 +204,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let first = queues.iter().map(|queue| &queue.client).min_by_key(|client| self.fair.standing(client, Work::Training));
         let Some(first) = first.cloned() else { return false };
         let shares = self.share_out(&first, queues, *most, self.room() + pass.room);
-        let tokens: usize = shares.iter().map(|(queue, count)| queue.lengths[..*count].iter().sum::<usize>()).sum();
-        tokens >= larger_than(own.iter().flat_map(|queue| &queue.lengths).sum())
+        let work = work_of(shares.iter().flat_map(|(queue, count)| &queue.examples[..*count]).copied());
+        work >= larger_than(work_of(own.iter().flat_map(|queue| &queue.examples).copied()))
     }
 
     /// Takes examples for a pass: from the session whose turn it is at least one, from others what costs nobody more than taking turns would.
@@ -239,9 +240,9 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             |datum: &PreparedDatum| datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(p));
         let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one));
         let queue = |(model_id, t): (&ModelId, &Tenant<C>)| {
-            let examples = t.next_examples(most).take_while(|(_, datum)| is_seen(datum));
-            let lengths = examples.map(|(_, datum)| datum.tokens.len()).collect();
-            Queue { model_id: model_id.clone(), client: t.client.clone(), lengths }
+            let examples = t.next_examples(most).take_while(|(_, datum, _)| is_seen(datum));
+            let examples = examples.map(|(_, _, extent)| extent).collect();
+            Queue { model_id: model_id.clone(), client: t.client.clone(), examples }
         };
         ready.map(queue).collect()
     }
@@ -252,7 +253,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             let served = self.tenants.get(model_id).map(|t| t.served);
             (client != primary, self.fair.standing(client, Work::Training), served, model_id.clone())
         });
-        let wants = queues.iter().map(|queue| (&queue.client, queue.lengths.iter().sum()));
+        let wants = queues.iter().map(|queue| (&queue.client, work_of(queue.examples.iter().copied())));
         let limit = company_limit(wants, PASS_BASE_TOKENS).map_or(most, |company| company.min(most));
         let counts = share(&queues, limit, room);
         queues.into_iter().zip(counts).collect()
@@ -441,11 +442,12 @@ impl<C: Compute> Part<C> {
 
     /// The examples that are in the pass.
     fn examples(&self) -> impl Iterator<Item = &PreparedDatum> {
-        self.ops.iter().flat_map(|f| &f.data[f.next_datum()..]).take(self.count)
+        self.ops.iter().flat_map(RunningForward::rest).map(|(_, datum, _)| datum).take(self.count)
     }
 
-    fn lengths(&self) -> impl Iterator<Item = usize> {
-        self.examples().map(|datum| datum.tokens.len())
+    /// What they take of it.
+    fn extents(&self) -> impl Iterator<Item = Extent> {
+        self.ops.iter().flat_map(RunningForward::rest).map(|(_, _, extent)| extent).take(self.count)
     }
 
     fn num_targets(&self) -> usize {
@@ -472,19 +474,23 @@ impl<C: Compute> Part<C> {
     }
 }
 
-/// How many examples a pass takes from each queue of lengths: one from each in turn, until the next of a queue would go beyond `limit`. The
-/// first is taken if it fits `room`.
+fn work_of(examples: impl Iterator<Item = Extent>) -> usize {
+    examples.map(|extent| extent.work).sum()
+}
+
+/// How many examples a pass takes from each queue: one from each in turn, until the next of a queue would be more work than `limit`. The
+/// first is taken if it fits `room`, and no more are than do.
 fn share(queues: &[Queue], limit: usize, room: usize) -> Vec<usize> {
     let mut counts = vec![0; queues.len()];
     let mut open: VecDeque<usize> = (0..queues.len()).collect();
-    let mut total = 0;
+    let mut total = Extent { tokens: 0, work: 0 };
     while let Some(queue) = open.pop_front() {
-        let Some(&length) = queues[queue].lengths.get(counts[queue]) else { continue };
-        let fits = if total == 0 { length <= room } else { total + length <= limit.min(room) };
-        if !fits {
+        let Some(next) = queues[queue].examples.get(counts[queue]) else { continue };
+        let with = Extent { tokens: total.tokens + next.tokens, work: total.work + next.work };
+        if with.tokens > room || total.tokens > 0 && with.work > limit {
             continue;
         }
-        total += length;
+        total = with;
         counts[queue] += 1;
         open.push_back(queue);
     }
@@ -497,7 +503,13 @@ mod tests {
 
     fn queues(lengths: &[&[usize]]) -> Vec<Queue> {
         let client = Client { owner: "o".into(), session: "s".into() };
-        lengths.iter().map(|l| Queue { model_id: "m".into(), client: client.clone(), lengths: l.to_vec() }).collect()
+        lengths
+            .iter()
+            .map(|lengths| {
+                let examples = lengths.iter().map(|&tokens| Extent { tokens, work: tokens }).collect();
+                Queue { model_id: "m".into(), client: client.clone(), examples }
+            })
+            .collect()
     }
 
     #[test]
@@ -512,6 +524,15 @@ mod tests {
     fn a_sequence_longer_than_the_limit_runs_alone_if_it_fits_at_all() {
         assert_eq!(share(&queues(&[&[500, 1], &[500]]), 100, 1000), [1, 0]);
         assert_eq!(share(&queues(&[&[500, 1], &[50]]), 100, 400), [0, 1]);
+    }
+
+    #[test]
+    fn examples_that_repeat_others_go_on_while_there_is_little_work_and_room_for_all_their_tokens() {
+        let mut queues = queues(&[&[60; 20]]);
+        queues[0].examples[1..].iter_mut().for_each(|extent| extent.work = 20);
+        assert_eq!(share(&queues, 100, 1000), [3]);
+        assert_eq!(share(&queues, 200, 1000), [8]);
+        assert_eq!(share(&queues, 200, 300), [5], "all their tokens take memory");
     }
 
     #[test]

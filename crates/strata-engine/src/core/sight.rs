@@ -93,12 +93,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         // An example that is longer than a pass is the only one of its pass.
         let most = self.budget.pass_tokens.min(tokens_max).max(next.tokens.len());
         let mut known = std::mem::take(seen);
-        let mut tokens = 0;
-        for (request, datum) in tenant.next_examples(most) {
-            if tokens + datum.tokens.len() > most {
+        let (mut tokens, mut work) = (0, 0);
+        for (request, datum, extent) in tenant.next_examples(most) {
+            if work + extent.work > most {
                 break;
             }
-            tokens += datum.tokens.len();
+            (tokens, work) = (tokens + extent.tokens, work + extent.work);
             for picture in datum.pictures.iter() {
                 if seen.contains_key(&picture.id) {
                     continue;

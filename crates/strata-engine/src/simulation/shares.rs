@@ -388,3 +388,30 @@ fn those_who_send_at_the_same_time_share_a_pass_although_one_comes_first() {
         assert!(begun - 128 <= 2 * 128, "{tokens:?}");
     }
 }
+
+#[test]
+fn completions_of_one_prompt_share_a_pass_beyond_its_tokens_where_nothing_goes_back() {
+    let passes_of = |forward_only: bool| {
+        let (mut engine, clients) = Clients::new(PAGES, Room { states: 0, gallery_tokens: 0 });
+        let (who, mut rng) = (client("o", "s"), Rng::new(3));
+        let mut data: Vec<Datum> = (0..8).map(|_| datum(1, 60, &mut rng)).collect();
+        let prompt = data[0].tokens[..56].to_vec();
+        data.iter_mut().for_each(|datum| datum.tokens[..56].copy_from_slice(&prompt));
+        clients.create(&who, "s:0");
+        let loss = LossSpec { name: "cross_entropy".into(), config: BTreeMap::new() };
+        let op = TrainOp::ForwardBackward { data, loss, forward_only };
+        clients.send(&who, Request::Train { model_id: "s:0".into(), seq_id: 1, op });
+        while clients.answers.lock().unwrap().len() < 2 {
+            if !engine.turn() && !engine.advance_to_disk() {
+                engine.advance(Duration::from_micros(10));
+            }
+            engine.audit().unwrap();
+        }
+        let log = engine.shared.log.borrow();
+        let tokens = log.iter().filter_map(|(_, w)| if let Worked::Pass { tokens, .. } = w { Some(*tokens) } else { None });
+        tokens.collect::<Vec<_>>()
+    };
+    // Of 128 the first example takes 60, and each of those that follow 4 and a fourth of 56.
+    assert_eq!(passes_of(true), [240, 240]);
+    assert_eq!(passes_of(false), [120; 4]);
+}

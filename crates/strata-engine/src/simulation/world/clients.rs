@@ -204,7 +204,16 @@ impl World {
             let (images, shown) = self.images(n, self.limits.gallery_tokens / 2, 0);
             Datum { tokens: self.tokens(n - shown), images, loss_inputs: inputs }
         });
-        let data = data.collect();
+        let mut data: Vec<Datum> = data.collect();
+        // Completions of one prompt.
+        if self.rng.chance(30) {
+            for i in 1..data.len() {
+                let (before, rest) = data.split_at_mut(i);
+                let (first, own) = (&before[i - 1].tokens, &mut rest[0].tokens);
+                let shared = self.rng.below(first.len().min(own.len()) as u64 + 1) as usize;
+                own[..shared].copy_from_slice(&first[..shared]);
+            }
+        }
         (data, LossSpec { name: name.into(), config: BTreeMap::new() })
     }
 
