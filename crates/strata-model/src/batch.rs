@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use strata_tensor::Repeats;
+
 use crate::architectures::ImageFeatures;
 use crate::lora::Adapter;
 use crate::vision::Grid;
@@ -168,6 +170,33 @@ impl<'a> PackedBatch<'a> {
         let end = self.tokens.len();
         self.spans.push(Span { tokens: start..end, past, length_max, held: held.into() });
         self.groups.last_mut().expect("a group was begun above").end = end;
+    }
+
+    /// Its tokens that repeat no others, each with its position. Sequences that have none of their own are left out.
+    pub(crate) fn without(&self, repeats: &Repeats) -> Self {
+        let of = |values: &Vec<u32>| repeats.firsts().iter().map(|&row| values[row]).collect();
+        let own = |tokens: &Range<usize>| Some(repeats.own(tokens)).filter(|own| !own.is_empty());
+        let span = |span: &Span| {
+            let tokens = own(&span.tokens)?;
+            let past = span.past + span.tokens.len() - tokens.len();
+            Some(Span { tokens, past, ..span.clone() })
+        };
+        let image = |image: &ImageRows<'a>| {
+            let tokens = own(&image.tokens)?;
+            let first = image.first + image.tokens.len() - tokens.len();
+            Some(ImageRows { tokens, first, features: image.features })
+        };
+        let group = |group: &AdapterGroup<'a>| {
+            let Range { start, end } = repeats.own(&(group.start..group.end));
+            AdapterGroup { start, end, ..*group }
+        };
+        PackedBatch {
+            tokens: of(&self.tokens),
+            positions: self.positions.each_ref().map(of),
+            images: self.images.iter().filter_map(image).collect(),
+            spans: self.spans.iter().filter_map(span).collect(),
+            groups: self.groups.iter().map(group).collect(),
+        }
     }
 
     /// Number of tokens.

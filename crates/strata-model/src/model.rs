@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use strata_tensor::{
     Backend, Between, DType, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient, LoraGradients, LoraGroup,
-    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, read_logits,
-    target_logprobs,
+    LoraSite, Repeats, RowReply, RowRequest, Tape, TargetLoss, Tensor, Var, WeightFormat, WeightStorage, logits_chunk_rows,
+    read_logits, target_logprobs,
 };
 
 use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Leaves, Observed, Observer, Plan};
@@ -428,11 +428,45 @@ impl Model {
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
-        let mut tape = Tape::inference(self.backend()).with_repeats(inputs.repeats.clone());
         let wanted = WantedRows::of(&inputs, targets, self.config.num_layers);
-        let leaves = leaving(Keeping::ALL_CHECKPOINTS, wanted.as_ref());
-        let hidden = self.decoder.hidden(&mut tape, &inputs, leaves, None, between)?;
+        let hidden = match &inputs.repeats {
+            Some(repeats) => self.hidden_of_firsts(&inputs, repeats, wanted.as_ref(), between)?,
+            None => {
+                let (mut tape, leaves) = (Tape::inference(self.backend()), leaving(Keeping::ALL_CHECKPOINTS, wanted.as_ref()));
+                self.decoder.hidden(&mut tape, &inputs, leaves, None, between)?
+            }
+        };
         Ok(self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), targets, None, between)?.0)
+    }
+
+    /// Hidden states of all tokens, or of those that are wanted, where some repeat others: those are computed of none but the first of each kind.
+    fn hidden_of_firsts(
+        &self,
+        inputs: &BatchInputs<'_>,
+        repeats: &Rc<Repeats>,
+        wanted: Option<&WantedRows>,
+        between: &mut Between<'_>,
+    ) -> Result<Var> {
+        let firsts = inputs.batch.without(repeats);
+        let own = inputs.without_repeats(self.backend(), &self.config, &firsts)?;
+        let mut places = match wanted {
+            Some(wanted) => repeats.places(wanted.rows.iter().copied()),
+            None => repeats.places(0..inputs.batch.len()),
+        };
+        let answered = wanted.map(|_| {
+            let mut answered = places.clone();
+            answered.sort_unstable();
+            answered.dedup();
+            places.iter_mut().for_each(|place| *place = answered.partition_point(|other| other < place));
+            answered.into()
+        });
+        let mut tape = Tape::inference_without(self.backend(), repeats.clone());
+        let leaves = Leaves::Activations { keeping: Keeping::ALL_CHECKPOINTS, answered };
+        let hidden = self.decoder.hidden(&mut tape, &own, leaves, None, between)?;
+        let (dtype, width) = (hidden.value().dtype(), hidden.value().shape().row_len());
+        let mut all = self.backend().scratch(&[places.len(), width], dtype)?;
+        self.backend().gather(hidden.value().as_ref(), &places, &mut all)?;
+        Ok(tape.constant(all))
     }
 
     /// Log-probabilities of all targets; adds the gradient of `loss` to `gradients[g]` for the adapter of `batch.groups[g]`

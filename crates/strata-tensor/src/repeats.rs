@@ -47,6 +47,47 @@ impl Repeats {
         self.places.len()
     }
 
+    /// Rows that are computed.
+    pub(crate) fn computed(&self) -> usize {
+        self.computed.len()
+    }
+
+    /// Where what each of `rows` has lies among the rows that are computed.
+    pub fn places(&self, rows: impl IntoIterator<Item = usize>) -> Vec<usize> {
+        rows.into_iter().map(|row| self.places[row]).collect()
+    }
+
+    /// Of the computed rows those of a run of all rows which are its own.
+    pub fn own(&self, rows: &Range<usize>) -> Range<usize> {
+        let place = |row: usize| self.computed.partition_point(|&computed| computed < row);
+        place(rows.start)..place(rows.end)
+    }
+
+    /// The rows that are computed, ascending.
+    pub fn firsts(&self) -> &[usize] {
+        &self.computed
+    }
+
+    /// A sequence as runs of the rows that are computed, the last of which holds what is its own, if anything is.
+    pub(crate) fn runs<'s>(&self, span: &AttentionSpan<'s>) -> Vec<AttentionSpan<'s>> {
+        let places = &self.places[span.tokens.clone()];
+        let mut runs: Vec<AttentionSpan<'s>> = Vec::new();
+        for (i, &place) in places.iter().enumerate() {
+            match runs.last_mut().filter(|run| run.tokens.end == place) {
+                Some(run) => run.tokens.end += 1,
+                None => runs.push(AttentionSpan { tokens: place..place + 1, past: span.past + i, pages: span.pages }),
+            }
+        }
+        runs
+    }
+
+    /// What of a sequence is its own, of the rows that are computed.
+    pub(crate) fn own_queries<'s>(&self, span: &AttentionSpan<'s>) -> Option<AttentionSpan<'s>> {
+        let tokens = self.own(&span.tokens);
+        let past = span.past + span.tokens.len() - tokens.len();
+        (!tokens.is_empty()).then_some(AttentionSpan { tokens, past, pages: span.pages })
+    }
+
     /// The first row with the value of this one.
     pub(crate) fn first(&self, row: usize) -> usize {
         self.computed[self.places[row]]
@@ -54,12 +95,10 @@ impl Repeats {
 
     /// The same runs of low-rank pairs, of rows counted among those that are computed.
     pub(crate) fn groups<'a>(&self, lora: &[LoraGroup<'a>]) -> Rc<[LoraGroup<'a>]> {
-        let place = |row: usize| self.computed.partition_point(|&computed| computed < row);
-        let picked = |rows: &Range<usize>| place(rows.start)..place(rows.end);
         lora.iter()
             .map(|group| LoraGroup {
-                tokens: picked(&group.tokens),
-                sequences: group.sequences.iter().map(picked).collect(),
+                tokens: self.own(&group.tokens),
+                sequences: group.sequences.iter().map(|sequence| self.own(sequence)).collect(),
                 projections: group.projections.clone(),
             })
             .collect()

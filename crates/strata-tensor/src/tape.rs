@@ -240,12 +240,14 @@ pub struct Tape<'a> {
     valueless_op: Option<usize>,
     /// Rows that are the same as others.
     repeats: Option<Rc<Repeats>>,
+    /// Rows that are the same as others, and in no value.
+    left_out: Option<Rc<Repeats>>,
 }
 
 impl<'a> Tape<'a> {
     /// A tape that records nothing.
     pub fn inference(backend: &'a dyn Backend) -> Self {
-        Tape { backend, recording: false, nodes: Vec::new(), num_ops: 0, valueless_op: None, repeats: None }
+        Tape { backend, recording: false, nodes: Vec::new(), num_ops: 0, valueless_op: None, repeats: None, left_out: None }
     }
 
     /// A tape that can go back.
@@ -256,6 +258,25 @@ impl<'a> Tape<'a> {
     /// The same tape, on which rows of equal values are computed once by ops that cost much. No bit of a result depends on it.
     pub fn with_repeats(self, repeats: Option<Rc<Repeats>>) -> Self {
         Tape { repeats, ..self }
+    }
+
+    /// A tape that records nothing, whose values have no rows that are the same as others. Rows, angles and low-rank groups that ops are given are those of the others, and sequences those of the whole batch.
+    pub fn inference_without(backend: &'a dyn Backend, repeats: Rc<Repeats>) -> Self {
+        Tape { left_out: Some(repeats), ..Tape::inference(backend) }
+    }
+
+    /// Rows that are in no value.
+    pub(crate) fn left_out(&self) -> Option<&Rc<Repeats>> {
+        self.left_out.as_ref()
+    }
+
+    /// Tokens of the sequences of a batch whose values have so many rows. Where rows are left out it is never that of values that have them all.
+    pub(crate) fn tokens_of(&self, rows: usize) -> usize {
+        match &self.left_out {
+            Some(left_out) if left_out.computed() == rows => left_out.rows(),
+            Some(left_out) => left_out.computed(),
+            None => rows,
+        }
     }
 
     /// Rows of a value of so many that are the same as others.
@@ -329,8 +350,8 @@ impl<'a> Tape<'a> {
         layer: impl Fn(usize, &mut Tape<'a>, &Var) -> Result<Var> + 'a,
         after: &mut dyn FnMut(usize, &Tensor) -> Result<(), E>,
     ) -> Result<Var, E> {
-        let (backend, repeats) = (self.backend, self.repeats.clone());
-        let unrecorded = move || Tape::inference(backend).with_repeats(repeats.clone());
+        let (backend, repeats, left_out) = (self.backend, self.repeats.clone(), self.left_out.clone());
+        let unrecorded = move || Tape { repeats: repeats.clone(), left_out: left_out.clone(), ..Tape::inference(backend) };
         let mut y = self.shared_constant(x.shared());
         let mut num_ops = Vec::with_capacity(count);
         for i in 0..count {

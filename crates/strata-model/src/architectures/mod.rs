@@ -450,6 +450,19 @@ impl<'a> BatchInputs<'a> {
         Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, repeats, group_sequences }))
     }
 
+    /// The inputs of a pass that leaves rows out which are the same as others: `firsts` is the batch without them, of which all is but the sequences.
+    pub(crate) fn without_repeats(
+        &self,
+        backend: &dyn Backend,
+        config: &ModelConfig,
+        firsts: &'a PackedBatch<'a>,
+    ) -> Result<Rc<Self>> {
+        let own = BatchInputs::new(backend, config, firsts)?;
+        let own = Rc::into_inner(own).expect("nobody else has it yet");
+        let (spans, delta_spans) = (self.spans.clone(), self.delta_spans.clone());
+        Ok(Rc::new(BatchInputs { spans, delta_spans, repeats: None, ..own }))
+    }
+
     /// Rows of what is known of the pictures of the batch, with their tokens; of what `of` answers `None` for, none.
     pub(crate) fn image_rows(
         &self,

@@ -60,7 +60,7 @@ impl<'a> Tape<'a> {
     pub fn attention(&mut self, qkv: &Var, input: &AttentionInput<'a>, kv: KvAccess<'_>, dtype: DType) -> Result<Var> {
         let (g, layout) = (input.geometry, input.layout);
         let (tokens, backend) = (qkv.value().rows(), self.backend());
-        check_input(backend, input, tokens)?;
+        check_input(backend, input, tokens, self.tokens_of(tokens))?;
         check_f32(OP, qkv.value(), layout.width)?;
         let records = self.records(&[qkv], false);
         check_access(&input.spans, &g, dtype, &kv, records)?;
@@ -68,7 +68,7 @@ impl<'a> Tape<'a> {
         let mut split = room_for_heads(backend, &g, tokens, dtype)?;
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
         let Attended { out, log_normalizers } =
-            attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.repeats(tokens))?;
+            attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.copies(tokens))?;
         let mut y = out.clone();
         if layout.gate.is_some() {
             let mut gated = backend.scratch(out.shape().dims(), dtype)?;
@@ -114,7 +114,7 @@ impl<'a> Tape<'a> {
             return self.attention(&qkv, input, kv, dtype);
         }
         check_layer(OP, x.value(), &layer)?;
-        check_input(backend, input, tokens)?;
+        check_input(backend, input, tokens, self.tokens_of(tokens))?;
         if layer.weight.out_features() != input.layout.width {
             let (expected, actual) = (input.layout.width.to_string(), layer.weight.out_features().to_string());
             return Err(Error::Shape { op: OP, expected, actual });
@@ -127,7 +127,8 @@ impl<'a> Tape<'a> {
             let (qkv, _) = forward(backend, x.value(), &layer)?;
             backend.norm_rotate(&qkv, norms, rotary, &g, layout, &mut split)?;
         }
-        let attended = attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, None)?;
+        let attended =
+            attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.copies(tokens))?;
         // Two ops, as on a tape that records.
         for _ in 0..2 {
             self.records(&[], false);
@@ -158,7 +159,7 @@ impl<'a> Tape<'a> {
         if let Some(sinks) = sight.sinks {
             check_vector(OP, sinks, g.heads)?;
         }
-        check_spans(&sight.spans, q.value().rows())?;
+        check_spans(&sight.spans, self.tokens_of(q.value().rows()))?;
         let inputs: Vec<&Var> = [&q, &k].into_iter().chain(&v).collect();
         let records = self.records(&inputs, false);
         check_access(&sight.spans, &g, dtype, &kv, records)?;
@@ -166,9 +167,9 @@ impl<'a> Tape<'a> {
         let nodes = [q.node(), k.node(), v.as_ref().and_then(Var::node)];
         let own = |x: Var| x.into_tensor(backend);
         let split = Qkv { q: own(q)?, k: own(k)?, v: v.map(own).transpose()? };
-        let repeats = self.repeats(split.q.rows());
+        let copies = self.copies(split.q.rows());
         let Attended { out, log_normalizers } =
-            attend(backend, &split, &g, (sight.sinks, &sight.spans, sight.queries.as_deref()), kv, repeats)?;
+            attend(backend, &split, &g, (sight.sinks, &sight.spans, sight.queries.as_deref()), kv, copies)?;
         if !records {
             return Ok(self.shared_constant(out));
         }
@@ -182,6 +183,27 @@ impl<'a> Tape<'a> {
             pass.accumulate(k, Rc::new(gradient.k))?;
             gradient.v.map_or(Ok(()), |gradient| pass.accumulate(v, Rc::new(gradient)))
         }))
+    }
+}
+
+/// What becomes of rows that are the same as others.
+pub(super) enum Copies {
+    /// There are none.
+    None,
+    /// Keys and values have them, and of queries the first is computed and copied.
+    There(Rc<Repeats>),
+    /// They are the first of their kind alone.
+    LeftOut(Rc<Repeats>),
+}
+
+impl Tape<'_> {
+    /// What becomes of them in values of so many rows.
+    pub(super) fn copies(&self, rows: usize) -> Copies {
+        match (self.left_out(), self.repeats(rows)) {
+            (Some(left_out), _) => Copies::LeftOut(left_out.clone()),
+            (None, Some(repeats)) => Copies::There(repeats),
+            (None, None) => Copies::None,
+        }
     }
 }
 
@@ -199,17 +221,24 @@ pub(super) fn attend(
     g: &AttentionGeometry,
     (sinks, spans, queries): (Option<TensorRef<'_>>, &[AttentionSpan<'_>], Option<&[AttentionSpan<'_>]>),
     kv: KvAccess<'_>,
-    repeats: Option<Rc<Repeats>>,
+    copies: Copies,
 ) -> Result<Attended> {
     let (tokens, dtype) = (qkv.q.rows(), qkv.q.dtype());
     let mut out = backend.scratch(&[tokens, g.out_width()], dtype)?;
     let mut log_normalizers = backend.scratch(&[tokens, g.heads], DType::F32)?;
     let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
-        backend.write_kv(qkv, g, spans, pages)?;
-        let spans = match (queries, &repeats) {
+        match &copies {
+            Copies::LeftOut(repeats) => {
+                let runs: Vec<AttentionSpan<'_>> = spans.iter().flat_map(|span| repeats.runs(span)).collect();
+                backend.write_kv(qkv, g, &runs, pages)?;
+            }
+            _ => backend.write_kv(qkv, g, spans, pages)?,
+        }
+        let spans = match (queries, &copies) {
             (Some(queries), _) => queries,
-            (None, Some(repeats)) => &repeats.without_repeated_queries(spans),
-            (None, None) => spans,
+            (None, Copies::There(repeats)) => &repeats.without_repeated_queries(spans),
+            (None, Copies::LeftOut(repeats)) => &spans.iter().filter_map(|span| repeats.own_queries(span)).collect::<Vec<_>>(),
+            (None, Copies::None) => spans,
         };
         backend.attention(&qkv.q, g, sinks, spans, pages, &mut out, &mut log_normalizers)
     };
@@ -238,7 +267,7 @@ pub(super) fn attend(
             attend(&batch, &mut pages)?;
         }
     }
-    if let Some(repeats) = repeats {
+    if let Copies::There(repeats) = copies {
         out = repeats.with_repeated_queries(backend, spans, &out)?;
         log_normalizers = repeats.with_repeated_queries(backend, spans, &log_normalizers)?;
     }
@@ -292,8 +321,8 @@ pub(super) fn check_queries(
     Ok(())
 }
 
-/// Refuses what does not fit tokens, whatever their projection is.
-fn check_input(backend: &dyn Backend, input: &AttentionInput<'_>, tokens: usize) -> Result<()> {
+/// Refuses what does not fit tokens, whatever their projection is; sequences may have more, of which some are the same.
+fn check_input(backend: &dyn Backend, input: &AttentionInput<'_>, tokens: usize, of_sequences: usize) -> Result<()> {
     let (g, layout) = (input.geometry, input.layout);
     backend.check_attention(&g)?;
     check_layout(&layout, &g)?;
@@ -310,7 +339,7 @@ fn check_input(backend: &dyn Backend, input: &AttentionInput<'_>, tokens: usize)
     if let Some(sinks) = input.sinks {
         check_vector(OP, sinks, g.heads)?;
     }
-    check_spans(&input.spans, tokens)
+    check_spans(&input.spans, of_sequences)
 }
 
 /// Room for the heads of so many tokens.

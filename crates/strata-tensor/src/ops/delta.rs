@@ -48,13 +48,19 @@ impl<'a> Tape<'a> {
         check_vector(OP, params.a_log, g.v_heads)?;
         check_vector(OP, params.dt_bias, g.v_heads)?;
         check_vector(OP, input.norm, g.v_dim)?;
-        let tokens = projection.value().rows();
+        let tokens = self.tokens_of(projection.value().rows());
         check_spans(&input.spans, tokens)?;
         check_slots(&input.spans, &g, states.as_deref())?;
         let records = self.records(&[projection], false);
         if records && input.spans.iter().any(|s| s.slot.is_some()) {
             return Err(Error::Unsupported("gradients through the states of sequences".into()));
         }
+        // A state goes through all tokens of its sequence.
+        let left_out = self.left_out().cloned();
+        let projection = &match &left_out {
+            Some(repeats) => self.constant(repeats.spread(backend, projection.value())?),
+            None => projection.clone(),
+        };
         let new_inputs = move |backend: &dyn Backend| {
             let new = |width| backend.scratch(&[tokens, width], DType::F32);
             let (q, k, v) = (new(g.key_width())?, new(g.key_width())?, new(g.value_width())?);
@@ -66,6 +72,9 @@ impl<'a> Tape<'a> {
         backend.delta_rule(&inputs, &g, &input.spans, states, &mut recalled)?;
         let mut y = backend.scratch(&[tokens, g.value_width()], dtype)?;
         backend.gated_norm(&recalled, projection.value(), input.norm, input.eps, &g, &mut y)?;
+        if let Some(repeats) = left_out {
+            return Ok(self.constant(repeats.pick(backend, &y)?));
+        }
         let y = Rc::new(y);
         if !records {
             return Ok(self.shared_constant(y));

@@ -115,7 +115,7 @@ impl<'a> Tape<'a> {
     /// If shapes, dtypes, the sequences or their pages do not fit, or the tape would have to go back through a cache.
     pub fn latent_attention(&mut self, q: &Var, keys: Var, input: &LatentAttention<'a>, kv: KvAccess<'_>) -> Result<Var> {
         let (g, backend, tokens) = (input.sight.geometry, self.backend(), q.value().rows());
-        let (dtype, widths) = (input.layer.weight.dtype(), check_input(backend, q, &keys, input)?);
+        let (dtype, widths) = (input.layer.weight.dtype(), check_input(backend, q, &keys, input, self.tokens_of(tokens))?);
         let has_weights = input.layer.lora.iter().any(|g| !g.projections.is_empty());
         let records = self.records(&[q, &keys], has_weights);
         check_access(&input.sight.spans, &g, dtype, &kv, records)?;
@@ -136,7 +136,7 @@ impl<'a> Tape<'a> {
             &g,
             (input.sight.sinks, &input.sight.spans, input.sight.queries.as_deref()),
             kv,
-            self.repeats(tokens),
+            self.copies(tokens),
         )?;
         let mut y = backend.scratch(&[tokens, g.heads * widths.value], dtype)?;
         backend.head_linear(&out, &input.layer, &widths.values(), HeadSide::FromLatents, &mut y)?;
@@ -213,7 +213,7 @@ fn check_tokens(tensor: &Tensor, tokens: usize) -> Result<()> {
 }
 
 /// Refuses what does not fit.
-fn check_input(backend: &dyn Backend, q: &Var, keys: &Var, input: &LatentAttention<'_>) -> Result<Widths> {
+fn check_input(backend: &dyn Backend, q: &Var, keys: &Var, input: &LatentAttention<'_>, of_sequences: usize) -> Result<Widths> {
     let (g, w, tokens) = (input.sight.geometry, input.layer.weight, q.value().rows());
     backend.check_attention(&g)?;
     let (KvValues::PrefixOfKey(latent), 1) = (g.values, g.kv_heads) else {
@@ -242,6 +242,6 @@ fn check_input(backend: &dyn Backend, q: &Var, keys: &Var, input: &LatentAttenti
     if let Some(sinks) = input.sight.sinks {
         check_vector(OP, sinks, g.heads)?;
     }
-    check_spans(&input.sight.spans, tokens)?;
+    check_spans(&input.sight.spans, of_sequences)?;
     Ok(widths)
 }
