@@ -52,6 +52,7 @@ pub(super) struct Early {
 pub(super) struct Queue {
     model_id: ModelId,
     client: Client,
+    backward: bool,
     examples: Vec<Extent>,
 }
 
@@ -134,8 +135,12 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let work = clients.iter().map(|(_, work)| work).sum();
         let tokens: usize = parts.iter().flat_map(Part::extents).map(|extent| extent.tokens).sum();
         let uids = parts.iter().map(|p| p.uid).collect();
-        let queue =
-            |p: &Part<C>| Queue { model_id: p.model_id.clone(), client: p.client.clone(), examples: p.extents().collect() };
+        let queue = |p: &Part<C>| Queue {
+            model_id: p.model_id.clone(),
+            client: p.client.clone(),
+            backward: p.backward,
+            examples: p.extents().collect(),
+        };
         let (queues, most) = (parts.iter().map(queue).collect(), self.budget.pass_tokens.min(tokens_max).min(free));
         let mut parts_in_work: Vec<PassPart<'_, C>> = parts.iter_mut().map(Part::work).collect();
         // What is free beyond this pass and all that may run within it saves computing activations twice.
@@ -242,7 +247,8 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let queue = |(model_id, t): (&ModelId, &Tenant<C>)| {
             let examples = t.next_examples(most).take_while(|(_, datum, _)| is_seen(datum));
             let examples = examples.map(|(_, _, extent)| extent).collect();
-            Queue { model_id: model_id.clone(), client: t.client.clone(), examples }
+            let backward = t.running.front().is_some_and(|forward| forward.backward);
+            Queue { model_id: model_id.clone(), client: t.client.clone(), backward, examples }
         };
         ready.map(queue).collect()
     }
@@ -479,18 +485,20 @@ fn work_of(examples: impl Iterator<Item = Extent>) -> usize {
 }
 
 /// How many examples a pass takes from each queue: one from each in turn, until the next of a queue would be more work than `limit`. The
-/// first is taken if it fits `room`, and no more are than do.
+/// first is taken if it fits `room`, and no more are than do. Where some part goes back, tokens that repeat others are work as all are.
 fn share(queues: &[Queue], limit: usize, room: usize) -> Vec<usize> {
     let mut counts = vec![0; queues.len()];
     let mut open: VecDeque<usize> = (0..queues.len()).collect();
-    let mut total = Extent { tokens: 0, work: 0 };
+    let (mut total, mut goes_back) = (Extent { tokens: 0, work: 0 }, false);
     while let Some(queue) = open.pop_front() {
         let Some(next) = queues[queue].examples.get(counts[queue]) else { continue };
         let with = Extent { tokens: total.tokens + next.tokens, work: total.work + next.work };
-        if with.tokens > room || total.tokens > 0 && with.work > limit {
+        let any_goes_back = goes_back || queues[queue].backward;
+        let work = if any_goes_back { with.tokens } else { with.work };
+        if with.tokens > room || total.tokens > 0 && work > limit {
             continue;
         }
-        total = with;
+        (total, goes_back) = (with, any_goes_back);
         counts[queue] += 1;
         open.push_back(queue);
     }
@@ -507,7 +515,7 @@ mod tests {
             .iter()
             .map(|lengths| {
                 let examples = lengths.iter().map(|&tokens| Extent { tokens, work: tokens }).collect();
-                Queue { model_id: "m".into(), client: client.clone(), examples }
+                Queue { model_id: "m".into(), client: client.clone(), backward: false, examples }
             })
             .collect()
     }
@@ -533,6 +541,13 @@ mod tests {
         assert_eq!(share(&queues, 100, 1000), [3]);
         assert_eq!(share(&queues, 200, 1000), [8]);
         assert_eq!(share(&queues, 200, 300), [5], "all their tokens take memory");
+        let mut with_another = self::queues(&[&[60; 20], &[10]]);
+        with_another[0].examples = queues[0].examples.clone();
+        assert_eq!(share(&with_another, 200, 1000), [7, 1]);
+        with_another[1].backward = true;
+        assert_eq!(share(&with_another, 200, 1000), [3, 1], "beside one that goes back they are computed as others are");
+        with_another.reverse();
+        assert_eq!(share(&with_another, 200, 1000), [1, 3]);
     }
 
     #[test]

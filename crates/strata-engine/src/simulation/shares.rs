@@ -411,7 +411,7 @@ fn completions_of_one_prompt_share_a_pass_beyond_its_tokens_where_nothing_goes_b
         let tokens = log.iter().filter_map(|(_, w)| if let Worked::Pass { tokens, .. } = w { Some(*tokens) } else { None });
         tokens.collect::<Vec<_>>()
     };
-    // Of 128 the first example takes 60, and each of those that follow 4 and a fourth of 56.
-    assert_eq!(passes_of(true), [240, 240]);
+    // Of 128 the first example takes 60, and each of those that follow 4 and what 56 copies do.
+    assert_eq!(passes_of(true), [480]);
     assert_eq!(passes_of(false), [120; 4]);
 }

@@ -277,3 +277,38 @@ fn pictures_that_do_not_fit_are_refused() {
     assert!(score(&text, &[5, IMAGE, IMAGE, 6], &fits).unwrap_err().contains("reads text alone"));
     assert!(score(&seeing, &[5, IMAGE, IMAGE, IMAGE], &place(grid(3, 1))).unwrap_err().contains("no tokens"));
 }
+
+#[test]
+fn sequences_that_show_the_same_pictures_at_their_beginning_have_the_bits_that_each_has_alone() {
+    for config in configs() {
+        let model =
+            Model::random(backend(), config, 7, WeightFormat { compute: DType::BF16, storage: WeightStorage::Dense }).unwrap();
+        let (_, adapter) = adapter(&model, 4);
+        let first = Seen::of(&model, SEQUENCES[0], 1);
+        // Another word at the end of the text between the pictures, and nothing after the first picture.
+        let place = |seen: &Seen| seen.images[1].0 - 1;
+        let mut other = first.tokens.clone();
+        other[place(&first)] += 1;
+        let short = &first.tokens[..place(&first)];
+        let sequences: [(&[u32], usize); 4] = [(&first.tokens, 3), (&other, 3), (short, 1), (&first.tokens, 3)];
+        let batch_of = |sequences: &[(&[u32], usize)]| {
+            let mut batch = PackedBatch::new();
+            batch.begin_group(Some(&adapter));
+            for (tokens, pictures) in sequences {
+                batch.push_with_images(tokens, 0, usize::MAX, Held::default(), &first.images(0)[..*pictures]);
+            }
+            let ids: Vec<u32> = batch.tokens.iter().map(|t| (t * 5 + 1) % 301).collect();
+            let offsets = (0..=ids.len()).collect();
+            (batch, Targets { ids, offsets })
+        };
+        let scored = |sequences: &[(&[u32], usize)]| {
+            let (batch, targets) = batch_of(sequences);
+            bits(&model.forward(&batch, &targets).unwrap())
+        };
+        let (batch, _) = batch_of(&sequences);
+        let repeats = BatchInputs::new(model.backend(), model.config(), &batch).unwrap().repeats.clone().unwrap();
+        assert_eq!(repeats.firsts().len(), first.tokens.len() * 2 - place(&first));
+        let alone: Vec<u32> = sequences.iter().flat_map(|&sequence| scored(&[sequence])).collect();
+        assert!(scored(&sequences) == alone, "{}", model.config().model_type());
+    }
+}
