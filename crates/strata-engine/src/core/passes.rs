@@ -85,6 +85,9 @@ enum Outcome<'a> {
     Failed(&'a str),
 }
 
+/// A pass may be so many times as long for the sake of examples that mostly repeat those before them: in another pass they would be all new.
+const MOSTLY_COPIES_FACTOR: usize = 2;
+
 /// Work of a pass for which one of so much is worth leaving.
 fn larger_than(work: usize) -> usize {
     work + work.div_ceil(2)
@@ -245,7 +248,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             |datum: &PreparedDatum| datum.pictures.iter().all(|p| seen.contains_key(&p.id) || self.batcher.has_seen(p));
         let ready = self.tenants.iter().filter(|(_, t)| t.next_example().is_some_and(|d| d.tokens.len() <= most_of_one));
         let queue = |(model_id, t): (&ModelId, &Tenant<C>)| {
-            let examples = t.next_examples(most).take_while(|(_, datum, _)| is_seen(datum));
+            let examples = t.next_examples(most * MOSTLY_COPIES_FACTOR).take_while(|(_, datum, _)| is_seen(datum));
             let examples = examples.map(|(_, _, extent)| extent).collect();
             let backward = t.running.front().is_some_and(|forward| forward.backward);
             Queue { model_id: model_id.clone(), client: t.client.clone(), backward, examples }
@@ -261,7 +264,9 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         });
         let wants = queues.iter().map(|queue| (&queue.client, work_of(queue.examples.iter().copied())));
         let limit = company_limit(wants, PASS_BASE_TOKENS).map_or(most, |company| company.min(most));
-        let counts = share(&queues, limit, room);
+        // Between the layers of another, and in company, a pass stays as short as was promised.
+        let of_copies = if limit < self.budget.pass_tokens { limit } else { limit * MOSTLY_COPIES_FACTOR };
+        let counts = share(&queues, (limit, of_copies), room);
         queues.into_iter().zip(counts).collect()
     }
 
@@ -484,9 +489,9 @@ fn work_of(examples: impl Iterator<Item = Extent>) -> usize {
     examples.map(|extent| extent.work).sum()
 }
 
-/// How many examples a pass takes from each queue: one from each in turn, until the next of a queue would be more work than `limit`. The
+/// How many examples a pass takes from each queue: one from each in turn, until the next of a queue would be more work than `limit`, or if most of it repeats the one before it, than `of_copies`. The
 /// first is taken if it fits `room`, and no more are than do. Where some part goes back, tokens that repeat others are work as all are.
-fn share(queues: &[Queue], limit: usize, room: usize) -> Vec<usize> {
+fn share(queues: &[Queue], (limit, of_copies): (usize, usize), room: usize) -> Vec<usize> {
     let mut counts = vec![0; queues.len()];
     let mut open: VecDeque<usize> = (0..queues.len()).collect();
     let (mut total, mut goes_back) = (Extent { tokens: 0, work: 0 }, false);
@@ -494,7 +499,10 @@ fn share(queues: &[Queue], limit: usize, room: usize) -> Vec<usize> {
         let Some(next) = queues[queue].examples.get(counts[queue]) else { continue };
         let with = Extent { tokens: total.tokens + next.tokens, work: total.work + next.work };
         let any_goes_back = goes_back || queues[queue].backward;
-        let work = if any_goes_back { with.tokens } else { with.work };
+        let (work, limit) = match any_goes_back {
+            true => (with.tokens, limit),
+            false => (with.work, if next.work * 2 <= next.tokens { of_copies } else { limit }),
+        };
         if with.tokens > room || total.tokens > 0 && work > limit {
             continue;
         }
@@ -523,35 +531,36 @@ mod tests {
     #[test]
     fn a_pass_takes_from_every_queue_in_turn() {
         let queues = queues(&[&[10; 100], &[10; 2], &[10; 100]]);
-        assert_eq!(share(&queues, 100, 1000), [4, 2, 4]);
-        assert_eq!(share(&queues, 110, 1000), [5, 2, 4], "the odd one goes to the first in line");
-        assert_eq!(share(&queues, 110, 50), [2, 2, 1], "there is no more room");
+        assert_eq!(share(&queues, (100, 100), 1000), [4, 2, 4]);
+        assert_eq!(share(&queues, (110, 110), 1000), [5, 2, 4], "the odd one goes to the first in line");
+        assert_eq!(share(&queues, (110, 110), 50), [2, 2, 1], "there is no more room");
     }
 
     #[test]
     fn a_sequence_longer_than_the_limit_runs_alone_if_it_fits_at_all() {
-        assert_eq!(share(&queues(&[&[500, 1], &[500]]), 100, 1000), [1, 0]);
-        assert_eq!(share(&queues(&[&[500, 1], &[50]]), 100, 400), [0, 1]);
+        assert_eq!(share(&queues(&[&[500, 1], &[500]]), (100, 100), 1000), [1, 0]);
+        assert_eq!(share(&queues(&[&[500, 1], &[50]]), (100, 100), 400), [0, 1]);
     }
 
     #[test]
     fn examples_that_repeat_others_go_on_while_there_is_little_work_and_room_for_all_their_tokens() {
         let mut queues = queues(&[&[60; 20]]);
         queues[0].examples[1..].iter_mut().for_each(|extent| extent.work = 20);
-        assert_eq!(share(&queues, 100, 1000), [3]);
-        assert_eq!(share(&queues, 200, 1000), [8]);
-        assert_eq!(share(&queues, 200, 300), [5], "all their tokens take memory");
+        assert_eq!(share(&queues, (100, 100), 1000), [3]);
+        assert_eq!(share(&queues, (100, 200), 1000), [8], "in a pass of their own they would be more work");
+        assert_eq!(share(&queues, (200, 200), 300), [5], "all their tokens take memory");
         let mut with_another = self::queues(&[&[60; 20], &[10]]);
         with_another[0].examples = queues[0].examples.clone();
-        assert_eq!(share(&with_another, 200, 1000), [7, 1]);
+        assert_eq!(share(&with_another, (200, 200), 1000), [7, 1]);
         with_another[1].backward = true;
-        assert_eq!(share(&with_another, 200, 1000), [3, 1], "beside one that goes back they are computed as others are");
+        let why = "beside one that goes back they are computed as others are";
+        assert_eq!(share(&with_another, (200, 400), 1000), [3, 1], "{why}");
         with_another.reverse();
-        assert_eq!(share(&with_another, 200, 1000), [1, 3]);
+        assert_eq!(share(&with_another, (200, 400), 1000), [1, 3]);
     }
 
     #[test]
     fn a_queue_whose_next_example_does_not_fit_waits_and_keeps_its_order() {
-        assert_eq!(share(&queues(&[&[60, 60, 1], &[10, 10, 10, 10, 10]]), 100, 1000), [1, 4]);
+        assert_eq!(share(&queues(&[&[60, 60, 1], &[10, 10, 10, 10, 10]]), (100, 100), 1000), [1, 4]);
     }
 }

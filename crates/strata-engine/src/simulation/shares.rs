@@ -391,10 +391,10 @@ fn those_who_send_at_the_same_time_share_a_pass_although_one_comes_first() {
 
 #[test]
 fn completions_of_one_prompt_share_a_pass_beyond_its_tokens_where_nothing_goes_back() {
-    let passes_of = |forward_only: bool| {
+    let passes_of = |forward_only: bool, count: usize| {
         let (mut engine, clients) = Clients::new(PAGES, Room { states: 0, gallery_tokens: 0 });
         let (who, mut rng) = (client("o", "s"), Rng::new(3));
-        let mut data: Vec<Datum> = (0..8).map(|_| datum(1, 60, &mut rng)).collect();
+        let mut data: Vec<Datum> = (0..count).map(|_| datum(1, 60, &mut rng)).collect();
         let prompt = data[0].tokens[..56].to_vec();
         data.iter_mut().for_each(|datum| datum.tokens[..56].copy_from_slice(&prompt));
         clients.create(&who, "s:0");
@@ -411,7 +411,8 @@ fn completions_of_one_prompt_share_a_pass_beyond_its_tokens_where_nothing_goes_b
         let tokens = log.iter().filter_map(|(_, w)| if let Worked::Pass { tokens, .. } = w { Some(*tokens) } else { None });
         tokens.collect::<Vec<_>>()
     };
-    // Of 128 the first example takes 60, and each of those that follow 4 and what 56 copies do.
-    assert_eq!(passes_of(true), [480]);
-    assert_eq!(passes_of(false), [120; 4]);
+    // The first example takes 60, and each of those that follow 4 and what 56 copies do: of twice 128, for all alone they would take 60.
+    assert_eq!(passes_of(true, 12), [720]);
+    assert_eq!(passes_of(true, 18), [1020, 60], "there is memory for 1,024 tokens");
+    assert_eq!(passes_of(false, 8), [120; 4]);
 }
