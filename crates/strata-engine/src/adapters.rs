@@ -41,6 +41,14 @@ impl Adapters {
         Adapters { base: Arc::new(Base { name: name.into(), config, modules }) }
     }
 
+    /// The most bytes of memory that opening the adapter in a directory takes.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn memory_bytes_to_open(dir: &Path) -> Result<u64, Failure> {
+        PlannedAdapter::memory_bytes_to_open(dir).map_err(|error| failure(&error, dir))
+    }
+
     /// Opens the adapter in a directory, and reads its configuration.
     ///
     /// # Errors

@@ -50,6 +50,8 @@ pub(crate) struct Needs {
     pub(crate) workspace_bytes: u64,
     /// What adapters get, if it is said: in training, frozen and captured.
     pub(crate) adapter_bytes: Option<u64>,
+    /// An adapter of rank 1 in training. There is room for one, unless it is said what adapters get.
+    pub(crate) least_adapter_bytes: u64,
     /// The model's own longest sequence.
     pub(crate) max_position_embeddings: usize,
     pub(crate) pictures: PictureNeeds,
@@ -133,18 +135,22 @@ impl Budget {
     /// Divides `memory_bytes`.
     ///
     /// # Errors
-    /// If a sequence of [`CONTEXT_TOKENS_MIN`] tokens does not fit.
+    /// If a sequence of [`CONTEXT_TOKENS_MIN`] tokens does not fit, or no adapter.
     pub(crate) fn divide(memory_bytes: u64, needs: Needs) -> Result<Budget, StartError> {
         let least_context = CONTEXT_TOKENS_MIN.min(needs.max_position_embeddings);
+        let suffices = |budget: &Budget| {
+            let has_room = needs.adapter_bytes.is_some() || budget.adapter_bytes >= needs.least_adapter_bytes;
+            has_room && budget.shortest_limit() >= least_context
+        };
         let budget = Self::shares(memory_bytes, needs);
-        if budget.shortest_limit() >= least_context {
+        if suffices(&budget) {
             return Ok(budget);
         }
         // The shares grow with memory: the least that suffices is found by halving, for the message alone.
         let (mut low, mut high) = (memory_bytes, u64::MAX / 16);
         while high - low > 1 << 20 {
             let middle = low + (high - low) / 2;
-            if Self::shares(middle, needs).shortest_limit() >= least_context { high = middle } else { low = middle }
+            if suffices(&Self::shares(middle, needs)) { high = middle } else { low = middle }
         }
         Err(StartError::Memory {
             memory_bytes,
@@ -257,6 +263,7 @@ mod tests {
         kept_bytes_per_token: 2 << 20,
         workspace_bytes: 240 << 20,
         adapter_bytes: None,
+        least_adapter_bytes: 12 << 20,
         max_position_embeddings: 40_960,
         pictures: PictureNeeds { seen_bytes: 0, seeing_bytes: 0, tokens_max: 0 },
     };
@@ -299,6 +306,7 @@ mod tests {
             kept_bytes_per_token: 20 << 10,
             workspace_bytes: 1 << 20,
             adapter_bytes: None,
+            least_adapter_bytes: 64 << 10,
             max_position_embeddings: 2048,
             pictures: PictureNeeds::default(),
         };
@@ -312,6 +320,22 @@ mod tests {
         let Err(StartError::Memory { least_bytes, .. }) = Budget::divide(GIB, SMALL) else { panic!("1 GiB suffices?") };
         assert!(Budget::divide(least_bytes, SMALL).is_ok());
         assert!(least_bytes < 2 * GIB, "{least_bytes}");
+    }
+
+    #[test]
+    fn what_is_enough_is_enough_for_an_adapter() {
+        let of = |least_adapter_bytes| {
+            let needs = Needs { least_adapter_bytes, ..SMALL };
+            let Err(StartError::Memory { least_bytes, .. }) = Budget::divide(GIB, needs) else { panic!("1 GiB suffices?") };
+            (least_bytes, Budget::divide(least_bytes, needs).unwrap())
+        };
+        let (least, small) = of(1);
+        let (more, large) = of(small.adapter_bytes * 2);
+        assert!(large.adapter_bytes >= small.adapter_bytes * 2, "{large:?}");
+        assert!(more > least && more - least < small.adapter_bytes * 8, "{least} and {more}");
+        // Whoever says what adapters get has said it.
+        let said = Needs { adapter_bytes: Some(1 << 20), least_adapter_bytes: GIB, ..SMALL };
+        assert!(Budget::divide(least, said).is_ok());
     }
 
     #[test]

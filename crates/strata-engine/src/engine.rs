@@ -3,6 +3,7 @@
 //! One plain thread owns model, KV cache, tenants and samplers. Requests reach it through the [`Intake`], where server threads put them; with
 //! nothing to do it sleeps there.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -311,6 +312,8 @@ fn divide(model: &mut Model, config: &EngineConfig) -> Result<Budget, StartError
         model.set_logits_chunk_bytes(logits_bytes as usize);
         // Larger ranks than a model is wide make no sense, and what they take beyond is small beside the reserve.
         let rank = model.config().hidden_size.min(RANK_MAX);
+        let least =
+            LoraSpec { rank: 1, seed: 0, train_attn: true, train_mlp: true, train_unembed: true, ranks: BTreeMap::new() };
         let needs = Needs {
             weight_bytes: model.weight_bytes() as u64,
             kv_page_bytes: model.kv_page_bytes() as u64,
@@ -320,6 +323,7 @@ fn divide(model: &mut Model, config: &EngineConfig) -> Result<Budget, StartError
             kept_bytes_per_token: model.kept_bytes(Keeping { layers: usize::MAX, ..Keeping::ALL_CHECKPOINTS }, 1, rank),
             workspace_bytes: model.workspace_bytes() as u64,
             adapter_bytes: config.adapter_bytes,
+            least_adapter_bytes: learner::bytes_of(&least, model).map_or(0, |bytes| bytes.training),
             max_position_embeddings: model.config().max_position_embeddings,
             pictures: PictureNeeds {
                 seen_bytes: model.image_bytes().features as u64,

@@ -55,3 +55,12 @@ impl From<strata_tensor::Error> for Error {
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A text that quotes a file, cut: a hostile one must fill neither a log nor an answer.
+pub(crate) fn cut(mut text: String, chars_max: usize) -> String {
+    if let Some((end, _)) = text.char_indices().nth(chars_max) {
+        text.truncate(end);
+        text.push_str("...");
+    }
+    text
+}

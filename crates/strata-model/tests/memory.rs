@@ -6,10 +6,12 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use strata_model::checkpoint::Checkpoint;
+use strata_model::checkpoint::{Checkpoint, PlannedAdapter};
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_model::vision::{Grid, ImageProcessor, Patches};
-use strata_model::{Held, ImageFeatures, Keeping, Model, ModelConfig, PackedBatch, PlacedImage, Targets, TokenLoss};
+use strata_model::{
+    Held, ImageFeatures, Keeping, Model, ModelConfig, PackedBatch, PlacedImage, Targets, TokenLoss, lora_modules,
+};
 use strata_tensor::{CpuBackend, DType, Isa, Memory, RowRequest, mapped_bytes};
 
 /// Bytes that are allocated, tensors apart: large ones are not allocated but mapped, and so they count themselves.
@@ -389,6 +391,45 @@ fn a_hostile_header_takes_little_memory() {
         let (opened, taken) = open(num_tensors);
         assert!(!opened && taken < 64 << 10, "{num_tensors} tensors take {taken} bytes");
     }
+}
+
+#[test]
+fn opening_an_adapter_takes_no_more_memory_than_is_said_whatever_is_in_its_files() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let modules = lora_modules(&config(64, 96, 2, [4, 2, 16], 300));
+    let opened = |config: &str, entries: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let header = format!("{{{entries}}}");
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(dir.path().join("adapter_model.safetensors"), bytes).unwrap();
+        let config = format!(r#"{{"peft_type":"LORA","r":2,"lora_alpha":4,"target_modules":["q_proj"]{config}}}"#);
+        std::fs::write(dir.path().join("adapter_config.json"), config).unwrap();
+        let said = PlannedAdapter::memory_bytes_to_open(dir.path()).unwrap() as usize;
+        let taken = peak_bytes(|| drop(PlannedAdapter::open(dir.path(), &modules)));
+        assert!(taken <= said + (64 << 10), "{taken} bytes, where {said} were said: {}", &header[..header.len().min(80)]);
+        said
+    };
+    let entry = |name: &str, shape: &str, end: usize| {
+        format!(r#""{name}":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,{end}]}}"#)
+    };
+    let many = |of: &dyn Fn(usize) -> String, count: usize| (0..count).map(of).collect::<Vec<_>>().join(",");
+    let pair = |i: usize| entry(&format!("base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight"), "0,64", 0);
+    assert!(opened("", &many(&pair, 500)) < 2 << 20, "what is usual is not thought to take much");
+    for entries in [
+        many(&|i| entry(&format!("{i:x}"), "0", 0), 30_000),
+        // The last is wrong, and looked for.
+        many(&|i| entry(&format!("{i:x}"), "0", i / 29_999), 30_000),
+        many(&|i| entry(&format!("{i:x}{}", "n".repeat(500)), "0", 0), 10_000),
+        entry(&"n".repeat(4 << 20), "0", 0),
+        entry("n", &"0,".repeat(1 << 20), 0),
+        format!(r#""__metadata__":{{{}}}"#, many(&|i| format!(r#""{i:x}":"""#), 100_000)),
+    ] {
+        opened("", &entries);
+    }
+    for listed in ["1", "[1]", "[]", r#"{"":0}"#, r#""a""#, r#"{"a":[{"b":{}}]}"#] {
+        opened(&format!(r#","z":[{}]"#, many(&|_| listed.into(), 900_000 / (listed.len() + 1))), "");
+    }
+    opened(&format!(r#","z":{{{}}}"#, many(&|i| format!(r#""{i:x}":0"#), 90_000)), "");
 }
 
 #[test]

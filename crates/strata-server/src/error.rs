@@ -9,6 +9,9 @@ use axum::http::header::CONNECTION;
 use axum::response::{IntoResponse, Response};
 use strata_engine::api::Failure;
 
+use crate::limits;
+use crate::names::cut;
+
 /// Why a request was not accepted. The text is shown to the user.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ApiError {
@@ -81,13 +84,14 @@ impl ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let status = self.status();
+        let (status, text) = (self.status(), self.to_string());
+        let detail = cut(&text, limits::REFUSAL_CHARS_MAX);
         if status.is_server_error() {
-            tracing::error!(status = status.as_u16(), "{self}");
+            tracing::error!(status = status.as_u16(), "{detail}");
         } else {
-            tracing::debug!(status = status.as_u16(), "{self}");
+            tracing::debug!(status = status.as_u16(), "{detail}");
         }
-        let answer = Json(serde_json::json!({ "detail": self.to_string() }));
+        let answer = Json(serde_json::json!({ "detail": detail }));
         match self {
             // What is left of the body is not going to be read, so no request can follow it.
             ApiError::TooLarge(_) | ApiError::Timeout(_) => (status, [(CONNECTION, "close")], answer).into_response(),

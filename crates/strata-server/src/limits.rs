@@ -56,6 +56,8 @@ pub const ID_BYTES_MAX: usize = 512;
 pub const SHOWN_CHARS_MAX: usize = 128;
 /// Characters of an error that quotes a body.
 pub const ERROR_CHARS_MAX: usize = 1000;
+/// Characters of any refusal, whatever it quotes: nobody may read it, and then it is held as long as its connection.
+pub const REFUSAL_CHARS_MAX: usize = 4096;
 /// Length of every identifier and checkpoint name from outside.
 pub const NAME_BYTES_MAX: usize = 200;
 /// Length of a URL-like `tinker://` path.
@@ -163,8 +165,6 @@ pub const ARCHIVE_ENTRIES_MAX: usize = 16;
 pub const CONVERSIONS_MAX: usize = 2;
 /// Part of the transit budget that one of them may take.
 pub const CONVERSION_PART: usize = 2;
-/// What the header of the file of an adapter may take of memory before it is known what else does.
-pub const ADAPTER_HEADER_BYTES: usize = 8 << 20;
 /// Entries of one page of a listing.
 pub const PAGE_MAX: usize = 1000;
 

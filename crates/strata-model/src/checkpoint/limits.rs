@@ -75,6 +75,38 @@ pub(crate) fn read_text_if_exists(path: &Path, bytes_max: u64) -> Result<Option<
     }
 }
 
+/// What a JSON text is read into.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum JsonInto {
+    /// Values of any kind.
+    Values,
+    /// What is known before, with little beside it.
+    Known,
+}
+
+/// The most bytes of memory that reading a JSON text takes: by its bytes, and by its signs, each of which is there for something that takes so much.
+pub(crate) fn json_memory_bytes(json: &[u8], into: JsonInto) -> u64 {
+    /// The text, and copies of its strings.
+    const OF_A_BYTE: u64 = 4;
+    let of_signs: u64 = json
+        .iter()
+        .map(|sign| match sign {
+            // An entry of a list that has grown, and the list that it has grown out of.
+            b',' => 224,
+            // The least that a list has room for.
+            b'[' => 320,
+            // The least that an object has room for.
+            b'{' => 672,
+            // A key and its place.
+            b':' => 320,
+            // Half of what a string takes beside its bytes.
+            b'"' => 16,
+            _ => 0,
+        })
+        .sum();
+    json.len() as u64 * OF_A_BYTE + if into == JsonInto::Values { of_signs } else { of_signs / 2 }
+}
+
 fn open(path: &Path, links: Links) -> std::io::Result<File> {
     let refused = |what: &str| std::io::Error::new(ErrorKind::InvalidInput, format!("is {what}, not a regular file"));
     // Without waiting: a pipe that nobody writes to would hold the one who opens it for ever. Of a file it changes nothing.

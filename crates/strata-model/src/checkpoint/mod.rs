@@ -35,7 +35,7 @@ pub use safetensors_file::{Sink, WriteTensor, WrittenTensor, write_safetensors};
 pub use source_tensor::{Converted, SourceDType, SourceTensor};
 
 pub(crate) use int4::{Int4Matrix, Int4Tensors};
-pub(crate) use limits::{open_own, open_regular, read_text, read_text_if_exists};
+pub(crate) use limits::{JsonInto, json_memory_bytes, open_own, open_regular, read_text, read_text_if_exists};
 pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
 pub(crate) use one_writer::write_by_one;
 pub(crate) use pieces::{Run, alone, fill_pieces};

@@ -21,7 +21,8 @@ use std::path::{Path, PathBuf};
 
 use strata_tensor::{Backend, DType};
 
-use super::{Checkpoint, CheckpointReader, read_text};
+use super::safetensors::header_memory_bytes;
+use super::{Checkpoint, CheckpointReader, JsonInto, json_memory_bytes, read_text};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, ModuleSet, Part};
 use crate::{Error, ModelConfig, Result};
 use config::AdapterSettings;
@@ -220,6 +221,15 @@ impl<'m> PlannedAdapter<'m> {
         });
         config.own = settings.own_shapes(&config, &pairs.collect::<Vec<_>>()).map_err(refused)?;
         Ok(PlannedAdapter { file, modules, config })
+    }
+
+    /// The most bytes of memory that opening the files in a directory takes.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn memory_bytes_to_open(dir: &Path) -> Result<u64> {
+        let config = json_memory_bytes(read_config(&dir.join(CONFIG_FILE))?.as_bytes(), JsonInto::Values);
+        Ok(config + header_memory_bytes(&dir.join(WEIGHTS_FILE))?)
     }
 
     /// Its shape.

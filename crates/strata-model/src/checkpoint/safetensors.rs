@@ -16,7 +16,8 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use sha2::Digest;
 
 use super::limits::open_regular;
-use super::{SourceDType, SourceTensor, read_text};
+use super::{JsonInto, SourceDType, SourceTensor, json_memory_bytes, read_text};
+use crate::error::cut;
 use crate::{Error, Result};
 
 /// What a header may be, before it is parsed.
@@ -36,6 +37,9 @@ const OF_FILE: HeaderMax = HeaderMax { tensors: 32_768, bytes: 8 << 20 };
 const ALL_TENSORS_MAX: usize = 262_144;
 /// The largest `model.safetensors.index.json`: 128 bytes for each of [`ALL_TENSORS_MAX`].
 const INDEX_BYTES_MAX: usize = 32 << 20;
+/// The longest name of a tensor, and its most dimensions.
+const NAME_BYTES_MAX: usize = 512;
+const DIMENSIONS_MAX: usize = 8;
 /// The most shards of a checkpoint.
 const SHARDS_MAX: usize = 4096;
 /// What is asked of the disk beyond the tensor that is read.
@@ -348,6 +352,7 @@ impl Checkpoint {
         let file = SafeTensors::deserialize(data).map_err(|e| error(what_is_wrong(data, &e)))?;
         let mut names = BTreeSet::new();
         for (name, view) in file.iter() {
+            check_tensor(name, view.shape()).map_err(error)?;
             let start = view.data().as_ptr() as usize - data.as_ptr() as usize;
             let entry = Entry {
                 shard: self.shards.len(),
@@ -416,7 +421,33 @@ fn what_is_wrong(data: &[u8], error: &SafeTensorError) -> String {
         }
         _ => None,
     };
-    format!("not a whole safetensors file: {}", more.unwrap_or_else(|| error.to_string()))
+    /// Of what is quoted of a header.
+    const CHARS_MAX: usize = 1000;
+    cut(format!("not a whole safetensors file: {}", more.unwrap_or_else(|| error.to_string())), CHARS_MAX)
+}
+
+/// Refuses what no tensor of a model is called, and shapes that none has: both are repeated in errors.
+fn check_tensor(name: &str, shape: &[usize]) -> Result<(), String> {
+    const CHARS_MAX: usize = 100;
+    let shown = || cut(format!("{name:?}"), CHARS_MAX);
+    if name.len() > NAME_BYTES_MAX {
+        return Err(format!("tensor {} has a name of {} bytes; at most {NAME_BYTES_MAX} are read", shown(), name.len()));
+    }
+    if name.contains(char::is_control) {
+        return Err(format!("tensor {} has a control character in its name", shown()));
+    }
+    if shape.len() > DIMENSIONS_MAX {
+        return Err(format!("tensor {} has {} dimensions; at most {DIMENSIONS_MAX} are read", shown(), shape.len()));
+    }
+    Ok(())
+}
+
+/// The most bytes of memory that opening a file takes, by its header, of which there is no more than is read. What is no whole file is for whoever opens it to refuse.
+pub(crate) fn header_memory_bytes(path: &Path) -> Result<u64> {
+    let (bytes, _) = map(path)?;
+    let Some((length, rest)) = bytes.bytes().split_first_chunk() else { return Ok(0) };
+    let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
+    Ok(json_memory_bytes(&rest[..rest.len().min(length).min(OF_FILE.bytes)], JsonInto::Known))
 }
 
 /// The tensors of a header by name, whatever it says of them, and where the first would begin.
@@ -484,7 +515,8 @@ fn is_plain_file_name(file: &str) -> bool {
 /// Names for an error message, cut at a number that no sound checkpoint reaches.
 pub(crate) fn list_names(names: &[&str]) -> String {
     const NAMES_MAX: usize = 2000;
-    let listed = names[..names.len().min(NAMES_MAX)].join(", ");
+    const CHARS_MAX: usize = 200_000;
+    let listed = cut(names[..names.len().min(NAMES_MAX)].join(", "), CHARS_MAX);
     match names.len().checked_sub(NAMES_MAX) {
         None | Some(0) => listed,
         Some(more) => format!("{listed} and {more} more"),

@@ -6,6 +6,7 @@ use strata_tensor::DType;
 use super::quantization;
 use super::{CONTEXT_TOKENS_MAX, EOS_TOKENS_MAX, HIDDEN_SIZE_MAX, ModelConfig, NUM_LAYERS_MAX, VOCAB_SIZE_MAX};
 use crate::architectures::Family;
+use crate::error::cut;
 use crate::{Error, Result};
 
 /// The keys of a JSON object.
@@ -216,9 +217,5 @@ pub(crate) fn unsupported(key: &str, value: &Value, supported: &str) -> Error {
 /// JSON text of a value, cut so that a hostile file cannot fill the log.
 fn shorten(value: &Value) -> String {
     const CHARS_MAX: usize = 200;
-    let text = value.to_string();
-    match text.char_indices().nth(CHARS_MAX) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text,
-    }
+    cut(value.to_string(), CHARS_MAX)
 }

@@ -198,21 +198,19 @@ fn publish(app: &App, base: BaseId, name: &str, scratch: &Scratch) -> ApiResult<
 
 /// Opens an adapter and takes memory for all of it. `by_hand`: the command that does without.
 fn opened<'a>(app: &App, (adapters, dir): (&'a Adapters, &Path), by_hand: &str) -> ApiResult<(Charge, AdapterFiles<'a>)> {
+    let bytes_max = app.transit.bytes_max() / limits::CONVERSION_PART;
     let mut charge = app.transit.charge();
-    // What a header takes is no more than the file it is in.
-    let file_bytes = std::fs::metadata(dir.join(WEIGHTS_FILE)).map_or(0, |metadata| metadata.len());
-    charge.try_grow(limits::ADAPTER_HEADER_BYTES.min(usize::try_from(file_bytes).unwrap_or(usize::MAX)))?;
+    let mut take = |bytes: u64| match usize::try_from(bytes) {
+        Ok(more) if charge.bytes().saturating_add(more) <= bytes_max => charge.try_grow(more),
+        _ => Err(ApiError::TooLarge(format!(
+            "the adapter takes {} bytes of memory to be read and written again, and this server has {} for that; `{by_hand}` does it on its machine",
+            (charge.bytes() as u64).saturating_add(bytes),
+            limits::shown_bytes(bytes_max)
+        ))),
+    };
+    take(Adapters::memory_bytes_to_open(dir).map_err(of_failure)?)?;
     let files = adapters.open(dir).map_err(of_failure)?;
-    let (bytes, bytes_max) = (files.memory_bytes(), app.transit.bytes_max() / limits::CONVERSION_PART);
-    match usize::try_from(bytes) {
-        Ok(bytes) if bytes <= bytes_max => charge.try_grow(bytes)?,
-        _ => {
-            return Err(ApiError::TooLarge(format!(
-                "the adapter takes {bytes} bytes of memory to be read and written again, and this server has {} for that; `{by_hand}` does it on its machine",
-                limits::shown_bytes(bytes_max)
-            )));
-        }
-    }
+    take(files.memory_bytes())?;
     Ok((charge, files))
 }
 

@@ -184,6 +184,56 @@ async fn a_hostile_upload_is_refused_and_leaves_nothing() {
     }
 }
 
+/// The file of a plain adapter that lists these tensors too, none of which has bytes.
+fn weights_and(names: impl Iterator<Item = String>) -> Vec<u8> {
+    let plain = weights(2);
+    let (length, rest) = plain.split_first_chunk().unwrap();
+    let (header, bytes) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let more: Vec<String> =
+        names.map(|name| format!(r#""{name}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#)).collect();
+    let header = [b"{", more.join(",").as_bytes(), b",", &header[1..]].concat();
+    [&(header.len() as u64).to_le_bytes()[..], &header, bytes].concat()
+}
+
+#[tokio::test]
+async fn a_refusal_is_short_whatever_was_uploaded() {
+    let server = TestServer::with(|config| config.transit_bytes = 64 << 20);
+    let long = "x".repeat(900_000);
+    let many = (0..5_000).map(|i| format!("{i}{}", "n".repeat(400)));
+    for (config, weights, expected) in [
+        (config(json!({})), weights_and([long.clone()].into_iter()), "has a name of 900000 bytes"),
+        (config(json!({})), weights_and(many), "tensors that the model has no use for"),
+        (config(json!({ &*long: true })), weights(2), "is true, which is not supported"),
+    ] {
+        let files = [("adapter_config.json", config), ("adapter_model.safetensors", weights)];
+        let reply = upload(&server, IMPORT, tar(&files)).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{expected}");
+        let detail = reply.detail();
+        assert!(detail.chars().count() <= limits::REFUSAL_CHARS_MAX + 1, "{expected}: {} bytes", detail.len());
+        assert!(detail.contains(expected), "{expected}: {detail}");
+        assert!(is_clean(&server), "{expected}");
+    }
+}
+
+#[tokio::test]
+async fn what_a_header_takes_to_be_read_is_taken_from_the_budget_first() {
+    let server = TestServer::with(|config| config.transit_bytes = 8 << 20);
+    let upload_of = async |config: Value, weights: Vec<u8>| {
+        let files = [("adapter_config.json", self::config(config)), ("adapter_model.safetensors", weights)];
+        upload(&server, IMPORT, tar(&files)).await
+    };
+    // Each takes some twenty times the bytes of its text or more.
+    for reply in [
+        upload_of(json!({}), weights_and((0..30_000).map(|i| i.to_string()))).await,
+        upload_of(json!({ "z": vec![[1]; 200_000] }), weights(2)).await,
+    ] {
+        assert_eq!(reply.status, StatusCode::PAYLOAD_TOO_LARGE, "{}", reply.detail());
+        assert!(reply.detail().contains("this server has 4 MiB for that; `strata import`"), "{}", reply.detail());
+        assert!(is_clean(&server));
+    }
+    assert_eq!(upload(&server, IMPORT, adapter()).await.status, StatusCode::OK);
+}
+
 #[tokio::test]
 async fn an_upload_says_what_it_is_and_how_long() {
     let server = TestServer::with(|config| config.transit_bytes = 32 << 20);

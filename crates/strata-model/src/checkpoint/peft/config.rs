@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::modules::{Targets, in_model, parameter_paths};
 use super::names::{AdapterTensors, Layout, Naming};
 use super::pattern::Pattern;
+use crate::error::cut;
 use crate::lora::{LoraConfig, LoraModule, PairShape, Part, RANK_MAX};
 
 /// Settings that do not change what a finished adapter computes: provenance, how it was initialised or trained, and sizes of features that
@@ -56,6 +57,8 @@ const SWITCHES: [&str; 8] = [
     "use_dora",
     "use_qalora",
 ];
+/// Characters of a key that is not known, where it is named.
+const KEY_CHARS_MAX: usize = 200;
 /// Initialisations that change the base model's weights too, so that the adapter alone is not enough. PEFT tells capitals apart in some of them only.
 const INITS_OF_THE_BASE: [&str; 5] = ["pissa", "olora", "corda", "lora_ga", "loftq"];
 
@@ -283,6 +286,7 @@ fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
             Value::Null | Value::Number(_) | Value::String(_) => false,
         };
         if is_on && !IGNORED.contains(&key.as_str()) && !READ.contains(&key.as_str()) {
+            let key = cut(key.clone(), KEY_CHARS_MAX);
             return Err(format!("{key} is {}, which is not supported; supported: plain LoRA", show(Some(value))));
         }
     }
@@ -291,10 +295,5 @@ fn refuse_other_features(map: &Map<String, Value>) -> Result<(), String> {
 
 pub(super) fn show(value: Option<&Value>) -> String {
     const CHARS_MAX: usize = 200;
-    let Some(value) = value else { return "missing".into() };
-    let text = value.to_string();
-    match text.char_indices().nth(CHARS_MAX) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text,
-    }
+    value.map_or_else(|| "missing".into(), |value| cut(value.to_string(), CHARS_MAX))
 }

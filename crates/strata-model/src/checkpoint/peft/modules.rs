@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::config::show;
 use super::names::Naming;
+use super::pattern::PATTERN_MEMORY_MAX;
 use crate::lora::{LoraModule, Part};
 
 /// Modules of a model as PEFT's `target_modules` and `exclude_modules` name them.
@@ -290,7 +291,10 @@ impl Modules {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) if text == "all-linear" && key == "target_modules" => Ok(Some(Modules::AllLinear)),
             Some(Value::String(text)) if text.len() <= Self::ENTRIES_MAX => {
-                let regex = RegexBuilder::new(&format!("^(?:{text})$")).backtrack_limit(10_000).build();
+                let regex = RegexBuilder::new(&format!("^(?:{text})$"))
+                    .backtrack_limit(10_000)
+                    .delegate_size_limit(PATTERN_MEMORY_MAX)
+                    .build();
                 let regex = regex.map_err(|e| format!("{key} is {}, which is no regular expression: {e}", show(value)))?;
                 Ok(Some(Modules::Pattern { text: text.clone(), regex: Box::new(regex) }))
             }

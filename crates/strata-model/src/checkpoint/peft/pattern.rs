@@ -8,8 +8,8 @@ use super::config::show;
 /// The most entries of a pattern, and bytes of a key.
 const ENTRIES_MAX: usize = 1024;
 const KEY_BYTES_MAX: usize = 4096;
-/// Memory of one compiled key.
-const KEY_MEMORY_MAX: usize = 1 << 20;
+/// Memory of one compiled expression.
+pub(super) const PATTERN_MEMORY_MAX: usize = 1 << 20;
 
 /// Numbers by regular expression, the first that matches counting.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Pattern {
             let refused = |e| format!("{} has the key {}: {e}", self.key, quoted(name));
             let regex = RegexBuilder::new(&format!(r"^(.*\.)?({name})$"))
                 .backtrack_limit(10_000)
-                .delegate_size_limit(KEY_MEMORY_MAX)
+                .delegate_size_limit(PATTERN_MEMORY_MAX)
                 .build()
                 .map_err(refused)?;
             for (value, path) in values.iter_mut().zip(names).filter(|(value, _)| value.is_none()) {

@@ -161,6 +161,26 @@ fn headers_that_would_take_much_memory_are_refused_unread() {
 }
 
 #[test]
+fn what_a_header_says_is_quoted_in_a_few_words() {
+    let refused = |entry: &str| {
+        let header = format!("{{{entry}}}");
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 8]].concat();
+        open_error(&directory(&[(SINGLE_FILE, &bytes)]))
+    };
+    let (long, ones) = ("x".repeat(1 << 20), "1,".repeat(1 << 20));
+    for (name, dtype, shape, expected) in [
+        (&long[..], "F32", "2", "has a name of 1048576 bytes; at most 512 are read"),
+        ("a\\u001b[31m", "F32", "2", "tensor \"a\\u{1b}[31m\" has a control character in its name"),
+        ("a", "F32", &format!("{ones}2"), "tensor \"a\" has 1048577 dimensions; at most 8 are read"),
+        ("a", "F32", &format!("{ones}3"), "tensor a of F32 [1, 1,"),
+        ("a", &long, "2", "unknown variant `xxx"),
+    ] {
+        let error = refused(&format!(r#""{name}":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[0,8]}}"#));
+        assert!(error.contains(expected) && error.len() < 2000, "{} bytes: {}", error.len(), cut(error.clone(), 300));
+    }
+}
+
+#[test]
 fn several_files_hold_more_than_one_but_not_all_that_there_could_be() {
     let shard = |first: usize| {
         let entry = |i: usize| format!(r#""t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#);
