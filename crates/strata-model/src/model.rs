@@ -514,6 +514,11 @@ impl Model {
         Ok(target_logprobs(self.backend(), hidden, w, &lora, pass)?)
     }
 
+    /// Tokens of a batch that cost something: the others follow the same tokens as one of these does, and have what it has.
+    pub fn num_computed(&self, batch: &PackedBatch<'_>) -> usize {
+        architectures::repeats_of(&self.config, batch).map_or(batch.len(), |repeats| repeats.num_computed())
+    }
+
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Answers what `requests[i]` asks of the prediction after token
     /// `rows[i]` of the batch; `None` where the logits are not finite numbers. `rows` must be sorted.
     ///
@@ -535,7 +540,8 @@ impl Model {
         let few = are_there && answered.len() < batch.len() && inputs.deepstack(self.config.num_layers - 1).is_empty();
         let answered: Option<Rc<[usize]>> = few.then(|| answered.into());
         let leaves = Leaves::Cache { cache, answered: answered.clone() };
-        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, leaves, None, undisturbed)?;
+        let mut tape = Tape::inference(self.backend()).with_repeats(inputs.repeats.clone());
+        let hidden = self.decoder.hidden(&mut tape, &inputs, leaves, None, undisturbed)?;
         let (w, module) = self.decoder.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
         let (lora, rows) = match &answered {

@@ -42,6 +42,11 @@ impl Repeats {
         Repeats { computed, places }
     }
 
+    /// How many rows are computed.
+    pub fn num_computed(&self) -> usize {
+        self.computed.len()
+    }
+
     /// Rows of the batch.
     pub(crate) fn rows(&self) -> usize {
         self.places.len()

@@ -413,7 +413,7 @@ pub(crate) struct BatchInputs<'a> {
     pub rotary: Rc<Rotary>,
     /// The sequences, as tokens of the batch.
     pub sequences: Vec<std::ops::Range<usize>>,
-    /// Tokens that follow the same tokens as others do, in a batch of whole sequences without a cache.
+    /// Tokens that follow the same tokens as others do.
     pub repeats: Option<Rc<Repeats>>,
     /// For each group of the batch, its sequences as tokens of the batch.
     group_sequences: Vec<Rc<[std::ops::Range<usize>]>>,
@@ -446,7 +446,7 @@ impl<'a> BatchInputs<'a> {
             .collect();
         let rotary = Rc::new(angles(backend, config.family.config(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
-        let repeats = repeats::of(batch, |length| config.family.config().rope().is_long(length)).map(Rc::new);
+        let repeats = repeats_of(config, batch).map(Rc::new);
         Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, repeats, group_sequences }))
     }
 
@@ -512,6 +512,11 @@ impl<'a> BatchInputs<'a> {
             })
             .collect()
     }
+}
+
+/// Tokens of a batch that follow the same tokens as others do, if so many that it pays.
+pub(crate) fn repeats_of(config: &ModelConfig, batch: &PackedBatch<'_>) -> Option<Repeats> {
+    repeats::of(batch, |length| config.family.config().rope().is_long(length))
 }
 
 /// Refuses pictures for a model that reads text alone, and such as have other tokens than the sequence has for them.

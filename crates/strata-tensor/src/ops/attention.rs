@@ -238,7 +238,8 @@ pub(super) fn attend(
             attend(&batch, &mut pages)?;
         }
     }
-    if let Some(repeats) = repeats {
+    // Some queries alone are all computed: what one of them repeats may be none.
+    if let Some(repeats) = repeats.filter(|_| queries.is_none()) {
         out = repeats.with_repeated_queries(backend, spans, &out)?;
         log_normalizers = repeats.with_repeated_queries(backend, spans, &log_normalizers)?;
     }
