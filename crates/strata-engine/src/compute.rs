@@ -62,6 +62,14 @@ pub(crate) enum RowTask {
     Draw { settings: DrawSettings, samples: Vec<usize>, position: usize },
 }
 
+/// What came of a step.
+pub(crate) struct Stepped {
+    /// Of the rows of all spans, in order.
+    pub(crate) results: Vec<RowResult>,
+    /// Tokens that it took to compute: those that follow the same tokens as others do cost nothing.
+    pub(crate) num_computed: usize,
+}
+
 /// What came of a [`RowTask`].
 #[derive(Clone, Debug)]
 pub(crate) enum RowResult {
@@ -225,10 +233,9 @@ pub(crate) trait Compute {
     /// Gives the memory of pages and states that nobody needs, and all else that is only kept for speed, back to the system.
     fn release_memory(&self, cache: &mut Self::Cache, free_pages: &[u32], free_states: &[u32]);
 
-    /// Adds tokens to sequences of the cache. Spans with the same weights lie together. Answers the rows of all spans, in order.
+    /// Adds tokens to sequences of the cache. Spans with the same weights lie together.
     ///
     /// # Errors
     /// If the device fails.
-    fn step(&self, cache: &mut Self::Cache, spans: &[StepSpan<'_, Self::Frozen, Self::Seen>])
-    -> Result<Vec<RowResult>, String>;
+    fn step(&self, cache: &mut Self::Cache, spans: &[StepSpan<'_, Self::Frozen, Self::Seen>]) -> Result<Stepped, String>;
 }

@@ -11,7 +11,7 @@ use strata_model::{Held, ImageFeatures, KvCache, Model, PackedBatch, PlacedImage
 use strata_tensor::{RowReply, RowRequest};
 
 use crate::api::{AdamParams, Failure, LoraSpec};
-use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan};
+use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan, Stepped};
 use crate::datum::PreparedDatum;
 use crate::engine::Switches;
 use crate::learner::{self, Learner, LearnerState};
@@ -208,7 +208,7 @@ impl Compute for Device {
         release_freed_memory();
     }
 
-    fn step(&self, cache: &mut KvCache, spans: &[StepSpan<'_, Self::Frozen, Self::Seen>]) -> Result<Vec<RowResult>, String> {
+    fn step(&self, cache: &mut KvCache, spans: &[StepSpan<'_, Self::Frozen, Self::Seen>]) -> Result<Stepped, String> {
         let mut batch = PackedBatch::new();
         let (mut rows, mut tasks) = (Vec::new(), Vec::new());
         for (i, span) in spans.iter().enumerate() {
@@ -227,7 +227,8 @@ impl Compute for Device {
         }
         let requests: Vec<RowRequest> = tasks.iter().map(|task| request_of(task)).collect();
         let replies = self.turn.work(|| self.model.step(&batch, cache, &rows, &requests)).map_err(|error| error.to_string())?;
-        Ok(tasks.into_iter().zip(replies).map(|(task, reply)| result_of(task, reply)).collect())
+        let results = tasks.into_iter().zip(replies).map(|(task, reply)| result_of(task, reply)).collect();
+        Ok(Stepped { results, num_computed: self.model.num_computed(&batch) })
     }
 }
 

@@ -430,7 +430,10 @@ impl Model {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let wanted = WantedRows::of(&inputs, targets, self.config.num_layers);
         let hidden = match &inputs.repeats {
-            Some(repeats) => self.hidden_of_firsts(&inputs, repeats, wanted.as_ref(), between)?,
+            Some(repeats) => {
+                let leaves = |answered| Leaves::Activations { keeping: Keeping::ALL_CHECKPOINTS, answered };
+                self.hidden_of_firsts(&inputs, repeats, wanted.as_ref().map(|wanted| &*wanted.rows), leaves, between)?
+            }
             None => {
                 let (mut tape, leaves) = (Tape::inference(self.backend()), leaving(Keeping::ALL_CHECKPOINTS, wanted.as_ref()));
                 self.decoder.hidden(&mut tape, &inputs, leaves, None, between)?
@@ -439,18 +442,20 @@ impl Model {
         Ok(self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), targets, None, between)?.0)
     }
 
-    /// Hidden states of all tokens, or of those that are wanted, where some repeat others: those are computed of none but the first of each kind.
-    fn hidden_of_firsts(
+    /// Hidden states of all rows, or of those that are wanted, where some repeat others: they are computed of none but the first of each kind. `leaves`: what the pass leaves, by the rows
+    /// of which the last layer computes everything.
+    fn hidden_of_firsts<'l>(
         &self,
         inputs: &BatchInputs<'_>,
         repeats: &Rc<Repeats>,
-        wanted: Option<&WantedRows>,
+        wanted: Option<&[usize]>,
+        leaves: impl FnOnce(Option<Rc<[usize]>>) -> Leaves<'l>,
         between: &mut Between<'_>,
     ) -> Result<Var> {
         let firsts = inputs.batch.without(repeats);
         let own = inputs.without_repeats(self.backend(), &self.config, &firsts)?;
         let mut places = match wanted {
-            Some(wanted) => repeats.places(wanted.rows.iter().copied()),
+            Some(wanted) => repeats.places(wanted.iter().copied()),
             None => repeats.places(0..inputs.batch.len()),
         };
         let answered = wanted.map(|_| {
@@ -461,8 +466,7 @@ impl Model {
             answered.into()
         });
         let mut tape = Tape::inference_without(self.backend(), repeats.clone());
-        let leaves = Leaves::Activations { keeping: Keeping::ALL_CHECKPOINTS, answered };
-        let hidden = self.decoder.hidden(&mut tape, &own, leaves, None, between)?;
+        let hidden = self.decoder.hidden(&mut tape, &own, leaves(answered), None, between)?;
         let (dtype, width) = (hidden.value().dtype(), hidden.value().shape().row_len());
         let mut all = self.backend().scratch(&[places.len(), width], dtype)?;
         self.backend().gather(hidden.value().as_ref(), &places, &mut all)?;
@@ -548,6 +552,11 @@ impl Model {
         Ok(target_logprobs(self.backend(), hidden, w, &lora, pass)?)
     }
 
+    /// Tokens of a batch that cost something: the others follow the same tokens as one of these does, and have what it has.
+    pub fn num_computed(&self, batch: &PackedBatch<'_>) -> usize {
+        architectures::repeats_of(&self.config, batch).map_or(batch.len(), |repeats| repeats.num_computed())
+    }
+
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Answers what `requests[i]` asks of the prediction after token
     /// `rows[i]` of the batch; `None` where the logits are not finite numbers. `rows` must be sorted.
     ///
@@ -568,8 +577,16 @@ impl Model {
         let are_there = answered.is_sorted() && answered.last().is_none_or(|&row| row < batch.len());
         let few = are_there && answered.len() < batch.len() && inputs.deepstack(self.config.num_layers - 1).is_empty();
         let answered: Option<Rc<[usize]>> = few.then(|| answered.into());
-        let leaves = Leaves::Cache { cache, answered: answered.clone() };
-        let hidden = self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, leaves, None, undisturbed)?;
+        let hidden = match &inputs.repeats {
+            Some(repeats) => {
+                let wanted = answered.as_deref();
+                self.hidden_of_firsts(&inputs, repeats, wanted, |answered| Leaves::Cache { cache, answered }, undisturbed)?
+            }
+            None => {
+                let leaves = Leaves::Cache { cache, answered: answered.clone() };
+                self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, leaves, None, undisturbed)?
+            }
+        };
         let (w, module) = self.decoder.unembedding();
         let lora = inputs.lora(0, &[(module, 0)]);
         let (lora, rows) = match &answered {

@@ -42,14 +42,14 @@ impl Repeats {
         Repeats { computed, places }
     }
 
+    /// How many rows are computed.
+    pub fn num_computed(&self) -> usize {
+        self.computed.len()
+    }
+
     /// Rows of the batch.
     pub(crate) fn rows(&self) -> usize {
         self.places.len()
-    }
-
-    /// Rows that are computed.
-    pub(crate) fn computed(&self) -> usize {
-        self.computed.len()
     }
 
     /// Where what each of `rows` has lies among the rows that are computed.

@@ -273,8 +273,8 @@ impl<'a> Tape<'a> {
     /// Tokens of the sequences of a batch whose values have so many rows. Where rows are left out it is never that of values that have them all.
     pub(crate) fn tokens_of(&self, rows: usize) -> usize {
         match &self.left_out {
-            Some(left_out) if left_out.computed() == rows => left_out.rows(),
-            Some(left_out) => left_out.computed(),
+            Some(left_out) if left_out.num_computed() == rows => left_out.rows(),
+            Some(left_out) => left_out.num_computed(),
             None => rows,
         }
     }

@@ -42,7 +42,7 @@ use strata_model::Tokenizer;
 
 use crate::api::{Client, Failure, RequestId, StopReason};
 use crate::budget::Budget;
-use crate::compute::{Compute, RowResult, StepSpan};
+use crate::compute::{Compute, RowResult, StepSpan, Stepped};
 use crate::gallery::Gallery;
 use crate::pictures::{Eyes, PictureId};
 use crate::snapshot::WeightsId;
@@ -296,20 +296,20 @@ impl<C: Compute> Batcher<C> {
         let mut targets = Vec::new();
         let spans: Vec<StepSpan<'_, C::Frozen, C::Seen>> =
             parts.iter().map(|part| span((&self.jobs, &self.sights), &self.running, part, &mut targets)).collect();
-        let num_tokens = spans.iter().map(|span| span.tokens.len()).sum();
         let (cache, start) = (&mut self.cache, compute.now());
         let done = catch_unwind(AssertUnwindSafe(|| compute.step(cache, &spans)));
         drop(spans);
-        self.cost.observe(num_tokens, compute.now().saturating_sub(start));
+        let took = compute.now().saturating_sub(start);
         let error = match done {
-            Ok(Ok(results)) if results.len() == targets.len() => {
+            Ok(Ok(Stepped { results, num_computed })) if results.len() == targets.len() => {
+                self.cost.observe(num_computed, took);
                 self.advance(&parts);
                 self.let_go_of_sights();
                 self.keep_snapshots(compute, &parts);
                 self.take_results(compute, &parts, targets, results);
                 return StepDone { tokens };
             }
-            Ok(Ok(results)) => format!("{} results for {} rows", results.len(), targets.len()),
+            Ok(Ok(Stepped { results, .. })) => format!("{} results for {} rows", results.len(), targets.len()),
             Ok(Err(error)) => error,
             Err(_) => "it panicked; the server log says where".into(),
         };

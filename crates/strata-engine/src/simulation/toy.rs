@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use crate::api::{AdamParams, Failure, LoraSpec};
-use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan};
+use crate::compute::{AdapterBytes, Between, Compute, PassError, PassPart, RowResult, RowTask, Scored, StepSpan, Stepped};
 use sha2::{Digest, Sha256};
 
 use crate::losses::LossInputs;
@@ -621,7 +621,7 @@ impl Compute for Toy {
         free_states.iter().for_each(|&state| cache.states[state as usize] = (STALE, 0));
     }
 
-    fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen, Rc<Sight>>]) -> Result<Vec<RowResult>, String> {
+    fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen, Rc<Sight>>]) -> Result<Stepped, String> {
         let tokens = spans.iter().map(|s| s.tokens.len()).sum();
         let samples: Vec<u64> = spans.iter().flat_map(|s| &s.rows).filter_map(|(_, task)| seed_of(task)).collect();
         self.shared.note(Worked::Step { samples: samples.clone(), tokens });
@@ -636,7 +636,7 @@ impl Compute for Toy {
             self.shared.failed_steps.set(self.shared.failed_steps.get() + 1);
             return Err(self.shared.fail());
         }
-        Ok(out)
+        Ok(Stepped { results: out, num_computed: tokens })
     }
 }
 

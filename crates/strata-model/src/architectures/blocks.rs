@@ -36,14 +36,14 @@ impl<'a> Pass<'a> {
 
     /// Of each sequence in a cache the queries from the first row that is answered to the last, if not all rows are.
     pub(crate) fn queries(&self) -> Option<Rc<[AttentionSpan<'a>]>> {
-        let rows = self.answered.as_ref().filter(|_| self.inputs.spans.iter().any(|span| !span.pages.is_empty()))?;
+        let rows = self.answered.as_ref().filter(|_| self.inputs.own_spans.iter().any(|span| !span.pages.is_empty()))?;
         let answered = |span: &AttentionSpan<'a>| {
             let [start, end] = [span.tokens.start, span.tokens.end].map(|token| rows.partition_point(|&row| row < token));
             let (first, last) = (*rows[start..end].first()?, *rows[start..end].last()?);
             let past = span.past + first - span.tokens.start;
             Some(AttentionSpan { tokens: first..last + 1, past, pages: span.pages })
         };
-        Some(self.inputs.spans.iter().filter_map(answered).collect())
+        Some(self.inputs.own_spans.iter().filter_map(answered).collect())
     }
 
     /// `residual + linear(mixed)`, of the rows that are answered. Ends what brings tokens together.

@@ -408,12 +408,14 @@ pub(crate) struct BatchInputs<'a> {
     pub batch: &'a PackedBatch<'a>,
     /// The sequences, as attention sees them.
     pub spans: Rc<[AttentionSpan<'a>]>,
+    /// Of the sequences what has rows of its own: all, where no rows are left out.
+    pub own_spans: Rc<[AttentionSpan<'a>]>,
     /// The sequences, as gated delta nets see them.
     pub delta_spans: Rc<[DeltaSpan]>,
     pub rotary: Rc<Rotary>,
     /// The sequences, as tokens of the batch.
     pub sequences: Vec<std::ops::Range<usize>>,
-    /// Tokens that follow the same tokens as others do, in a batch of whole sequences without a cache.
+    /// Tokens that follow the same tokens as others do.
     pub repeats: Option<Rc<Repeats>>,
     /// For each group of the batch, its sequences as tokens of the batch.
     group_sequences: Vec<Rc<[std::ops::Range<usize>]>>,
@@ -446,8 +448,9 @@ impl<'a> BatchInputs<'a> {
             .collect();
         let rotary = Rc::new(angles(backend, config.family.config(), batch)?);
         let sequences = batch.spans.iter().map(|s| s.tokens.clone()).collect();
-        let repeats = repeats::of(batch, |length| config.family.config().rope().is_long(length)).map(Rc::new);
-        Ok(Rc::new(BatchInputs { batch, spans, delta_spans, rotary, sequences, repeats, group_sequences }))
+        let repeats = repeats_of(config, batch).map(Rc::new);
+        let own_spans = spans.clone();
+        Ok(Rc::new(BatchInputs { batch, spans, own_spans, delta_spans, rotary, sequences, repeats, group_sequences }))
     }
 
     /// The inputs of a pass that leaves rows out which are the same as others: `firsts` is the batch without them, of which all is but the sequences.
@@ -525,6 +528,11 @@ impl<'a> BatchInputs<'a> {
             })
             .collect()
     }
+}
+
+/// Tokens of a batch that follow the same tokens as others do, if so many that it pays.
+pub(crate) fn repeats_of(config: &ModelConfig, batch: &PackedBatch<'_>) -> Option<Repeats> {
+    repeats::of(batch, |length| config.family.config().rope().is_long(length))
 }
 
 /// Refuses pictures for a model that reads text alone, and such as have other tokens than the sequence has for them.

@@ -5,7 +5,8 @@ use std::collections::hash_map::Entry;
 
 use strata_tensor::Repeats;
 
-use crate::PackedBatch;
+use crate::batch::Span;
+use crate::{PAGE_TOKENS, PackedBatch};
 
 /// One in so many tokens repeats another at least: for fewer it does not pay to move rows about.
 const WORTHWHILE_PART: usize = 8;
@@ -21,28 +22,36 @@ struct Token {
 
 /// What comes before a token.
 #[derive(PartialEq, Eq, Hash)]
-enum Before {
-    /// Nothing: it is the first of a sequence of this group. Long sequences may have angles of their own.
-    Beginning { group: usize, is_long: bool },
+enum Before<'b> {
+    /// What is in these pages, or nothing: it is the first new one of a sequence of this group. Long sequences may have angles of their own.
+    Past { group: usize, is_long: bool, pages: &'b [u32] },
     /// The first of all tokens that follow the same tokens and are the same.
     Token(usize),
 }
 
-/// The tokens of a batch of whole sequences that follow the same tokens in the same group as earlier ones do; `None` where there are few, or some sequence has a cache. `is_long`: whether a
+/// The pages of what a sequence has in the cache, if others can have the same: whole pages are never changed, and so are shared. What it has in a page that it still fills is its own.
+fn shared_past(span: &Span) -> Option<&[u32]> {
+    span.past.is_multiple_of(PAGE_TOKENS).then(|| span.held.pages.get(..span.past / PAGE_TOKENS))?
+}
+
+/// The tokens of a batch that follow the same tokens in the same group as earlier ones do, in the batch and in pages that both sequences hold; `None` where there are few. `is_long`: whether a
 /// sequence of so many tokens has other angles than a short one.
 pub(super) fn of(batch: &PackedBatch<'_>, is_long: impl Fn(usize) -> bool) -> Option<Repeats> {
-    if batch.spans.len() < 2 || batch.spans.iter().any(|s| s.past > 0 || !s.held.pages.is_empty() || s.held.state.is_some()) {
-        return None;
-    }
+    // Most steps go on with sequences that have nothing in common.
+    batch.spans.iter().filter_map(shared_past).nth(1)?;
     let mut firsts: Vec<usize> = Vec::with_capacity(batch.len());
-    let mut known: HashMap<(Before, Token), usize> = HashMap::with_capacity(batch.len());
+    let mut known: HashMap<(Before<'_>, Token), usize> = HashMap::with_capacity(batch.len());
     let mut images = batch.images.iter().peekable();
     let mut group = 0;
     for span in &batch.spans {
         while batch.groups[group].end <= span.tokens.start && group + 1 < batch.groups.len() {
             group += 1;
         }
-        let mut before = Before::Beginning { group, is_long: is_long(span.length_max) };
+        let Some(pages) = shared_past(span) else {
+            firsts.extend(span.tokens.clone());
+            continue;
+        };
+        let mut before = Before::Past { group, is_long: is_long(span.length_max), pages };
         for row in span.tokens.clone() {
             while images.next_if(|image| image.tokens.end <= row).is_some() {}
             let seen = images.peek().filter(|image| image.tokens.contains(&row)).map(|image| {
@@ -99,14 +108,30 @@ mod tests {
     }
 
     #[test]
-    fn sequences_with_caches_or_other_angles_share_nothing() {
+    fn sequences_with_other_angles_share_nothing() {
         let mut batch = packed(&[&[&[1, 2, 3]]]);
         batch.push_cached(&[1, 2, 3], 0, 200, Held::default());
         assert_eq!(found(&batch), None, "angles of a long sequence");
         batch.push_cached(&[1, 2, 3], 0, 300, Held::default());
         assert_eq!(found(&batch), Some(Repeats::new(&[0, 1, 2, 3, 4, 5, 3, 4, 5])));
-        batch.push_cached(&[1, 2, 3], 0, 3, vec![0]);
-        assert_eq!(found(&batch), None, "a cache");
+    }
+
+    #[test]
+    fn behind_a_cache_tokens_repeat_where_it_is_the_same_whole_pages() {
+        let with = |sequences: &[(&[u32], usize, &[u32])]| {
+            let mut batch = PackedBatch::new();
+            sequences.iter().for_each(|(tokens, past, pages)| batch.push_cached(tokens, *past, 100, pages.to_vec()));
+            found(&batch)
+        };
+        let same = Some(Repeats::new(&[0, 1, 0, 1]));
+        assert_eq!(with(&[(&[1, 2], 0, &[4]), (&[1, 2], 0, &[5])]), same, "pages of their own are where their own tokens go");
+        let page = PAGE_TOKENS;
+        assert_eq!(with(&[(&[1, 2], page, &[3, 4]), (&[1, 2], page, &[3, 5])]), same);
+        assert_eq!(with(&[(&[1, 2], page, &[3, 4]), (&[1, 2], page, &[6, 5])]), None, "another past");
+        assert_eq!(with(&[(&[1, 2], page, &[3, 4]), (&[1, 2], 0, &[3])]), None, "none");
+        assert_eq!(with(&[(&[1, 2], page + 1, &[3, 4]), (&[1, 2], page + 1, &[3, 5])]), None, "part of a page");
+        let beside = [(&[9][..], 7, &[0][..]), (&[1, 2], page, &[3, 4]), (&[1, 3], page, &[3, 5])];
+        assert_eq!(with(&beside), Some(Repeats::new(&[0, 1, 2, 1, 4])));
     }
 
     #[test]

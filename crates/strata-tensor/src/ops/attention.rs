@@ -64,7 +64,7 @@ impl<'a> Tape<'a> {
         check_f32(OP, qkv.value(), layout.width)?;
         let records = self.records(&[qkv], false);
         check_access(&input.spans, &g, dtype, &kv, records)?;
-        check_queries(input.queries.as_deref(), &input.spans, &kv, records)?;
+        self.check_queries(input.queries.as_deref(), &input.spans, &kv, records)?;
         let mut split = room_for_heads(backend, &g, tokens, dtype)?;
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
         let Attended { out, log_normalizers } =
@@ -120,7 +120,7 @@ impl<'a> Tape<'a> {
             return Err(Error::Shape { op: OP, expected, actual });
         }
         check_access(&input.spans, &g, dtype, &kv, false)?;
-        check_queries(input.queries.as_deref(), &input.spans, &kv, false)?;
+        self.check_queries(input.queries.as_deref(), &input.spans, &kv, false)?;
         let mut split = room_for_heads(backend, &g, tokens, dtype)?;
         let (norms, rotary, layout) = (input.norms, &input.rotary, &input.layout);
         if !backend.linear_norm_rotate(x.value(), &layer, norms, rotary, &g, layout, &mut split)? {
@@ -163,7 +163,7 @@ impl<'a> Tape<'a> {
         let inputs: Vec<&Var> = [&q, &k].into_iter().chain(&v).collect();
         let records = self.records(&inputs, false);
         check_access(&sight.spans, &g, dtype, &kv, records)?;
-        check_queries(sight.queries.as_deref(), &sight.spans, &kv, records)?;
+        self.check_queries(sight.queries.as_deref(), &sight.spans, &kv, records)?;
         let nodes = [q.node(), k.node(), v.as_ref().and_then(Var::node)];
         let own = |x: Var| x.into_tensor(backend);
         let split = Qkv { q: own(q)?, k: own(k)?, v: v.map(own).transpose()? };
@@ -204,6 +204,40 @@ impl Tape<'_> {
             (None, Some(repeats)) => Copies::There(repeats),
             (None, None) => Copies::None,
         }
+    }
+
+    /// Refuses queries that are no part of the sequences, or beside which all others are wanted: on the way back, or by sequences without a cache.
+    pub(super) fn check_queries(
+        &self,
+        queries: Option<&[AttentionSpan<'_>]>,
+        spans: &[AttentionSpan<'_>],
+        kv: &KvAccess<'_>,
+        records: bool,
+    ) -> Result<()> {
+        let Some(queries) = queries else { return Ok(()) };
+        if records || matches!(kv, KvAccess::None) {
+            return Err(Error::Unsupported("some of the queries alone, without a cache or on a way back".into()));
+        }
+        let own: Vec<AttentionSpan<'_>>;
+        let spans = match self.left_out() {
+            Some(repeats) => {
+                own = spans.iter().filter_map(|span| repeats.own_queries(span)).collect();
+                &own
+            }
+            None => spans,
+        };
+        for part in queries {
+            let is_part = |whole: &AttentionSpan<'_>| {
+                let first = part.tokens.start.checked_sub(whole.tokens.start);
+                let within = !part.tokens.is_empty() && part.tokens.end <= whole.tokens.end && part.pages == whole.pages;
+                within && first.is_some_and(|first| part.past == whole.past + first)
+            };
+            if !spans.iter().any(is_part) {
+                let actual = format!("tokens {:?} after {}", part.tokens, part.past);
+                return Err(Error::Shape { op: OP, expected: "queries of the sequences".into(), actual });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -294,31 +328,6 @@ fn whole_batch_pages(tokens: usize) -> usize {
 /// Bytes of keys and values in pages that a pass over `tokens` tokens takes at most, if it is not over a cache.
 pub fn attention_pages_bytes(backend: &dyn Backend, tokens: usize, g: &AttentionGeometry, dtype: DType) -> usize {
     whole_batch_pages(tokens) * backend.kv_page_bytes(g.kv_layout(), dtype)
-}
-
-/// Refuses queries that are no part of the sequences, or beside which all others are wanted: on the way back, or by sequences without a cache.
-pub(super) fn check_queries(
-    queries: Option<&[AttentionSpan<'_>]>,
-    spans: &[AttentionSpan<'_>],
-    kv: &KvAccess<'_>,
-    records: bool,
-) -> Result<()> {
-    let Some(queries) = queries else { return Ok(()) };
-    if records || matches!(kv, KvAccess::None) {
-        return Err(Error::Unsupported("some of the queries alone, without a cache or on a way back".into()));
-    }
-    for part in queries {
-        let is_part = |whole: &AttentionSpan<'_>| {
-            let first = part.tokens.start.checked_sub(whole.tokens.start);
-            let within = !part.tokens.is_empty() && part.tokens.end <= whole.tokens.end && part.pages == whole.pages;
-            within && first.is_some_and(|first| part.past == whole.past + first)
-        };
-        if !spans.iter().any(is_part) {
-            let actual = format!("tokens {:?} after {}", part.tokens, part.past);
-            return Err(Error::Shape { op: OP, expected: "queries of the sequences".into(), actual });
-        }
-    }
-    Ok(())
 }
 
 /// Refuses what does not fit tokens, whatever their projection is; sequences may have more, of which some are the same.

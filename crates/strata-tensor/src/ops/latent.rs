@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use super::attention::{Attended, AttentionSight, KvAccess, attend, check_access, check_queries, check_spans, like, like_qkv};
+use super::attention::{Attended, AttentionSight, KvAccess, attend, check_access, check_spans, like, like_qkv};
 use super::linear::check_groups;
 use super::{check, check_f32, check_vector};
 use crate::backend::{Backend, HeadColumns, HeadMove, HeadPart, HeadSide, Qkv, Rotary, RotaryStyle, Turn};
@@ -119,7 +119,7 @@ impl<'a> Tape<'a> {
         let has_weights = input.layer.lora.iter().any(|g| !g.projections.is_empty());
         let records = self.records(&[q, &keys], has_weights);
         check_access(&input.sight.spans, &g, dtype, &kv, records)?;
-        check_queries(input.sight.queries.as_deref(), &input.sight.spans, &kv, records)?;
+        self.check_queries(input.sight.queries.as_deref(), &input.sight.spans, &kv, records)?;
 
         let narrow_q = in_dtype(backend, q.shared(), dtype)?;
         let mut absorbed = backend.scratch(&[tokens, g.heads, g.head_dim], dtype)?;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use super::check_f32;
 use super::linear::{check_layer, forward};
 use crate::tape::{Linear, Tape, Var, in_f32};
-use crate::{DType, Error, Result};
+use crate::{Backend, DType, Error, Result, Tensor};
 
 impl<'a> Tape<'a> {
     /// [`Tape::swiglu`] of [`Tape::linear`], to the bit. Where nothing goes back what is between them need not be kept, nor written to memory.
@@ -14,18 +14,20 @@ impl<'a> Tape<'a> {
     /// As both.
     pub fn linear_swiglu(&mut self, x: &Var, layer: Linear<'a>, dtype: DType) -> Result<Var> {
         const OP: &str = "linear_swiglu";
-        if self.is_recording() || self.repeats(x.value().rows()).is_some() {
+        if self.is_recording() {
             let gate_up = self.linear(x, layer)?;
             return self.swiglu(&gate_up, dtype);
         }
         check_layer(OP, x.value(), &layer)?;
-        let width = layer.weight.out_features();
-        check_even(OP, width)?;
-        let mut y = self.backend().scratch(&[x.value().rows(), width / 2], dtype)?;
-        if !self.backend().linear_swiglu(x.value(), &layer, &mut y)? {
-            let (gate_up, _) = forward(self.backend(), x.value(), &layer)?;
-            self.backend().swiglu(&gate_up, &mut y)?;
-        }
+        check_even(OP, layer.weight.out_features())?;
+        let backend = self.backend();
+        let y = match self.repeats(x.value().rows()) {
+            Some(repeats) => {
+                let picked = Linear { lora: repeats.groups(&layer.lora), ..layer };
+                repeats.spread(backend, &gated(backend, &repeats.pick(backend, x.value())?, &picked, dtype)?)?
+            }
+            None => gated(backend, x.value(), &layer, dtype)?,
+        };
         // Two ops, as on a tape that records.
         for _ in 0..2 {
             self.records(&[], false);
@@ -56,6 +58,16 @@ impl<'a> Tape<'a> {
             pass.accumulate(node, Rc::new(dgate_up))
         }))
     }
+}
+
+/// The gated value of a layer, in one op where the device has one.
+fn gated(backend: &dyn Backend, x: &Tensor, layer: &Linear<'_>, dtype: DType) -> Result<Tensor> {
+    let mut y = backend.scratch(&[x.rows(), layer.weight.out_features() / 2], dtype)?;
+    if !backend.linear_swiglu(x, layer, &mut y)? {
+        let (gate_up, _) = forward(backend, x, layer)?;
+        backend.swiglu(&gate_up, &mut y)?;
+    }
+    Ok(y)
 }
 
 fn check_even(op: &'static str, width: usize) -> Result<()> {

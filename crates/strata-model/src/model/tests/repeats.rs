@@ -1,6 +1,7 @@
 //! Sequences of one batch that begin alike: the beginning is computed once, and no bit changes.
 
 use super::*;
+use crate::PAGE_TOKENS;
 
 /// What the loss is multiplied with, target for target.
 struct Weighted(Vec<f32>);
@@ -147,4 +148,65 @@ fn adapters_share_nothing() {
     let sequence = vec![tokens(70, 1)];
     assert!(!shares(&model, &[(&*first, 4, sequence.clone()), (&*second, 6, sequence.clone())]));
     assert!(shares(&model, &[(&*first, 4, [sequence.clone(), sequence].concat())]));
+}
+
+/// Sequences behind the page that another step left, or behind nothing: their tokens, past and pages.
+type Parts<'a> = [(&'a [u32], usize, [u32; 2])];
+
+/// What each of these sequences says of its last token, and of a token behind it, in steps with all of them or one by one.
+fn stepped(model: &Model, adapter: &Adapter, prefix: &[u32], parts: &Parts<'_>, at_once: bool) -> Vec<Vec<u32>> {
+    let mut cache = model.new_kv_cache(2 + parts.len(), 1 + parts.len()).unwrap();
+    let mut found = Vec::new();
+    let mut step = |cache: &mut KvCache, sequences: &[(&[u32], usize, Held)]| {
+        let mut batch = PackedBatch::new();
+        batch.begin_group(Some(adapter));
+        sequences.iter().for_each(|(tokens, past, held)| batch.push_cached(tokens, *past, 200, held.clone()));
+        let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();
+        let replies = model.step(&batch, cache, &rows, &vec![whole_row(); rows.len()]).unwrap();
+        found.extend(replies.into_iter().map(|reply| bits(&reply.unwrap().logprobs)));
+        model.num_computed(&batch)
+    };
+    let state = |n: usize| (model.kv_state_bytes() > 0).then_some(n as u32);
+    step(&mut cache, &[(prefix, 0, Held { pages: vec![0], state: state(0) })]);
+    let held = |n: usize| Held { pages: parts[n].2.to_vec(), state: state(1 + n) };
+    for n in (0..parts.len()).filter(|&n| parts[n].1 > 0 && state(n).is_some()) {
+        cache.copy_state(model.backend(), 0, 1 + n as u32).unwrap();
+    }
+    let sequences: Vec<(&[u32], usize, Held)> = (0..parts.len()).map(|n| (parts[n].0, parts[n].1, held(n))).collect();
+    let further: Vec<_> =
+        parts.iter().enumerate().map(|(n, (tokens, past, _))| (&[7][..], past + tokens.len(), held(n))).collect();
+    if at_once {
+        let all = parts.iter().map(|(tokens, ..)| tokens.len()).sum::<usize>();
+        assert!(step(&mut cache, &sequences) < all / 2, "most repeat others");
+        step(&mut cache, &further);
+    } else {
+        sequences.iter().chain(&further).for_each(|sequence| {
+            step(&mut cache, std::slice::from_ref(sequence));
+        });
+    }
+    found
+}
+
+#[test]
+fn of_every_family_requests_that_begin_alike_in_a_step_have_the_bits_that_each_has_alone() {
+    for (config, compute) in
+        families().into_iter().chain([config()]).flat_map(|c| [DType::F32, DType::BF16].map(|dtype| (c.clone(), dtype)))
+    {
+        let context = format!("{compute} {:?}", config.family);
+        let model = Model::random(backend(), config, 7, compute).unwrap();
+        let (_, adapter) = adapter(&model, 4);
+        let (prefix, prompt) = (tokens(PAGE_TOKENS, 1), tokens(40, 2));
+        let other = [&prompt[..30], &tokens(9, 4)].concat();
+        // The second goes on where the third ends, whose last token is the only one of its that is answered.
+        let parts: Vec<(&[u32], usize, [u32; 2])> = vec![
+            (&prompt[..20], 0, [2, 0]),
+            (&prompt, PAGE_TOKENS, [0, 3]),
+            (&prompt[..35], PAGE_TOKENS, [0, 4]),
+            (&prompt, PAGE_TOKENS, [0, 5]),
+            (&other, PAGE_TOKENS, [0, 6]),
+            (&prompt, 0, [7, 1]),
+        ];
+        let alone = stepped(&model, &adapter, &prefix, &parts, false);
+        assert!(stepped(&model, &adapter, &prefix, &parts, true) == alone, "{context}");
+    }
 }
