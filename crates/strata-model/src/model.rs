@@ -1,5 +1,6 @@
 //! A loaded model, and the passes the engine runs over it: train, score, step.
 
+mod firsts;
 mod merge;
 mod packed_copy;
 mod stored_matrix;
@@ -14,8 +15,8 @@ use std::sync::Arc;
 
 use strata_tensor::{
     Backend, Between, DType, LOGITS_CHUNK_BYTES, Linear, LogprobPass, LogprobTargets, LoraGradient, LoraGradients, LoraGroup,
-    LoraSite, Repeats, RowReply, RowRequest, Tape, TargetLoss, Tensor, Var, WeightFormat, WeightStorage, logits_chunk_rows,
-    read_logits, target_logprobs,
+    LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, read_logits,
+    target_logprobs,
 };
 
 use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Leaves, Observed, Observer, Plan};
@@ -69,6 +70,15 @@ pub struct Targets {
     pub ids: Vec<u32>,
     /// `offsets[t]..offsets[t + 1]` are the targets of token `t`; one more entry than there are tokens.
     pub offsets: Vec<usize>,
+}
+
+impl Targets {
+    /// Whether they are those of so many tokens.
+    fn cover(&self, tokens: usize) -> bool {
+        let Targets { ids, offsets } = self;
+        let ends = offsets.first() == Some(&0) && offsets.last() == Some(&ids.len());
+        offsets.len() == tokens + 1 && ends && offsets.is_sorted()
+    }
 }
 
 /// A loss over target log-probabilities that is a sum of one term per target.
@@ -428,49 +438,14 @@ impl Model {
         between: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Vec<f32>> {
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
+        let repeats = inputs.repeats.as_ref().filter(|_| targets.cover(batch.len()));
+        if let Some(repeats) = repeats {
+            return self.forward_of_firsts(&inputs, repeats, targets, between);
+        }
         let wanted = WantedRows::of(&inputs, targets, self.config.num_layers);
-        let hidden = match &inputs.repeats {
-            Some(repeats) => {
-                let leaves = |answered| Leaves::Activations { keeping: Keeping::ALL_CHECKPOINTS, answered };
-                self.hidden_of_firsts(&inputs, repeats, wanted.as_ref().map(|wanted| &*wanted.rows), leaves, between)?
-            }
-            None => {
-                let (mut tape, leaves) = (Tape::inference(self.backend()), leaving(Keeping::ALL_CHECKPOINTS, wanted.as_ref()));
-                self.decoder.hidden(&mut tape, &inputs, leaves, None, between)?
-            }
-        };
+        let (mut tape, leaves) = (Tape::inference(self.backend()), leaving(Keeping::ALL_CHECKPOINTS, wanted.as_ref()));
+        let hidden = self.decoder.hidden(&mut tape, &inputs, leaves, None, between)?;
         Ok(self.target_logprobs(&inputs, wanted.as_ref(), hidden.value(), targets, None, between)?.0)
-    }
-
-    /// Hidden states of all rows, or of those that are wanted, where some repeat others: they are computed of none but the first of each kind. `leaves`: what the pass leaves, by the rows
-    /// of which the last layer computes everything.
-    fn hidden_of_firsts<'l>(
-        &self,
-        inputs: &BatchInputs<'_>,
-        repeats: &Rc<Repeats>,
-        wanted: Option<&[usize]>,
-        leaves: impl FnOnce(Option<Rc<[usize]>>) -> Leaves<'l>,
-        between: &mut Between<'_>,
-    ) -> Result<Var> {
-        let firsts = inputs.batch.without(repeats);
-        let own = inputs.without_repeats(self.backend(), &self.config, &firsts)?;
-        let mut places = match wanted {
-            Some(wanted) => repeats.places(wanted.iter().copied()),
-            None => repeats.places(0..inputs.batch.len()),
-        };
-        let answered = wanted.map(|_| {
-            let mut answered = places.clone();
-            answered.sort_unstable();
-            answered.dedup();
-            places.iter_mut().for_each(|place| *place = answered.partition_point(|other| other < place));
-            answered.into()
-        });
-        let mut tape = Tape::inference_without(self.backend(), repeats.clone());
-        let hidden = self.decoder.hidden(&mut tape, &own, leaves(answered), None, between)?;
-        let (dtype, width) = (hidden.value().dtype(), hidden.value().shape().row_len());
-        let mut all = self.backend().scratch(&[places.len(), width], dtype)?;
-        self.backend().gather(hidden.value().as_ref(), &places, &mut all)?;
-        Ok(tape.constant(all))
     }
 
     /// Log-probabilities of all targets; adds the gradient of `loss` to `gradients[g]` for the adapter of `batch.groups[g]`
@@ -579,8 +554,8 @@ impl Model {
         let answered: Option<Rc<[usize]>> = few.then(|| answered.into());
         let hidden = match &inputs.repeats {
             Some(repeats) => {
-                let wanted = answered.as_deref();
-                self.hidden_of_firsts(&inputs, repeats, wanted, |answered| Leaves::Cache { cache, answered }, undisturbed)?
+                let hidden = self.step_of_firsts(&inputs, repeats, answered.as_deref(), cache, undisturbed)?;
+                Tape::inference(self.backend()).constant(hidden)
             }
             None => {
                 let leaves = Leaves::Cache { cache, answered: answered.clone() };

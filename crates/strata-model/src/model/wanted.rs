@@ -22,8 +22,7 @@ impl WantedRows {
     /// while to gather them, which takes memory too, or where rows are told apart in another way behind the last layer.
     pub(super) fn of(inputs: &BatchInputs<'_>, targets: &Targets, num_layers: usize) -> Option<Self> {
         let (num_rows, offsets) = (inputs.batch.len(), &targets.offsets);
-        let are_offsets = offsets.len() == num_rows + 1 && offsets.is_sorted() && offsets[num_rows] == targets.ids.len();
-        if !are_offsets || !inputs.deepstack(num_layers - 1).is_empty() {
+        if !targets.cover(num_rows) || !inputs.deepstack(num_layers - 1).is_empty() {
             return None;
         }
         let runs = live_runs(&inputs.sequences, &(0..num_rows), |row| offsets[row] < offsets[row + 1]);

@@ -1,5 +1,7 @@
 //! Sequences of one batch that begin alike: the beginning is computed once, and no bit changes.
 
+use strata_tensor::testing::RemoteBackend;
+
 use super::*;
 use crate::PAGE_TOKENS;
 
@@ -208,5 +210,42 @@ fn of_every_family_requests_that_begin_alike_in_a_step_have_the_bits_that_each_h
         ];
         let alone = stepped(&model, &adapter, &prefix, &parts, false);
         assert!(stepped(&model, &adapter, &prefix, &parts, true) == alone, "{context}");
+    }
+}
+
+/// Of what begins alike a device is asked for the rows that it is asked for without what repeats.
+#[test]
+fn of_every_family_rows_that_repeat_others_are_not_computed_where_nothing_goes_back() {
+    for config in families().into_iter().chain([config()]) {
+        let context = format!("{:?}", config.family);
+        let far = Arc::new(RemoteBackend::new(CpuBackend::with_isa(Isa::detect(), 1)));
+        let model = Model::random(far.clone(), config, 7, DType::F32).unwrap();
+        let (_, adapter) = adapter(&model, 4);
+        let (prompt, first, second) = (tokens(PAGE_TOKENS, 1), tokens(12, 2), tokens(9, 3));
+        let rows_of = |sequences: &[&[&[u32]]], step: bool| {
+            let mut batch = PackedBatch::new();
+            batch.begin_group(Some(&adapter));
+            for (n, parts) in sequences.iter().enumerate() {
+                let state = (model.kv_state_bytes() > 0).then_some(n as u32);
+                let held = Held { pages: vec![2 * n as u32, 2 * n as u32 + 1], state };
+                batch.push_cached(&parts.concat(), 0, 200, if step { held } else { Held::default() });
+            }
+            let before = far.rows_computed();
+            if step {
+                let mut cache = model.new_kv_cache(6, 3).unwrap();
+                let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();
+                model.step(&batch, &mut cache, &rows, &vec![whole_row(); rows.len()]).unwrap();
+            } else {
+                let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=batch.len()).collect() };
+                model.forward(&batch, &targets).unwrap();
+            }
+            far.rows_computed() - before
+        };
+        for step in [false, true] {
+            let together = rows_of(&[&[&prompt, &first], &[&prompt, &second], &[&prompt, &second]], step);
+            let expected = rows_of(&[&[&prompt, &first]], step) + rows_of(&[&[&second]], step);
+            // What is answered of the last is drawn from logits of its own.
+            assert_eq!(together, expected + usize::from(step), "{context}, in a step: {step}");
+        }
     }
 }
