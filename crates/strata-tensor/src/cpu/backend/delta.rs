@@ -7,8 +7,10 @@ use crate::backend::{DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan};
 use crate::cpu::delta::{self, Gradients, Inputs};
 use crate::cpu::memory::Buffer;
 use crate::cpu::recurrent;
+use crate::cpu::rows::convert;
 use crate::cpu::rows::delta_net::{self as rows, Conv, ConvHead, MAX_HEAD_DIM, MAX_KERNEL};
 use crate::cpu::threads::SharedMut;
+use crate::tensor::Element;
 use crate::{DType, Error, RecurrentStates, Result, Tensor, TensorRef};
 
 /// Rows of a sequence that a task of the convolution has: enough that laying out its weights costs little beside them.
@@ -298,6 +300,11 @@ impl CpuBackend {
                 for ((row, dx), dprojection) in rows.zip(dx.chunks_exact_mut(n)).zip(dprojection.chunks_exact_mut(width)) {
                     let (z, dz) = (&projection[row * width..][g.z_columns()], &mut dprojection[g.z_columns()]);
                     let of_row = row * n..(row + 1) * n;
+                    if convert::is_zero(self.isa, &dy[of_row.clone()]) {
+                        dx.fill(0.0);
+                        dz.fill(T::from_f32(0.0));
+                        continue;
+                    }
                     rows::gated_norm_backward(self.isa, &dy[of_row.clone()], &x[of_row], z, weight, eps, dx, dz);
                 }
             });

@@ -14,6 +14,7 @@
 use super::*;
 use crate::Result;
 use crate::cpu::memory::Buffer;
+use crate::cpu::rows::convert;
 use crate::cpu::rows::delta_chunk::{BlockBackward, Weighted};
 
 /// Bytes of states that are kept at a time, unless the heads of all threads take more.
@@ -126,7 +127,7 @@ struct Place {
     row: usize,
     count: usize,
     v_head: usize,
-    /// Whether it is the sequence's first chunk, before which the state is nothing but zeros; and its last, behind which nobody asks for the state.
+    /// Whether it is the sequence's first chunk, before which the state is nothing but zeros; and the last that there is a way back through, behind which nobody asks for the state.
     is_first: bool,
     is_last: bool,
 }
@@ -210,7 +211,9 @@ impl Rule<'_> {
         out: &Outputs,
     ) {
         let state_len = self.g.k_dim * self.width;
-        let chunks = span.tokens.len().div_ceil(CHUNK);
+        // Behind the last token that has a gradient there is nothing to go back through.
+        let chunks = self.tokens_with_gradient(dout, span, v_head).div_ceil(CHUNK);
+        self.write_nothing(span.tokens.start + (chunks * CHUNK).min(span.tokens.len())..span.tokens.end, v_head, out);
         let tokens = |chunk: usize| {
             let row = span.tokens.start + chunk * CHUNK;
             let (is_first, is_last) = (chunk == 0, chunk + 1 == chunks);
@@ -233,6 +236,27 @@ impl Rule<'_> {
             self.chunk_again(inputs, &place, work, back);
             self.chunk_backward(inputs, dout, &place, work, back);
             self.write(&place, work, back, out);
+        }
+    }
+
+    /// Tokens of a sequence up to the last whose output has a gradient other than zero.
+    fn tokens_with_gradient(&self, dout: &[f32], span: &DeltaSpan, v_head: usize) -> usize {
+        let (width, v_dim) = (self.g.value_width(), self.g.v_dim);
+        let is_zero = |row: usize| convert::is_zero(self.isa, &dout[row * width + v_head * v_dim..][..v_dim]);
+        span.tokens.clone().rev().find(|&row| !is_zero(row)).map_or(0, |row| row + 1 - span.tokens.start)
+    }
+
+    /// The gradients of a head of tokens that have none.
+    fn write_nothing(&self, rows: Range<usize>, v_head: usize, out: &Outputs) {
+        let g = self.g;
+        for row in rows {
+            let (value, gate) = (row * g.value_width() + v_head * g.v_dim, row * g.v_heads + v_head);
+            // SAFETY: each task has the heads of one key head of its tokens.
+            unsafe {
+                out.v.part(value..value + g.v_dim).fill(0.0);
+                out.beta.part(gate..gate + 1)[0] = 0.0;
+                out.g.part(gate..gate + 1)[0] = 0.0;
+            }
         }
     }
 

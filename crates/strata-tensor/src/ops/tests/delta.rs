@@ -1,7 +1,7 @@
 //! The gated delta net: its definition, its gradient, and its bits however a sequence is cut and whoever is beside it.
 
 use super::*;
-use crate::backend::{DeltaGeometry, DeltaParams, DeltaSpan};
+use crate::backend::{DeltaGeometry, DeltaInputs, DeltaParams, DeltaSpan};
 use crate::testing::{RemoteBackend, rows};
 use crate::{DELTA_CHUNK, RecurrentStates, TensorRef};
 
@@ -398,4 +398,65 @@ fn what_does_not_fit_a_gated_delta_net_is_an_error() {
     assert!(matches!(b.recurrent_states(1 << 60, &net.g), Err(Error::OutOfMemory { .. })));
     assert!(b.recurrent_slot_bytes(&net.g) >= 4 * net.g.v_heads * net.g.k_dim * net.g.v_dim);
     assert_eq!(DELTA_CHUNK, 64);
+}
+
+/// What comes behind the last token with a gradient is not looked at: there are no numbers here.
+#[test]
+fn the_rule_does_not_go_back_through_chunks_to_which_no_gradient_comes() {
+    let (net, b) = (Net::new(2, 4, 24, 20, 4), backend());
+    let g = net.g;
+    let widths = [g.key_width(), g.key_width(), g.value_width(), g.v_heads, g.v_heads];
+    // Tokens, those that have numbers, and those with a gradient, of two sequences.
+    let sequences = [(200, 128, 70), (150, 64, 0)];
+    let inputs_of = |lengths: [usize; 2]| {
+        let mut inputs = widths.map(|_| Vec::new());
+        for (s, len) in lengths.into_iter().enumerate() {
+            for (i, (numbers, width)) in inputs.iter_mut().zip(widths).enumerate() {
+                // Keys of some length below 1, decays and steps as they are after their gates.
+                let number = |x: f32| match i {
+                    0..3 => x * 0.2,
+                    3 => -x.abs() * 0.1,
+                    _ => 1.0 / (1.0 + x.exp()),
+                };
+                let random = normal(128 * width, (10 * s + i) as u64);
+                let row = |row: usize| random.get(row * width..(row + 1) * width).filter(|_| row < sequences[s].1);
+                numbers.extend(
+                    (0..len).flat_map(|t| row(t).map_or(vec![f32::NAN; width], |r| r.iter().map(|&x| number(x)).collect())),
+                );
+            }
+        }
+        let tokens: usize = lengths.iter().sum();
+        let [q, k, v, decay, beta] = inputs;
+        let of = |numbers: Vec<f32>, width: usize| Tensor::from_f32(&numbers, &[tokens, width], DType::F32).unwrap();
+        DeltaInputs {
+            q: of(q, widths[0]),
+            k: of(k, widths[1]),
+            v: of(v, widths[2]),
+            g: of(decay, widths[3]),
+            beta: of(beta, widths[4]),
+        }
+    };
+    let gradients = |lengths: [usize; 2]| {
+        let tokens: usize = lengths.iter().sum();
+        let mut dout = Vec::new();
+        for (s, len) in lengths.into_iter().enumerate() {
+            let random = normal(128 * g.value_width(), 90 + s as u64);
+            let with = sequences[s].2.min(len) * g.value_width();
+            dout.extend_from_slice(&random[..with]);
+            dout.resize(dout.len() + len * g.value_width() - with, 0.0);
+        }
+        let dout = Tensor::from_f32(&dout, &[tokens, g.value_width()], DType::F32).unwrap();
+        let stale = |width: usize| Tensor::from_f32(&vec![f32::NAN; tokens * width], &[tokens, width], DType::F32).unwrap();
+        let [q, k, v, decay, beta] = widths.map(stale);
+        let mut found = DeltaInputs { q, k, v, g: decay, beta };
+        b.delta_rule_backward(&dout, &inputs_of(lengths), &g, &whole_spans(&lengths), &mut found).unwrap();
+        [found.q, found.k, found.v, found.g, found.beta].map(|t| t.to_f32_vec())
+    };
+    let (all, short) = (gradients([200, 150]), gradients([128, 64]));
+    for ((all, short), width) in all.into_iter().zip(short).zip(widths) {
+        let bits = |numbers: &[f32]| numbers[..128 * width].iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&all) == bits(&short));
+        assert!(short[..128 * width].iter().filter(|v| **v != 0.0).count() > 64 * width);
+        assert!(all[128 * width..].iter().all(|v| *v == 0.0));
+    }
 }
