@@ -17,7 +17,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::api::{Client, Failure, ForwardBackwardOutput, LoraSpec, ModelId, Response, SamplerId};
+use crate::api::{CheckpointSource, Client, Failure, ForwardBackwardOutput, LoraSpec, ModelId, Response, SamplerId};
 use crate::budget::Budget;
 use crate::compute::Compute;
 use crate::fair::{Fair, Standing, Work};
@@ -38,13 +38,30 @@ enum SamplerSlot<C: Compute> {
     Ready {
         weights: (WeightsId, C::Frozen),
         bytes: u64,
+        loaded_from: Option<LoadedFrom>,
     },
     /// Being loaded.
     Loading {
         ticket: u64,
+        loaded_from: LoadedFrom,
         reply: PendingReply,
         queued: Vec<(Plan, Asked)>,
     },
+}
+
+/// An owner's checkpoint. What comes of it twice is the same, if its save has an identity.
+#[derive(Clone)]
+struct LoadedFrom {
+    owner: Arc<str>,
+    source: CheckpointSource,
+    /// The adapter that it is known to hold.
+    lora: LoraSpec,
+}
+
+impl LoadedFrom {
+    fn is_same(&self, other: &Self) -> bool {
+        self.source.save_id.is_some() && self.source == other.source && self.lora == other.lora && self.owner == other.owner
+    }
 }
 
 /// Everything the engine owns.
@@ -334,22 +351,38 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         c: &C,
         sampler_id: SamplerId,
         client: Client,
-        source: Option<(crate::api::CheckpointSource, LoraSpec)>,
+        source: Option<(CheckpointSource, LoraSpec)>,
         reply: PendingReply,
     ) {
         if !self.intake.wants_sampler(&sampler_id) {
             return reply.fail_user(format!("sampling weights {sampler_id} were dropped before they were made"));
         }
         let Some((source, lora)) = source else {
-            self.samplers.insert(sampler_id, SamplerSlot::Ready { weights: (WeightsId::BASE, c.base()), bytes: 0 });
+            self.samplers
+                .insert(sampler_id, SamplerSlot::Ready { weights: (WeightsId::BASE, c.base()), bytes: 0, loaded_from: None });
             return reply.send(Ok(Response::Sampler));
         };
+        let loaded_from = LoadedFrom { owner: client.owner.clone(), source: source.clone(), lora: lora.clone() };
+        if let Some((weights, bytes)) = self.loaded_before(&loaded_from) {
+            self.samplers.insert(sampler_id, SamplerSlot::Ready { weights, bytes, loaded_from: Some(loaded_from) });
+            return reply.send(Ok(Response::Sampler));
+        }
         let ticket = self.next_uid();
         // What is kept of it is set aside already, in another form.
         let bytes = c.adapter_bytes(&lora).map_or(0, |bytes| bytes.read(false));
         let load = Load { ticket, source, with_optimizer: false, replaces: None, bytes_max: bytes, beside_bytes: bytes };
         self.files.load(&client, load, LoadFor::Sampler { sampler_id: sampler_id.clone(), lora });
-        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, reply, queued: Vec::new() });
+        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, loaded_from, reply, queued: Vec::new() });
+    }
+
+    /// The weights of a checkpoint that others sample from already, and their bytes: who samples from the same weights shares what was computed of prompts, and steps read them once.
+    fn loaded_before(&self, from: &LoadedFrom) -> Option<((WeightsId, C::Frozen), u64)> {
+        self.samplers.values().find_map(|slot| match slot {
+            SamplerSlot::Ready { weights, bytes, loaded_from: Some(other) } if other.is_same(from) => {
+                Some((weights.clone(), *bytes))
+            }
+            _ => None,
+        })
     }
 
     fn drop_sampler(&mut self, sampler_id: &str, failure: &Failure) {
@@ -408,7 +441,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let Some(tenant) = self.tenants.get_mut(model_id) else { return false };
         tenant.due = false;
         let replaced = |sampler_id: &str| match self.samplers.get(sampler_id) {
-            Some(SamplerSlot::Ready { weights, bytes }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
+            Some(SamplerSlot::Ready { weights, bytes, .. }) if self.batcher.uses(weights.0) => Some((weights.0, *bytes)),
             _ => None,
         };
         let (mut retired, mut has_room) = (None, true);
@@ -528,7 +561,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         // Samples that run keep the weights they began with.
         let weights = c.freeze(learner)?;
         let bytes = c.adapter_bytes(&tenant.lora).map_or(0, |bytes| bytes.frozen);
-        self.samplers.insert(sampler_id.to_owned(), SamplerSlot::Ready { weights, bytes });
+        self.samplers.insert(sampler_id.to_owned(), SamplerSlot::Ready { weights, bytes, loaded_from: None });
         Ok(())
     }
 }

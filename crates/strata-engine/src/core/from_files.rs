@@ -92,15 +92,19 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         if !is_it {
             return;
         }
-        let Some(SamplerSlot::Loading { reply, queued, .. }) = self.samplers.remove(&sampler_id) else { return };
+        let Some(SamplerSlot::Loading { reply, queued, loaded_from, .. }) = self.samplers.remove(&sampler_id) else { return };
         let weights = result.and_then(|state| {
             fits(c, &state, lora).map_err(Failure::User)?;
-            Ok((c.freeze_state(&state)?, c.state_bytes(&state).frozen))
+            // Others may have asked for the same at the same time.
+            match self.loaded_before(&loaded_from) {
+                Some(loaded) => Ok(loaded),
+                None => Ok(((WeightsId::fresh(), c.freeze_state(&state)?), c.state_bytes(&state).frozen)),
+            }
         });
         match weights {
-            Ok((frozen, bytes)) => {
-                let weights = (WeightsId::fresh(), frozen);
-                self.samplers.insert(sampler_id, SamplerSlot::Ready { weights: weights.clone(), bytes });
+            Ok((weights, bytes)) => {
+                let slot = SamplerSlot::Ready { weights: weights.clone(), bytes, loaded_from: Some(loaded_from) };
+                self.samplers.insert(sampler_id, slot);
                 reply.send(Ok(Response::Sampler));
                 queued.into_iter().for_each(|(plan, asked)| self.batcher.submit(plan, weights.clone(), asked));
             }

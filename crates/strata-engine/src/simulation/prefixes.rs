@@ -2,13 +2,17 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::api::{Client, Image, Outcome, Request, Response, SampleOutput, SampleRequest, Stop};
+use crate::api::{
+    CheckpointSource, Client, Image, LoraSpec, Outcome, Request, Response, SampleOutput, SampleRequest, SaveTarget, Stop,
+    TrainOp,
+};
 
 use super::toy::Worked;
 use super::{Engine, Limits};
 
 struct Asker {
     engine: Engine,
+    client: Client,
     sent: usize,
 }
 
@@ -23,22 +27,28 @@ impl Asker {
     }
 
     fn over(limits: Limits) -> Self {
-        let mut asker = Asker { engine: Engine::new(limits), sent: 0 };
+        let mut asker = Asker { engine: Engine::new(limits), client: client(), sent: 0 };
         asker.ask(Request::CreateSampler { sampler_id: "base".into(), source: None });
         asker
     }
 
     fn ask(&mut self, request: Request) -> Response {
+        self.outcome_of(request).unwrap()
+    }
+
+    fn outcome_of(&mut self, request: Request) -> Outcome {
         self.sent += 1;
         let answer = Arc::new(Mutex::new(None));
         let to = answer.clone();
         let reply = Box::new(move |outcome: Outcome, _| *to.lock().unwrap() = Some(outcome));
-        self.engine.handle().submit(format!("r{}", self.sent).into(), client(), request, reply).unwrap();
+        self.engine.handle().submit(format!("r{}", self.sent).into(), self.client.clone(), request, reply).unwrap();
         loop {
-            self.engine.turn();
+            if !self.engine.turn() {
+                self.engine.advance_to_disk();
+            }
             self.engine.audit().unwrap();
             if let Some(outcome) = answer.lock().unwrap().take() {
-                return outcome.unwrap();
+                return outcome;
             }
         }
     }
@@ -50,6 +60,10 @@ impl Asker {
 
     /// As [`Asker::sample`], with pictures at the beginning.
     fn sample_of(&mut self, pictures: &[&[u8]], prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
+        self.sample_from("base", pictures, prompt, max_tokens)
+    }
+
+    fn sample_from(&mut self, from: &str, pictures: &[&[u8]], prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
         let sample = SampleRequest {
             images: pictures.iter().map(|&file| Image { at: 0, file: file.into(), expected_tokens: None }).collect(),
             max_tokens: Some(max_tokens),
@@ -57,7 +71,7 @@ impl Asker {
             stop: Stop::Tokens(Vec::new()),
             ..SampleRequest::of(prompt.to_vec())
         };
-        match self.ask(Request::Sample { sampler_id: "base".into(), sample }) {
+        match self.ask(Request::Sample { sampler_id: from.into(), sample }) {
             Response::Sampled(output) => (output.prompt_cache_hit_tokens, output),
             other => panic!("{other:?}"),
         }
@@ -156,4 +170,39 @@ fn pictures_that_find_no_room_together_are_seen_one_after_another() {
     // Two of them are still there.
     small.sample_of(&pictures[3..], &tokens(1, 4), 3);
     assert_eq!(small.sights().len(), 5);
+}
+
+#[test]
+fn samplers_of_one_save_share_weights_and_prefixes_and_no_others_do() {
+    let mut asker = Asker::new(0);
+    let lora = LoraSpec { rank: 2, seed: 1, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() };
+    asker.ask(Request::CreateModel { model_id: "m".into(), lora: lora.clone() });
+    for (seq_id, save_id) in (1..).zip(["first", "second"]) {
+        let target = SaveTarget {
+            root: "".into(),
+            dir: "/d".into(),
+            name: "/d".into(),
+            overwrite: true,
+            metadata: serde_json::json!({ "save_id": save_id }),
+            recipients: vec![],
+        };
+        asker.ask(Request::Train { model_id: "m".into(), seq_id, op: TrainOp::SaveSampler(target) });
+        let source = CheckpointSource { dir: "/d".into(), name: "/d".into(), save_id: Some(save_id.into()) };
+        for n in 0..3 {
+            // The third is somebody else's.
+            asker.client.owner = if n == 2 { "other" } else { "o" }.into();
+            let (sampler_id, source) = (format!("{save_id}{n}"), Some((source.clone(), lora.clone())));
+            asker.ask(Request::CreateSampler { sampler_id: sampler_id.clone(), source });
+            let (found, _) = asker.sample_from(&sampler_id, &[], &tokens(1, 14), 3);
+            assert_eq!(found, if n == 1 { 12 } else { 0 }, "{sampler_id}");
+        }
+        asker.client = client();
+        // Who takes it for a smaller one is refused, as if nobody had loaded it.
+        let smaller = Some((source, LoraSpec { rank: 1, ..lora.clone() }));
+        let outcome = asker.outcome_of(Request::CreateSampler { sampler_id: "smaller".into(), source: smaller });
+        assert!(outcome.is_err(), "{save_id}: {outcome:?}");
+        // One of the two goes, and the other goes on.
+        asker.ask(Request::DropSampler { sampler_id: format!("{save_id}0") });
+        assert_eq!(asker.sample_from(&format!("{save_id}1"), &[], &tokens(1, 14), 3).0, 12);
+    }
 }
