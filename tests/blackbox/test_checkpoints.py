@@ -64,6 +64,26 @@ def test_named_sampler_weights_do_not_change_when_training_goes_on(service, trai
     assert not same_bits(evaluate(training), expected), "and sampling an old checkpoint leaves the live weights alone"
 
 
+def test_sampling_clients_of_one_save_share_it_and_those_of_the_next_do_not(service, training):
+    prompt = types.ModelInput.from_ints(encode("the quick brown fox jumps over the lazy dog " * 20)[:200])
+    params = types.SamplingParams(max_tokens=8, temperature=0.0)
+
+    def sampled(path):
+        output = service.create_sampling_client(model_path=path).sample(prompt, 1, params).result()
+        return output.prompt_cache_hit_tokens, output.sequences[0]
+
+    train(training, DATA, steps=2)
+    path = training.save_weights_for_sampler("shared").result().path
+    (none, first), (found, second) = sampled(path), sampled(path)
+    assert (none, found) == (0, 192)
+    assert first.tokens == second.tokens and same_bits(first.logprobs, second.logprobs)
+    service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    train(training, DATA, steps=2)
+    assert training.save_weights_for_sampler("shared").result().path == path
+    none, third = sampled(path)
+    assert none == 0 and not same_bits(first.logprobs, third.logprobs)
+
+
 def test_a_training_checkpoint_can_be_sampled(service, training):
     train(training, DATA, steps=2)
     path = training.save_state("both").result().path

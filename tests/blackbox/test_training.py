@@ -32,6 +32,19 @@ def test_forward_and_forward_backward_give_the_same_bits(training):
         assert same_bits(logprobs_of(forward, i), logprobs_of(backward, i))
 
 
+def test_completions_of_a_long_prompt_have_the_bits_that_each_has_alone(training):
+    prompt = encode("what is computed once is not computed again; " * 40)[:1500]
+    answers = [encode(f"completion {i}: {SENTENCE}"[: 20 + 9 * i]) for i in range(4)]
+    data = [next_token(prompt + answer) for answer in answers]
+    assert sum(datum.model_input.length for datum in data) > 2 * 2048, "more than a pass has otherwise"
+    together = training.forward(data, "cross_entropy").result()
+    trained = training.forward_backward(data, "cross_entropy").result()
+    for i, datum in enumerate(data):
+        alone = logprobs_of(training.forward([datum], "cross_entropy").result())
+        assert same_bits(logprobs_of(together, i), alone)
+        assert same_bits(logprobs_of(trained, i), alone)
+
+
 def test_cross_entropy_reports_one_loss_per_token_and_their_sum(training):
     prompt, answer = chat_prompt("Reverse: planet"), answer_tokens("tenalp")
     data = [supervised(prompt, answer), next_token(encode(SENTENCE))]

@@ -263,8 +263,15 @@ pub(super) fn attend(
     let mut attend = |spans: &[AttentionSpan<'_>], pages: &mut KvPages| {
         match &copies {
             Copies::LeftOut(repeats) => {
-                let runs: Vec<AttentionSpan<'_>> = spans.iter().flat_map(|span| repeats.runs(span)).collect();
-                backend.write_kv(qkv, g, &runs, pages)?;
+                let mut runs: Vec<_> = spans.iter().map(|span| repeats.runs(span).into_iter()).collect();
+                loop {
+                    // Runs of one sequence may meet in a page: each is written before the next.
+                    let of_each: Vec<AttentionSpan<'_>> = runs.iter_mut().filter_map(Iterator::next).collect();
+                    if of_each.is_empty() {
+                        break;
+                    }
+                    backend.write_kv(qkv, g, &of_each, pages)?;
+                }
             }
             _ => backend.write_kv(qkv, g, spans, pages)?,
         }

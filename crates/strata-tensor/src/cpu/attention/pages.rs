@@ -18,7 +18,18 @@ pub(super) fn head_words(g: &AttentionGeometry, per_step: usize, page: usize, kv
     (start, start + keys)
 }
 
+/// The pages that the new tokens of a sequence lie in.
+fn written_pages<'s>(span: &'s AttentionSpan<'_>) -> &'s [u32] {
+    if span.tokens.is_empty() {
+        return &[];
+    }
+    &span.pages[span.past / PAGE..(span.past + span.tokens.len()).div_ceil(PAGE)]
+}
+
 /// Writes the new keys, `[tokens, kv_heads, head_dim]`, and values, unless they are a part of them, to the pages of their sequences. What lies in the rest of a page stays.
+///
+/// # Panics
+/// If two sequences would write one page.
 pub(crate) fn write_pages<T: Element>(
     pool: &Pool,
     isa: Isa,
@@ -32,6 +43,9 @@ pub(crate) fn write_pages<T: Element>(
     assert_eq!(v.is_some(), matches!(g.values, KvValues::Own(_)));
     let per_step = 4 / T::DTYPE.size_bytes();
     let num_pages = pages.num_pages;
+    let mut written: Vec<u32> = spans.iter().flat_map(written_pages).copied().collect();
+    written.sort_unstable();
+    assert!(written.windows(2).all(|pair| pair[0] < pair[1]), "two sequences would write one page");
     // SAFETY: the buffer is aligned to a page, and every four bytes of it are a word.
     let words = SharedMut::new(unsafe {
         std::slice::from_raw_parts_mut(pages.buffer.as_mut_ptr().cast::<u32>(), pages.buffer.len() / 4)
@@ -46,7 +60,7 @@ pub(crate) fn write_pages<T: Element>(
             let page = span.pages[page] as usize;
             assert!(page < num_pages);
             let (keys, values) = head_words(g, per_step, page, kv_head);
-            // SAFETY: a page that is written belongs to one sequence, and each task has one head of it.
+            // SAFETY: a page that is written is that of one sequence, as was seen above, and each task has one head of it.
             let head = unsafe { words.part(keys..keys + head_len) };
             let (key_words, value_words) = head.split_at_mut(values - keys);
             // Rows of this head, from the first of them on.
