@@ -290,7 +290,9 @@ fn sequences_that_show_the_same_pictures_at_their_beginning_have_the_bits_that_e
         let mut other = first.tokens.clone();
         other[place(&first)] += 1;
         let short = &first.tokens[..place(&first)];
-        let sequences: [(&[u32], usize); 4] = [(&first.tokens, 3), (&other, 3), (short, 1), (&first.tokens, 3)];
+        // The first to come ends within the first picture.
+        let within = &first.tokens[..first.images[0].0 + 13];
+        let sequences: [(&[u32], usize); 5] = [(within, 1), (&first.tokens, 3), (&other, 3), (short, 1), (&first.tokens, 3)];
         let batch_of = |sequences: &[(&[u32], usize)]| {
             let mut batch = PackedBatch::new();
             batch.begin_group(Some(&adapter));
