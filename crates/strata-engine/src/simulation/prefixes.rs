@@ -205,4 +205,10 @@ fn samplers_of_one_save_share_weights_and_prefixes_and_no_others_do() {
         asker.ask(Request::DropSampler { sampler_id: format!("{save_id}0") });
         assert_eq!(asker.sample_from(&format!("{save_id}1"), &[], &tokens(1, 14), 3).0, 12);
     }
+    // A save without an identity may be another the next time.
+    let source = CheckpointSource { dir: "/d".into(), name: "/d".into(), save_id: None };
+    for sampler_id in ["nameless0", "nameless1"] {
+        asker.ask(Request::CreateSampler { sampler_id: sampler_id.into(), source: Some((source.clone(), lora.clone())) });
+        assert_eq!(asker.sample_from(sampler_id, &[], &tokens(1, 14), 3).0, 0, "{sampler_id}");
+    }
 }
