@@ -322,7 +322,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     }
 
     /// Tokens for which training has memory now.
-    fn room(&self) -> usize {
+    pub(super) fn room(&self) -> usize {
         let in_work: usize = self.passes.iter().map(|p| p.room).sum();
         self.budget.activation_tokens.saturating_sub(in_work)
     }

@@ -7,6 +7,7 @@ use super::State;
 use super::passes::{PassInWork, Sees};
 use crate::api::{Client, Failure, RequestId};
 use crate::compute::{Compute, PassError};
+use crate::datum::Extent;
 use crate::fair::{Standing, Work};
 use crate::files::Storage;
 use crate::pictures::{Picture, PictureId};
@@ -53,13 +54,13 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         let depth = self.passes.len();
         let mut seen = Some(Seen::<C>::new());
         while let Some(so_far) = seen.as_mut() {
-            let Some((tokens, missing)) = self.look_ahead(model_id, tokens_max, so_far) else {
+            let Some((extent, missing)) = self.look_ahead(model_id, tokens_max, so_far) else {
                 seen = None;
                 break;
             };
             // What was seen takes its part of the memory of the pass that it is for.
-            self.passes[depth - 1].room = tokens;
-            self.passes[depth - 1].inner = self.inner_tokens(depth - 1, tokens);
+            self.passes[depth - 1].room = extent.tokens.min(self.room() + self.passes[depth - 1].room);
+            self.passes[depth - 1].inner = self.inner_tokens(depth - 1, extent.work);
             // One that cannot be seen now waits: the pass takes what comes before.
             let may_see = |(_, picture): &(RequestId, Picture)| self.batcher.may_see(&client.owner, picture);
             let Some((request, picture)) = missing.filter(may_see) else { break };
@@ -86,30 +87,30 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         seen
     }
 
-    /// The tokens of the next pass of a model, up to the first picture that was not seen; and that picture, and what request shows it. What was `seen` of others is let go of.
-    fn look_ahead(&mut self, model_id: &str, tokens_max: usize, seen: &mut Seen<C>) -> Option<(usize, Missing)> {
+    /// What the next pass of a model takes, up to the first picture that was not seen; and that picture, and what request shows it. What was `seen` of others is let go of.
+    fn look_ahead(&mut self, model_id: &str, tokens_max: usize, seen: &mut Seen<C>) -> Option<(Extent, Missing)> {
         let tenant = self.tenants.get(model_id)?;
         let next = tenant.next_example().filter(|datum| datum.tokens.len() <= tokens_max)?;
         // An example that is longer than a pass is the only one of its pass.
         let most = self.budget.pass_tokens.min(tokens_max).max(next.tokens.len());
         let mut known = std::mem::take(seen);
-        let (mut tokens, mut work) = (0, 0);
+        let mut total = Extent { tokens: 0, work: 0 };
         for (request, datum, extent) in tenant.next_examples(most) {
-            if work + extent.work > most {
+            if total.work + extent.work > most {
                 break;
             }
-            (tokens, work) = (tokens + extent.tokens, work + extent.work);
+            total = Extent { tokens: total.tokens + extent.tokens, work: total.work + extent.work };
             for picture in datum.pictures.iter() {
                 if seen.contains_key(&picture.id) {
                     continue;
                 }
                 match known.remove(&picture.id).or_else(|| self.batcher.seen(&picture.id)) {
                     Some(known) => drop(seen.insert(picture.id, known)),
-                    None => return Some((tokens, Some((request.clone(), picture.clone())))),
+                    None => return Some((total, Some((request.clone(), picture.clone())))),
                 }
             }
         }
-        Some((tokens, None))
+        Some((total, None))
     }
 
     /// Whether a request is the next that a pass takes of a model.
