@@ -53,11 +53,14 @@ impl Repeats {
     }
 
     /// Where what each of `rows` has lies among the rows that are computed.
+    ///
+    /// # Panics
+    /// If there is no such row.
     pub fn places(&self, rows: impl IntoIterator<Item = usize>) -> Vec<usize> {
         rows.into_iter().map(|row| self.places[row]).collect()
     }
 
-    /// Of the computed rows those of a run of all rows which are its own.
+    /// Of the rows that are computed, counted from the first of them, those of a run of all rows.
     pub fn own(&self, rows: &Range<usize>) -> Range<usize> {
         let place = |row: usize| self.computed.partition_point(|&computed| computed < row);
         place(rows.start)..place(rows.end)

@@ -38,7 +38,10 @@ impl TargetsOfFirsts {
 }
 
 impl Model {
-    /// Log-probabilities of all targets of whole sequences, of which the targets are those of each row.
+    /// [`Model::forward_with`] of whole sequences. A row answers for its own targets and for those of all rows that repeat it.
+    ///
+    /// # Errors
+    /// As there.
     pub(super) fn forward_of_firsts(
         &self,
         inputs: &BatchInputs<'_>,
@@ -78,7 +81,10 @@ impl Model {
         Ok(logprobs)
     }
 
-    /// Hidden states of the rows that are `answered`, or of all, of sequences that live in a cache.
+    /// Hidden states, `[rows, hidden_size]`, of the rows that are `answered`, or of all, of sequences that live in a cache.
+    ///
+    /// # Errors
+    /// As [`Model::step`].
     pub(super) fn step_of_firsts(
         &self,
         inputs: &BatchInputs<'_>,

@@ -45,7 +45,8 @@ pub(crate) fn write_pages<T: Element>(
     let num_pages = pages.num_pages;
     let mut written: Vec<u32> = spans.iter().flat_map(written_pages).copied().collect();
     written.sort_unstable();
-    assert!(written.windows(2).all(|pair| pair[0] < pair[1]), "two sequences would write one page");
+    let twice = written.windows(2).find(|pair| pair[0] == pair[1]);
+    assert!(twice.is_none(), "two sequences would write one page: {twice:?}");
     // SAFETY: the buffer is aligned to a page, and every four bytes of it are a word.
     let words = SharedMut::new(unsafe {
         std::slice::from_raw_parts_mut(pages.buffer.as_mut_ptr().cast::<u32>(), pages.buffer.len() / 4)
