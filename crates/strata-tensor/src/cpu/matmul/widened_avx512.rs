@@ -3,9 +3,9 @@
 //! Roofline (Intel's processors without matrix units): the two multiply-adds of a cycle go through the two ports that shifts and masks also take, so what is widened is paid for in products. A
 //! line of each row of the left side is widened beside the tile, while the line before it is computed with: 2% of the operations. The right side is widened in registers, once for a tile: 8
 //! operations beside 48 multiply-adds of six rows. Where many tiles read it, the first of them writes what it widened, and the others compute with that (`wide`); where few do,
-//! the writing takes longer than the operations that it saves (16 rows: 240 GFLOP/s, and 275 in pairs; 48 rows: 330 and 295). Sixteen rows by one vector, of a left side that was widened for all
-//! panels, widen least and take longer (140 GFLOP/s where pairs make 190): numbers of sixteen rows come from as many lines. Written step by step, one row's number beside the next row's, they would save 8% of
-//! pairs, and tiles of six rows 2%.
+//! the writing takes longer than the operations that it saves (16 rows: 240 GFLOP/s, and 275 in pairs; 48 rows: 330 and 295). Up to thirty rows of a left side
+//! that is widened once for all panels and lies step by step, one row's number beside the next row's, were tried in tiles of sixteen rows by one vector and of fourteen by two, which widen least: in a loop
+//! that does nothing else they run at 91% of the limit from a cache, but in products they are as fast as pairs of 16 rows and slower than those of 12 (`docs/bench.md`).
 //!
 //! A chain adds the first number of a pair and then the second, whichever way: the bits are the same.
 
