@@ -255,7 +255,7 @@ mod tests {
         std::fs::write(dir.path().join("models--org--model/refs/main"), "abc").unwrap();
         std::fs::write(snapshot.join("config.json"), embedded::CONFIG).unwrap();
         std::fs::write(snapshot.join("model.safetensors"), embedded::weights()).unwrap();
-        let hub = HubOptions { cache_dir: path.into(), offline: true, ..HubOptions::from_env() };
+        let hub = HubOptions { cache_dir: path.into(), offline: Some("HF_HUB_OFFLINE"), ..HubOptions::from_env() };
         let source = ModelSource::resolve_with("org/model", &hub, &NoProgress, &|_| Ok(())).unwrap();
         assert_eq!(source.directory(), Some(snapshot.as_path()));
         assert_eq!(source.served_name(), "org/model");

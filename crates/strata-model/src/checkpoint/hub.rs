@@ -133,11 +133,13 @@ pub fn fetch_model(
             }
             Ok(snapshot)
         }
-        _ if options.offline => {
-            let (place, lacking) = (options.cache_dir.display(), lacking.join(", "));
-            Err(Error::Hub(format!("HF_HUB_OFFLINE is set, and of {repository} the cache {place} lacks {lacking}")))
-        }
-        _ => Download::begin(&cache, repository, REVISION, options, progress)?.run(check),
+        _ => match options.offline {
+            Some(variable) => {
+                let (place, lacking) = (options.cache_dir.display(), lacking.join(", "));
+                Err(Error::Hub(format!("{variable} is set, and of {repository} the cache {place} lacks {lacking}")))
+            }
+            None => Download::begin(&cache, repository, REVISION, options, progress)?.run(check),
+        },
     }
 }
 
@@ -153,8 +155,8 @@ fn complete(
     if unknown.is_empty() {
         return None;
     }
-    if options.offline {
-        return Some("HF_HUB_OFFLINE is set".into());
+    if let Some(variable) = options.offline {
+        return Some(format!("{variable} is set"));
     }
     let patience = Patience { silence: options.patience.silence.min(OPTIONAL_SILENCE), pauses: &[] };
     let options = HubOptions { patience, ..options.clone() };

@@ -16,8 +16,8 @@ pub struct HubOptions {
     pub token: Option<String>,
     /// Directory of the cache.
     pub cache_dir: PathBuf,
-    /// Whether to stay off the network.
-    pub offline: bool,
+    /// The variable that says to stay off the network, if one does.
+    pub offline: Option<&'static str>,
     /// How long to wait for the hub, and how often.
     pub patience: Patience,
 }
@@ -51,12 +51,17 @@ impl HubOptions {
             endpoint: variable("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_ENDPOINT.into()),
             token: token(&home),
             cache_dir: cache_dir.unwrap_or_else(|| home.join("hub")),
-            offline: variable("HF_HUB_OFFLINE")
-                .or_else(|| variable("TRANSFORMERS_OFFLINE"))
-                .is_some_and(|value| is_true(&value)),
+            offline: offline(variable),
             patience: Patience::default(),
         }
     }
+}
+
+/// Which variable says to stay off the network: the first that has a value decides.
+pub(super) fn offline(value_of: impl Fn(&str) -> Option<String>) -> Option<&'static str> {
+    let (name, value) =
+        ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].into_iter().find_map(|name| Some((name, value_of(name)?)))?;
+    is_true(&value).then_some(name)
 }
 
 /// A variable of the environment that is set and not empty.

@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::http::{joined, shown};
-use super::options::{expanded, in_one_line, is_true};
+use super::options::{expanded, in_one_line, is_true, offline};
 use super::*;
 use crate::ModelSource;
 
@@ -85,7 +85,7 @@ fn shards_that_the_index_names_are_downloaded_and_resumed() {
     assert!(!snapshot.join("model-00003-of-00003.safetensors").exists());
     fs::remove_file(snapshot.join(two)).unwrap();
     let error = hub.offline(cache.path()).unwrap_err().to_string();
-    assert!(error.contains("HF_HUB_OFFLINE") && error.ends_with(two), "{error}");
+    assert!(error.contains("TRANSFORMERS_OFFLINE is set") && error.ends_with(two), "{error}");
     hub.fetch(cache.path()).unwrap();
     assert!(snapshot.join(two).is_file());
 }
@@ -593,6 +593,18 @@ fn only_plain_names_are_repositories() {
     for name in ["gpt2", "a/b/c", "../etc", "a/..", "/b", "a/", "a b/c", "-a/b", "a/b--c", "a/.b", "a/b?", &"a/b".repeat(100)] {
         assert!(!is_repository_name(name), "{name}");
     }
+}
+
+#[test]
+fn the_first_variable_that_has_a_value_says_whether_to_stay_off_the_network() {
+    let of = |hub: Option<&str>, transformers: Option<&str>| {
+        let values = [("HF_HUB_OFFLINE", hub), ("TRANSFORMERS_OFFLINE", transformers)];
+        offline(|name| values.iter().find(|(known, _)| *known == name)?.1.map(Into::into))
+    };
+    assert_eq!(of(Some("1"), None), Some("HF_HUB_OFFLINE"));
+    assert_eq!(of(None, Some("yes")), Some("TRANSFORMERS_OFFLINE"));
+    assert_eq!(of(Some("0"), Some("1")), None);
+    assert_eq!(of(None, None), None);
 }
 
 #[test]

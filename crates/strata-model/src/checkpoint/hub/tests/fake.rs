@@ -88,7 +88,7 @@ impl Hub {
 
     pub(super) fn options(&self, cache_dir: &Path) -> HubOptions {
         let (endpoint, token, cache_dir) = (self.endpoint.clone(), Some("hf_secret".to_string()), cache_dir.into());
-        HubOptions { endpoint, token, cache_dir, offline: false, patience: QUICK }
+        HubOptions { endpoint, token, cache_dir, offline: None, patience: QUICK }
     }
 
     pub(super) fn fetch(&self, cache_dir: &Path) -> Result<PathBuf> {
@@ -100,7 +100,7 @@ impl Hub {
     }
 
     pub(super) fn offline(&self, cache_dir: &Path) -> Result<PathBuf> {
-        let options = HubOptions { offline: true, ..self.options(cache_dir) };
+        let options = HubOptions { offline: Some("TRANSFORMERS_OFFLINE"), ..self.options(cache_dir) };
         fetch_model("org/model", &options, &NoProgress, &|_| Ok(()))
     }
 
