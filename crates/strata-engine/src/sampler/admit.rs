@@ -284,8 +284,9 @@ impl<C: Compute> Batcher<C> {
 pub(super) fn register_full_pages(pool: &mut CachePool, plan: &Plan, sequence: &mut Sequence) {
     let full = sequence.registered..plan.pages_in(sequence.cached);
     for page in full {
-        let Some(&held) = sequence.held.pages.get(page) else { return };
-        sequence.prefix = pool.register(sequence.prefix, &sequence.page(plan, page), held);
+        let tokens = sequence.page(plan, page);
+        let Some(held) = sequence.held.pages.get_mut(page) else { return };
+        sequence.prefix = pool.register(sequence.prefix, &tokens, held);
         sequence.registered = page + 1;
     }
 }

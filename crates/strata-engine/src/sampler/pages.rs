@@ -141,18 +141,24 @@ impl PagePool {
     }
 
     /// Registers a full, held page of tokens. If another page with the same tokens after the same prefix is registered already, that
-    /// one stays. Returns the prefix that the page makes.
-    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: u32) -> Prefix {
+    /// one stays, and takes the place of the held one: both have the same bits. Returns the prefix that the page makes.
+    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: &mut u32) -> Prefix {
         let key: Key = (prefix, tokens.into());
-        if let Some(existing) = self.registered.get(&key) {
-            return Prefix::Page(existing.id);
+        if let Some(&Registration { page: existing, id }) = self.registered.get(&key) {
+            if existing != *page && self.pages[*page as usize].holders == 1 {
+                // In this order there is always one that is not promised.
+                self.release(&[*page]);
+                self.hold(existing);
+                *page = existing;
+            }
+            return Prefix::Page(id);
         }
-        let state = &mut self.pages[page as usize];
+        let state = &mut self.pages[*page as usize];
         assert!(state.holders > 0 && state.key.is_none(), "page {page} is free or registered with other tokens");
         state.key = Some(key.clone());
         let id = self.next_id;
         self.next_id += 1;
-        self.registered.insert(key, Registration { page, id });
+        self.registered.insert(key, Registration { page: *page, id });
         Prefix::Page(id)
     }
 }
@@ -235,9 +241,9 @@ mod tests {
     #[test]
     fn a_prefix_is_found_only_behind_the_same_weights_and_tokens() {
         let mut pool = PagePool::new(4);
-        let (a, b) = (take(&mut pool), take(&mut pool));
-        let after_a = pool.register(ROOT, &tokens(1), a);
-        pool.register(after_a, &tokens(2), b);
+        let (mut a, mut b) = (take(&mut pool), take(&mut pool));
+        let after_a = pool.register(ROOT, &tokens(1), &mut a);
+        pool.register(after_a, &tokens(2), &mut b);
         pool.release(&[a, b]);
         assert_eq!(pool.available(), 4);
         let (page, id) = pool.find(ROOT, &tokens(1)).unwrap();
@@ -255,10 +261,10 @@ mod tests {
     #[test]
     fn the_end_of_the_least_recent_sequence_is_evicted_first() {
         let mut pool = PagePool::new(3);
-        let [a, b, c] = [take(&mut pool), take(&mut pool), take(&mut pool)];
-        let after_a = pool.register(ROOT, &tokens(1), a);
-        pool.register(after_a, &tokens(2), b);
-        pool.register(ROOT, &tokens(3), c);
+        let [mut a, mut b, mut c] = [take(&mut pool), take(&mut pool), take(&mut pool)];
+        let after_a = pool.register(ROOT, &tokens(1), &mut a);
+        pool.register(after_a, &tokens(2), &mut b);
+        pool.register(ROOT, &tokens(3), &mut c);
         pool.release(&[a, b]);
         pool.release(&[c]);
         assert_eq!(take(&mut pool), b);
@@ -272,8 +278,8 @@ mod tests {
     #[test]
     fn a_cache_that_is_emptied_is_free_and_finds_nothing() {
         let mut pool = PagePool::new(2);
-        let a = take(&mut pool);
-        let after_a = pool.register(ROOT, &tokens(1), a);
+        let mut a = take(&mut pool);
+        let after_a = pool.register(ROOT, &tokens(1), &mut a);
         pool.release(&[a]);
         assert_eq!(pool.forget_idle().into_iter().map(Prefix::Page).collect::<Vec<_>>(), [after_a]);
         assert!(pool.find(ROOT, &tokens(1)).is_none());
@@ -281,11 +287,21 @@ mod tests {
     }
 
     #[test]
-    fn a_second_page_with_the_same_tokens_is_not_registered() {
+    fn a_second_page_with_the_same_tokens_gives_way_to_the_first() {
         let mut pool = PagePool::new(2);
-        let (a, b) = (take(&mut pool), take(&mut pool));
-        assert_eq!(pool.register(ROOT, &tokens(1), a), pool.register(ROOT, &tokens(1), b));
+        let (mut a, mut b) = (take(&mut pool), take(&mut pool));
+        let second = b;
+        assert_eq!(pool.register(ROOT, &tokens(1), &mut a), pool.register(ROOT, &tokens(1), &mut b));
+        assert_eq!((b, pool.available()), (a, 1), "both hold the first");
+        assert_eq!(take(&mut pool), second, "the second went straight back to the free pages");
+        pool.release(&[a]);
+        assert_eq!(pool.available(), 0);
         pool.release(&[b]);
-        assert_eq!(take(&mut pool), b, "it went straight back to the free pages");
+        // Of a page that nobody holds, too, when all others are promised.
+        pool.reserve(1);
+        let mut third = second;
+        assert!(matches!(pool.register(ROOT, &tokens(1), &mut third), Prefix::Page(0)));
+        assert_eq!((third, pool.available()), (a, 0));
+        pool.audit(&HashMap::from([(a, 1)]), 1).unwrap();
     }
 }

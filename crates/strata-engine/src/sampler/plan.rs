@@ -2,10 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use strata_model::Held;
-
 use super::job::{Job, Sequence};
-use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_PER_BASE, STEP_TOKENS, Sights};
+use super::pages::Prefix;
+use super::{Batcher, PREFILL_PER_BASE, Part, RowFor, STEP_COPIES, STEP_PER_BASE, STEP_TOKENS, Sights};
 use crate::api::Client;
 use crate::compute::{Compute, RowTask, StepSpan};
 use crate::fair::company_limit;
@@ -18,7 +17,11 @@ impl<C: Compute> Batcher<C> {
         let mut by_session = self.work_by_session();
         let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
         let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
-        wants.iter_mut().for_each(|work| work.reading_max = most(PREFILL_PER_BASE));
+        let mut wanted = HashMap::new();
+        for work in &mut wants {
+            work.reading_max = most(PREFILL_PER_BASE);
+            self.leave_out_alike(work, &mut wanted);
+        }
         let draws = wants.iter().any(|work| !work.decodes.is_empty());
         let longest = most(if draws { STEP_PER_BASE } else { PREFILL_PER_BASE });
         let whole = wants.iter().map(SessionWork::tokens).sum();
@@ -27,9 +30,12 @@ impl<C: Compute> Batcher<C> {
         let company = company_limit(order.iter().zip(tokens_of.iter().copied()), base);
         let limit = company.unwrap_or(whole).min(longest.max(order.len()));
         let quotas = share_among_owners(order, &tokens_of, limit);
+        // Layers with states have rows for copies too.
+        let copies = if self.pool.has_states() { STEP_TOKENS.1.saturating_sub(limit) } else { STEP_COPIES };
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
+        let mut read = Read { copies_left: copies, ..Read::default() };
         for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
-            let taken = self.take_parts(compute, work, quota, &mut parts);
+            let taken = self.take_parts(compute, work, quota, &mut parts, &mut read);
             tokens.push((client.clone(), taken));
         }
         let taken: usize = tokens.iter().map(|(_, taken)| taken).sum();
@@ -62,8 +68,30 @@ impl<C: Compute> Batcher<C> {
         works
     }
 
-    /// Takes up to `quota` tokens of a session's work. Answers how many.
-    fn take_parts(&mut self, compute: &C, work: &SessionWork, quota: usize, parts: &mut Vec<Part>) -> usize {
+    /// Has a session want of its prompts what is new beside those that are `wanted` before it.
+    fn leave_out_alike(&self, work: &mut SessionWork, wanted: &mut Readings) {
+        for (id, missing) in &mut work.prompts {
+            let Some((job, behind)) = self.jobs.get(id).and_then(|job| Some((job, self.behind(job)?))) else { continue };
+            let others = wanted.entry(behind).or_default();
+            let alike = self.alike(job, others).min(*missing);
+            if alike < *missing && others.len() < COMPARED_MAX {
+                others.push((*id, *missing));
+            }
+            if job.plan.pictures.is_empty() {
+                *missing -= alike;
+            }
+        }
+    }
+
+    /// Takes up to `quota` tokens of a session's work, and what repeats what others `read` in this step. Answers how many those are that are new.
+    fn take_parts(
+        &mut self,
+        compute: &C,
+        work: &SessionWork,
+        quota: usize,
+        parts: &mut Vec<Part>,
+        read: &mut Read,
+    ) -> usize {
         let reading = work.reading();
         // Neither drawing nor reading stops while there is the other.
         let for_reading = match (reading, work.decodes.len()) {
@@ -98,55 +126,136 @@ impl<C: Compute> Batcher<C> {
             parts.push(Part::Again { sequence, tokens });
         }
         for &(id, _) in &work.prompts {
-            if left == 0 {
+            if left == 0 && (read.copies_left == 0 || read.parts.is_empty()) {
                 break;
             }
             if let Err(error) = self.look_up_prefix(compute, id) {
                 self.broken.push((id, error));
                 continue;
             }
-            let until = self.jobs.get(&id).map_or(0, |job| self.seen_until(id, job.computed).min(job.plan.prompt.len()));
+            let Some(part) = self.part_of_prompt(id, left, read) else { continue };
             let Some(job) = self.jobs.get_mut(&id) else { continue };
-            let mut tokens = left.min(until - job.computed);
-            if tokens == 0 {
-                continue;
-            }
-            if self.pool.has_room_for_snapshot() {
-                // A snapshot can be taken of what is there at the end of a step.
-                let next_fork = job.forks.iter().find(|&&fork| fork > job.computed);
-                tokens = next_fork.map_or(tokens, |fork| tokens.min(fork - job.computed));
-            }
-            while job.held.pages.len() * self.page_tokens < job.computed + tokens {
+            while job.held.pages.len() * self.page_tokens < job.computed + part.tokens {
                 job.reserved.pages -= 1;
                 job.held.pages.push(self.pool.take_page());
             }
-            left -= tokens;
-            parts.push(Part::Prompt { job: id, tokens });
+            left -= part.tokens - part.copies;
+            read.copies_left -= part.copies;
+            if let Some(behind) = part.behind {
+                read.parts.entry(behind).or_default().push((id, part.tokens));
+            }
+            parts.push(Part::Prompt { job: id, tokens: part.tokens });
         }
         decodes + for_reading - left
     }
 
-    /// Takes over what the cache has of the prompt of a job that is about to begin.
+    /// What a step that may compute `left` more tokens reads of the prompt of a job, if anything.
+    fn part_of_prompt(&self, id: u64, left: usize, read: &Read) -> Option<PromptPart> {
+        let job = self.jobs.get(&id)?;
+        let until = self.seen_until(id, job.computed).min(job.plan.prompt.len());
+        let mut wanted = until - job.computed;
+        if self.pool.has_room_for_snapshot() {
+            // A snapshot can be taken of what is there at the end of a step.
+            let next_fork = job.forks.iter().find(|&&fork| fork > job.computed);
+            wanted = next_fork.map_or(wanted, |fork| wanted.min(fork - job.computed));
+        }
+        let behind = self.behind(job);
+        let alike = behind.as_ref().and_then(|behind| read.parts.get(behind)).map_or(0, |others| self.alike(job, others));
+        // What is seen of a picture may be there twice.
+        let copies = if job.plan.pictures.is_empty() { alike.min(wanted).min(read.copies_left) } else { 0 };
+        let may_find = job.plan.pages_in(job.computed) < job.plan.cacheable_pages() && !self.pool.has_states();
+        let is_shared = alike >= self.page_tokens && may_find;
+        let tokens = match wanted.min(left + copies) {
+            all if all == wanted => all,
+            // Those pages are in the cache when the step is over: it goes on behind them.
+            _ if is_shared || left == 0 => 0,
+            // Others can go on behind whole pages only.
+            some if !self.pool.has_states() && some >= self.page_tokens => {
+                job.plan.pages_in(job.computed + some) * self.page_tokens - job.computed
+            }
+            some => some,
+        };
+        (tokens > 0).then_some(PromptPart { tokens, copies: copies.min(tokens), behind })
+    }
+
+    /// What the next token of a prompt follows, if others can follow the same: whole pages, which are shared.
+    fn behind(&self, job: &Job<C::Frozen>) -> Option<Behind> {
+        let pages = job.plan.pages_in(job.computed);
+        let is_whole = job.computed == pages * self.page_tokens;
+        is_whole.then(|| Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec())))?
+    }
+
+    /// How many tokens of a prompt, from the first that is not computed, are those that one of these reads.
+    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> usize {
+        let with = |&(other, tokens): &(u64, usize)| {
+            let Some(other) = self.jobs.get(&other) else { return 0 };
+            let pairs = job.plan.prompt[job.computed..].iter().zip(&other.plan.prompt[other.computed..]);
+            let same = pairs.take(tokens).take_while(|(a, b)| a == b).count();
+            if job.plan.pictures.is_empty() && other.plan.pictures.is_empty() {
+                return same;
+            }
+            let first = job.plan.pages_in(job.computed);
+            let pages = (first..first + same / self.page_tokens).take_while(|&page| job.plan.page(page) == other.plan.page(page));
+            pages.count() * self.page_tokens
+        };
+        others.iter().map(with).max().unwrap_or(0)
+    }
+
+    /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have
+    /// read beyond them.
     pub(super) fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
-        let Some(job) = self.jobs.get_mut(&id).filter(|job| !job.looked_up) else { return Ok(()) };
-        job.looked_up = true;
-        let pages = (0..job.plan.cacheable_pages()).map(|page| job.plan.page(page));
+        let Some(job) = self.jobs.get_mut(&id) else { return Ok(()) };
+        let known = job.plan.pages_in(job.computed);
+        if job.looked_up && (self.pool.has_states() || job.computed != known * self.page_tokens) {
+            return Ok(());
+        }
+        let begins = !std::mem::replace(&mut job.looked_up, true);
+        let pages = (known..job.plan.cacheable_pages()).map(|page| job.plan.page(page));
         let found = self.pool.find_promised(job.prefix, pages);
+        let hit_tokens = found.pages.len() * self.page_tokens;
         job.reserved.pages -= found.pages.len();
         job.prefix = found.prefix;
-        job.computed = found.pages.len() * self.page_tokens;
-        job.cache_hit_tokens = job.computed;
-        if self.pool.has_states() {
-            // Where another prompt parted from this one, a third may too.
-            job.forks = [found.known * self.page_tokens, job.plan.resumable()];
+        job.computed += hit_tokens;
+        job.cache_hit_tokens = hit_tokens + if begins { 0 } else { job.cache_hit_tokens };
+        job.held.pages.extend(found.pages);
+        if !begins || !self.pool.has_states() {
+            return Ok(());
         }
-        let (mut reserved, mut held) = (job.reserved, Held { pages: found.pages, state: None });
+        // Where another prompt parted from this one, a third may too.
+        job.forks = [found.known * self.page_tokens, job.plan.resumable()];
+        let (mut reserved, mut held) = (job.reserved, std::mem::take(&mut job.held));
         let taken = self.take_state(compute, &mut reserved, &mut held, found.snapshot);
         if let Some(job) = self.jobs.get_mut(&id) {
             (job.reserved, job.held) = (reserved, held);
         }
         taken
     }
+}
+
+/// With so many prompts that others compare theirs, at most.
+const COMPARED_MAX: usize = 32;
+
+/// Weights, and the whole pages that a token follows.
+type Behind = (Prefix, Vec<u32>);
+
+/// Jobs and how many tokens of each, by what these follow.
+type Readings = HashMap<Behind, Vec<(u64, usize)>>;
+
+/// What a step reads of prompts.
+#[derive(Default)]
+struct Read {
+    parts: Readings,
+    /// Tokens that it may still read because they repeat others, beside those that it computes.
+    copies_left: usize,
+}
+
+/// What a step reads of one prompt.
+struct PromptPart {
+    tokens: usize,
+    /// How many of them follow the same tokens as those of others in this step: the device has computed them already.
+    copies: usize,
+    /// What it follows, if others can.
+    behind: Option<Behind>,
 }
 
 /// What a session could run in a step.

@@ -108,7 +108,7 @@ impl CachePool {
     }
 
     /// Registers a full, held page of tokens; see [`PagePool::register`].
-    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: u32) -> Prefix {
+    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: &mut u32) -> Prefix {
         self.pages.register(prefix, tokens, page)
     }
 
@@ -176,10 +176,10 @@ mod tests {
     /// A chain of pages that nobody holds, of `of`, with snapshots behind those of `with`.
     fn keep(pool: &mut CachePool, of: &[u32], with: &[u32]) {
         assert!(pool.try_reserve(Room { pages: of.len(), states: 0 }));
-        let held: Vec<u32> = of.iter().map(|_| pool.take_page()).collect();
+        let mut held: Vec<u32> = of.iter().map(|_| pool.take_page()).collect();
         let mut prefix = ROOT;
-        for ((tokens, page), n) in pages(of).zip(&held).zip(of) {
-            prefix = pool.register(prefix, &tokens, *page);
+        for ((tokens, page), n) in pages(of).zip(&mut held).zip(of) {
+            prefix = pool.register(prefix, &tokens, page);
             assert_eq!(with.contains(n), with.contains(n) && pool.new_snapshot(prefix).is_some());
         }
         pool.release(held.into());

@@ -79,6 +79,43 @@ impl Asker {
 }
 
 impl Asker {
+    /// Samples after many prompts that come at once, each of them from another session. The tokens that each step computed, and the answers.
+    fn wave(&mut self, prompts: &[Vec<i64>], max_tokens: usize) -> (Vec<usize>, Vec<SampleOutput>) {
+        self.wave_from(0, prompts, max_tokens)
+    }
+
+    /// As [`Asker::wave`], with seeds from this one on.
+    fn wave_from(&mut self, seed: u64, prompts: &[Vec<i64>], max_tokens: usize) -> (Vec<usize>, Vec<SampleOutput>) {
+        let answers = Arc::new(Mutex::new(vec![None; prompts.len()]));
+        for (n, prompt) in prompts.iter().enumerate() {
+            let sample = SampleRequest {
+                max_tokens: Some(max_tokens),
+                seed: seed + n as u64,
+                stop: Stop::Tokens(Vec::new()),
+                ..SampleRequest::of(prompt.clone())
+            };
+            self.sent += 1;
+            let to = answers.clone();
+            let reply = Box::new(move |outcome: Outcome, _| to.lock().unwrap()[n] = Some(outcome));
+            let client = Client { session: format!("s{n}").into(), ..client() };
+            let request = Request::Sample { sampler_id: "base".into(), sample };
+            self.engine.handle().submit(format!("r{}", self.sent).into(), client, request, reply).unwrap();
+        }
+        self.engine.shared.log.borrow_mut().clear();
+        while answers.lock().unwrap().iter().any(Option::is_none) {
+            assert!(self.engine.turn());
+            self.engine.audit().unwrap();
+        }
+        let log = self.engine.shared.log.borrow();
+        let steps = log.iter().filter_map(|(_, worked)| if let Worked::Step { tokens, .. } = worked { Some(*tokens) } else { None });
+        let answers = std::mem::take(&mut *answers.lock().unwrap());
+        let outputs = answers.into_iter().map(|outcome| match outcome {
+            Some(Ok(Response::Sampled(output))) => output,
+            other => panic!("{other:?}"),
+        });
+        (steps.collect(), outputs.collect())
+    }
+
     /// Tokens of the pictures that were seen.
     fn sights(&self) -> Vec<usize> {
         let log = self.engine.shared.log.borrow();
@@ -138,6 +175,43 @@ fn with_no_state_to_spare_prompts_are_computed_again() {
     let second = asker.sample(&prompt, 3).1;
     assert_eq!(first.sequences[0].tokens, second.sequences[0].tokens);
     assert_eq!(asker.engine.evictions(), 0);
+}
+
+#[test]
+fn a_prompt_that_many_ask_for_at_once_is_computed_once() {
+    // What a state is where the full pages of a prompt end is kept: a step ends there.
+    for (states, expected) in [(0, &[30][..]), (40, &[28, 2])] {
+        let prompt = tokens(1, 30);
+        let (steps, together) = Asker::new(states).wave(&vec![prompt.clone(); 12], 2);
+        assert_eq!(steps, [expected, &[12]].concat(), "with {states} states");
+        for (seed, output) in (0..).zip(together) {
+            let (steps, alone) = Asker::new(states).wave_from(seed, &[prompt.clone()], 2);
+            assert_eq!((steps, &alone[0].sequences), ([expected, &[1]].concat(), &output.sequences), "with {states} states");
+        }
+    }
+}
+
+#[test]
+fn of_long_prompts_that_begin_alike_one_goes_ahead_and_the_others_take_over_what_it_has_read() {
+    let long = tokens(1, 1400);
+    let ending = |n: i64| [&long[..1390], &tokens(n, 10)[..]].concat();
+    let limits = Limits { pages: 2000, ..Limits::roomy(1) };
+    let same = Asker::over(limits).wave(&vec![long.clone(); 6], 1).0;
+    // The one that goes ahead, and the last page, from which the others draw.
+    assert_eq!(same.iter().sum::<usize>(), 1404, "{same:?}");
+    let parted = Asker::over(limits).wave(&(2..8).map(ending).collect::<Vec<_>>(), 1).0;
+    // The end of each, and of some the page where it parts from the others.
+    assert!((1450..=1480).contains(&parted.iter().sum::<usize>()), "{parted:?}");
+    // Nobody waits for others who ask for something else.
+    let apart = Asker::over(limits).wave(&(0..6).map(|n| tokens(n, 1400)).collect::<Vec<_>>(), 1).0;
+    assert_eq!(apart.iter().sum::<usize>(), 6 * 1400, "{apart:?}");
+}
+
+#[test]
+fn a_prompt_that_another_begins_with_costs_nothing_beside_it() {
+    let mut asker = Asker::new(0);
+    let (steps, _) = asker.wave(&[tokens(1, 30), tokens(1, 22), tokens(1, 7), tokens(2, 30)], 1);
+    assert_eq!(steps, [60]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! notes whom it works for.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::losses::LossInputs;
 use crate::pictures::PictureId;
-use crate::sampler::Room;
+use crate::sampler::{Room, STEP_TOKENS};
 use crate::snapshot::WeightsId;
 
 use super::oracle::{self, EMPTY, Numbers};
@@ -44,6 +44,8 @@ pub(super) const RANK_MAX: usize = 8;
 pub(super) const ADAPTER_FAULT: &str = "toy fault: no adapter";
 /// What no cell may hold when it is read.
 const STALE: u64 = 0xdead;
+/// One in so many tokens of a step is a copy at least, or they are computed like all others.
+const COPIES_PART: usize = 8;
 
 /// What the toy, the disk and those who watch them have in common.
 pub(super) struct Shared {
@@ -622,7 +624,10 @@ impl Compute for Toy {
     }
 
     fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen, Rc<Sight>>]) -> Result<Stepped, String> {
-        let tokens = spans.iter().map(|s| s.tokens.len()).sum();
+        let tokens = num_computed(spans, cache.page_tokens);
+        if tokens > STEP_TOKENS.1 * COPIES_PART / (COPIES_PART - 1) {
+            self.shared.violate(format!("a step computes {tokens} tokens"));
+        }
         let samples: Vec<u64> = spans.iter().flat_map(|s| &s.rows).filter_map(|(_, task)| seed_of(task)).collect();
         self.shared.note(Worked::Step { samples: samples.clone(), tokens });
         let mut out = Vec::new();
@@ -638,6 +643,17 @@ impl Compute for Toy {
         }
         Ok(Stepped { results: out, num_computed: tokens })
     }
+}
+
+/// Tokens of a step that are no copies, or all, where few are: as a model counts them.
+fn num_computed(spans: &[StepSpan<'_, Frozen, Rc<Sight>>], page_tokens: usize) -> usize {
+    let all: usize = spans.iter().map(|span| span.tokens.len()).sum();
+    let (mut firsts, mut copies) = (HashSet::new(), 0);
+    for span in spans.iter().filter(|span| span.past.is_multiple_of(page_tokens) && span.pictures.is_empty()) {
+        let behind = (span.weights.0, &span.held.pages[..span.past / page_tokens]);
+        copies += (1..=span.tokens.len()).filter(|&until| !firsts.insert((behind, &span.tokens[..until]))).count();
+    }
+    if copies * COPIES_PART >= all { all - copies } else { all }
 }
 
 /// Whether the token of a row was guessed, and is what was drawn.
