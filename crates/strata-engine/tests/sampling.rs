@@ -70,6 +70,32 @@ fn the_prefix_cache_changes_nothing_but_the_work() {
 }
 
 #[test]
+fn requests_that_come_at_once_with_prompts_that_begin_alike_have_the_bits_of_each_alone() {
+    let engine = engine();
+    tuned(&engine);
+    let (long, short) = (tokens(1, 700), tokens(2, 90));
+    let prompt = |n: u64| match n % 3 {
+        0 => long.clone(),
+        1 => [&long[..640 - 10 * n as usize], &tokens(n, 30)].concat(),
+        _ => short.clone(),
+    };
+    let request = |n: u64| SampleRequest { prompt_logprobs: n == 3, ..sample_request(prompt(n), 1 + n as usize % 2, 40, n) };
+    let running: Vec<_> =
+        (0..12).map(|n| submit_as(&engine, &format!("session {}", n % 4), sample("tuned", request(n)))).collect();
+    let together: Vec<_> = running.into_iter().map(|rx| sampled(rx.recv().unwrap())).collect();
+    let fresh = common::engine();
+    tuned(&fresh);
+    for (n, together) in (0..).zip(together) {
+        let alone = sampled(ask(&fresh, sample("tuned", request(n))));
+        assert_eq!(sample_bits(&together), sample_bits(&alone), "request {n}");
+        let scores = |output: &SampleOutput| {
+            output.prompt_logprobs.iter().flatten().flatten().map(|lp| lp.to_bits()).collect::<Vec<_>>()
+        };
+        assert_eq!(scores(&together), scores(&alone), "request {n}");
+    }
+}
+
+#[test]
 fn prompt_scores_can_be_had_for_the_last_positions_only() {
     let engine = engine();
     base_sampler(&engine, "base");

@@ -533,10 +533,10 @@ impl Model {
     }
 
     /// Runs sequences that live in the KV cache: prefill chunks and decode steps alike. Answers what `requests[i]` asks of the prediction after token
-    /// `rows[i]` of the batch; `None` where the logits are not finite numbers. `rows` must be sorted.
+    /// `rows[i]` of the batch; `None` where the logits are not finite numbers.
     ///
     /// # Errors
-    /// If a token is not in the vocabulary, pages do not hold a sequence, or rows are out of range or order.
+    /// If a token is not in the vocabulary, pages do not hold a sequence, a row is out of range, or there are not as many requests as rows.
     pub fn step(
         &self,
         batch: &PackedBatch<'_>,
@@ -544,34 +544,37 @@ impl Model {
         rows: &[usize],
         requests: &[RowRequest],
     ) -> Result<Vec<Option<RowReply>>> {
+        if let Some(row) = rows.iter().find(|&&row| row >= batch.len()) {
+            return Err(Error::Batch(format!("row {row} of a batch of {} tokens", batch.len())));
+        }
         let inputs = BatchInputs::new(self.backend(), &self.config, batch)?;
         let undisturbed = &mut || ControlFlow::Continue(());
-        let mut answered = rows.to_vec();
+        let repeats = inputs.repeats.as_ref();
+        // Each is answered by the first row with the same value.
+        let asked: Vec<usize> = rows.iter().map(|&row| repeats.map_or(row, |repeats| repeats.first(row))).collect();
+        let mut answered = asked.clone();
+        answered.sort_unstable();
         answered.dedup();
+        let computed = repeats.map_or(batch.len(), |repeats| repeats.num_computed());
         // Of the others the last layer computes what it keeps alone, unless more is added to all behind it.
-        let are_there = answered.is_sorted() && answered.last().is_none_or(|&row| row < batch.len());
-        let few = are_there && answered.len() < batch.len() && inputs.deepstack(self.config.num_layers - 1).is_empty();
+        let few = answered.len() < computed && inputs.deepstack(self.config.num_layers - 1).is_empty();
         let answered: Option<Rc<[usize]>> = few.then(|| answered.into());
-        let hidden = match &inputs.repeats {
-            Some(repeats) => {
-                let hidden = self.step_of_firsts(&inputs, repeats, answered.as_deref(), cache, undisturbed)?;
-                Tape::inference(self.backend()).constant(hidden)
-            }
+        let hidden = match repeats {
+            Some(repeats) => self.step_of_firsts(&inputs, repeats, answered.clone(), cache, undisturbed)?,
             None => {
                 let leaves = Leaves::Cache { cache, answered: answered.clone() };
                 self.decoder.hidden(&mut Tape::inference(self.backend()), &inputs, leaves, None, undisturbed)?
             }
         };
         let (w, module) = self.decoder.unembedding();
-        let lora = inputs.lora(0, &[(module, 0)]);
-        let (lora, rows) = match &answered {
-            Some(answered) => (
-                LoraGroup::of_rows(&lora, answered),
-                &rows.iter().map(|&row| answered.partition_point(|&other| other < row)).collect::<Vec<_>>()[..],
-            ),
-            None => (lora, rows),
-        };
-        Ok(read_logits(self.backend(), hidden.value(), w, &lora, rows, requests, self.logits_chunk_bytes)?)
+        let mut lora = inputs.lora(0, &[(module, 0)]);
+        let there = answered.as_deref().or(repeats.map(|repeats| repeats.firsts()));
+        if let Some(there) = there {
+            lora = LoraGroup::of_rows(&lora, there);
+        }
+        let place = |row: usize| there.map_or(row, |there| there.partition_point(|&other| other < row));
+        let places: Vec<usize> = asked.into_iter().map(place).collect();
+        Ok(read_logits(self.backend(), hidden.value(), w, &lora, &places, requests, self.logits_chunk_bytes)?)
     }
 
     /// Runs whole sequences and shows what is on the way, logits last. For looking at a model; a batch's logits are all in memory.

@@ -317,8 +317,8 @@ pub trait Backend: Memory + Send + Sync {
         dlogits: &mut Tensor,
     ) -> Result<()>;
 
-    /// What is asked of every row of f32 `logits: [rows, vocab]`; `None` for a row whose logits are not finite numbers.
-    fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>>;
+    /// What `requests[i]` asks of row `rows[i]` of f32 `logits: [rows, vocab]`; `None` where a row's logits are not finite numbers.
+    fn read_logits(&self, logits: &Tensor, rows: &[usize], requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>>;
 
     /// One AdamW step (Loshchilov & Hutter, 2019, arXiv:1711.05101) over a stack, all f32; clears `gradient`.
     fn adamw(

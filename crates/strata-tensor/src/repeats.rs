@@ -92,7 +92,10 @@ impl Repeats {
     }
 
     /// The first row with the value of this one.
-    pub(crate) fn first(&self, row: usize) -> usize {
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn first(&self, row: usize) -> usize {
         self.computed[self.places[row]]
     }
 

@@ -84,14 +84,7 @@ impl<C: Compute> Batcher<C> {
     }
 
     /// Takes up to `quota` tokens of a session's work, and what repeats what others `read` in this step. Answers how many those are that are new.
-    fn take_parts(
-        &mut self,
-        compute: &C,
-        work: &SessionWork,
-        quota: usize,
-        parts: &mut Vec<Part>,
-        read: &mut Read,
-    ) -> usize {
+    fn take_parts(&mut self, compute: &C, work: &SessionWork, quota: usize, parts: &mut Vec<Part>, read: &mut Read) -> usize {
         let reading = work.reading();
         // Neither drawing nor reading stops while there is the other.
         let for_reading = match (reading, work.decodes.len()) {
@@ -195,7 +188,8 @@ impl<C: Compute> Batcher<C> {
                 return same;
             }
             let first = job.plan.pages_in(job.computed);
-            let pages = (first..first + same / self.page_tokens).take_while(|&page| job.plan.page(page) == other.plan.page(page));
+            let pages =
+                (first..first + same / self.page_tokens).take_while(|&page| job.plan.page(page) == other.plan.page(page));
             pages.count() * self.page_tokens
         };
         others.iter().map(with).max().unwrap_or(0)

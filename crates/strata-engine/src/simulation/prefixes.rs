@@ -107,7 +107,8 @@ impl Asker {
             self.engine.audit().unwrap();
         }
         let log = self.engine.shared.log.borrow();
-        let steps = log.iter().filter_map(|(_, worked)| if let Worked::Step { tokens, .. } = worked { Some(*tokens) } else { None });
+        let steps =
+            log.iter().filter_map(|(_, worked)| if let Worked::Step { tokens, .. } = worked { Some(*tokens) } else { None });
         let answers = std::mem::take(&mut *answers.lock().unwrap());
         let outputs = answers.into_iter().map(|outcome| match outcome {
             Some(Ok(Response::Sampled(output))) => output,

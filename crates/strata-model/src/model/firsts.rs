@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use strata_tensor::{Between, LogprobPass, LogprobTargets, LoraGroup, Repeats, Tape, Tensor, target_logprobs};
+use strata_tensor::{Between, LogprobPass, LogprobTargets, LoraGroup, Repeats, Tape, Var, target_logprobs};
 
 use super::{Keeping, Model, Targets};
 use crate::architectures::{BatchInputs, Leaves};
@@ -81,7 +81,7 @@ impl Model {
         Ok(logprobs)
     }
 
-    /// Hidden states, `[rows, hidden_size]`, of the rows that are `answered`, or of all, of sequences that live in a cache.
+    /// Hidden states, `[rows, hidden_size]`, of the rows that are computed, or of those among them that are `answered`, of sequences that live in a cache.
     ///
     /// # Errors
     /// As [`Model::step`].
@@ -89,29 +89,14 @@ impl Model {
         &self,
         inputs: &BatchInputs<'_>,
         repeats: &Rc<Repeats>,
-        answered: Option<&[usize]>,
+        answered: Option<Rc<[usize]>>,
         cache: &mut KvCache,
         between: &mut Between<'_>,
-    ) -> Result<Tensor> {
-        let backend = self.backend();
+    ) -> Result<Var> {
         let firsts = inputs.batch.without(repeats);
-        let own = inputs.without_repeats(backend, &self.config, &firsts)?;
-        let mut places = match answered {
-            Some(answered) => repeats.places(answered.iter().copied()),
-            None => repeats.places(0..inputs.batch.len()),
-        };
-        let answered = answered.map(|_| {
-            let mut firsts = places.clone();
-            firsts.sort_unstable();
-            firsts.dedup();
-            places.iter_mut().for_each(|place| *place = firsts.partition_point(|first| first < place));
-            firsts.into()
-        });
-        let mut tape = Tape::inference_without(backend, repeats.clone());
-        let hidden = self.decoder.hidden(&mut tape, &own, Leaves::Cache { cache, answered }, None, between)?;
-        let hidden = hidden.value();
-        let mut all = backend.scratch(&[places.len(), hidden.shape().row_len()], hidden.dtype())?;
-        backend.gather(hidden.as_ref(), &places, &mut all)?;
-        Ok(all)
+        let own = inputs.without_repeats(self.backend(), &self.config, &firsts)?;
+        let answered = answered.map(|rows| repeats.places(rows.iter().copied()).into());
+        let mut tape = Tape::inference_without(self.backend(), repeats.clone());
+        self.decoder.hidden(&mut tape, &own, Leaves::Cache { cache, answered }, None, between)
     }
 }

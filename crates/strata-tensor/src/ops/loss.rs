@@ -269,7 +269,7 @@ fn chunk(
     Ok(of_runs)
 }
 
-/// What `requests[i]` asks of the prediction after row `rows[i]` of `x`; `None` where logits are not finite numbers. About `chunk_bytes` of logits are
+/// What `requests[i]` asks of the prediction after row `rows[i]` of `x`, whose logits are computed once for all who ask of them; `None` where they are not finite numbers. About `chunk_bytes` of logits are
 /// in memory at once.
 ///
 /// # Errors
@@ -299,17 +299,18 @@ pub fn read_logits(
         return Err(Error::Index { op: OP, what: "rows", index: row, size: x.rows() });
     }
     linear::check_groups(OP, lora, x.rows(), w)?;
-    if !rows.is_sorted() {
-        return Err(Error::Unsupported(format!("rows {rows:?} of a batch in an order that is not theirs")));
-    }
     let max = logits_chunk_rows(w.out_features(), chunk_bytes);
     let mut replies = Vec::with_capacity(rows.len());
     for (chunk, requests) in rows.chunks(max).zip(requests.chunks(max)) {
-        let mut gathered = backend.scratch(&[chunk.len(), x.shape().row_len()], x.dtype())?;
-        backend.gather(x.as_ref(), chunk, &mut gathered)?;
-        let lora = LoraGroup::of_rows(lora, chunk);
+        let mut distinct = chunk.to_vec();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let mut gathered = backend.scratch(&[distinct.len(), x.shape().row_len()], x.dtype())?;
+        backend.gather(x.as_ref(), &distinct, &mut gathered)?;
+        let lora = LoraGroup::of_rows(lora, &distinct);
         let (logits, _) = linear::forward(backend, &gathered, &Linear { weight: w, bias: None, lora })?;
-        replies.extend(backend.read_logits(&logits, requests)?);
+        let places: Vec<usize> = chunk.iter().map(|row| distinct.partition_point(|other| other < row)).collect();
+        replies.extend(backend.read_logits(&logits, &places, requests)?);
     }
     Ok(replies)
 }

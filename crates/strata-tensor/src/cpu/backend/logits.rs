@@ -79,26 +79,28 @@ impl CpuBackend {
         Ok(())
     }
 
-    pub(super) fn replies(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
+    pub(super) fn replies(&self, logits: &Tensor, rows: &[usize], requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
         let n = logits.shape().row_len();
         let logits = logits.slice::<f32>()?;
+        let rows: Vec<&[f32]> = rows.iter().map(|row| &logits[row * n..][..n]).collect();
         let mut replies = vec![None; requests.len()];
         if requests.len() < self.pool.num_threads() {
-            self.reply_to(logits, n, requests, PIECE, &mut replies);
+            self.reply_to(&rows, requests, PIECE, &mut replies);
         } else {
             // A row stays in the cache of one core.
             let out = SharedMut::new(&mut replies);
             self.pool.run(requests.len(), &|row| {
                 // SAFETY: tasks have rows of their own.
                 let out = unsafe { rows_mut(&out, &(row..row + 1), 1) };
-                self.reply_to(&logits[row * n..][..n], n, &requests[row..row + 1], n, out);
+                self.reply_to(&rows[row..row + 1], &requests[row..row + 1], n, out);
             });
         }
         Ok(replies)
     }
 
-    /// Replies to requests of rows of `n` logits. Pieces of `piece` logits, whole spans or whole rows, are summed up on all threads, or on the one that it is called on within a task.
-    fn reply_to(&self, logits: &[f32], n: usize, requests: &[RowRequest], piece: usize, replies: &mut [Option<RowReply>]) {
+    /// Replies to requests of rows of logits. Pieces of `piece` logits, whole spans or whole rows, are summed up on all threads, or on the one that it is called on within a task.
+    fn reply_to(&self, logits: &[&[f32]], requests: &[RowRequest], piece: usize, replies: &mut [Option<RowReply>]) {
+        let n = logits.first().map_or(0, |row| row.len());
         let (rows, blocks, spans, pieces) =
             (requests.len(), n.div_ceil(draw::BLOCK), n.div_ceil(draw::SPAN), n.div_ceil(piece));
         let bytes = taken_bytes::<f32>(rows * blocks) + 2 * taken_bytes::<f64>(rows * spans);
@@ -118,7 +120,7 @@ impl CpuBackend {
                     let (row, piece) = piece_of(task);
                     // SAFETY: pieces are of whole blocks, and tasks have pieces of their own.
                     let maxima = unsafe { maxima.part(in_row(row, blocks, &piece, draw::BLOCK)) };
-                    draw::block_maxima(self.isa, &logits[row * n..][piece], maxima);
+                    draw::block_maxima(self.isa, &logits[row][piece], maxima);
                 });
             }
             let maxima = &*maxima;
@@ -132,15 +134,15 @@ impl CpuBackend {
                     let (sums, tempered) = unsafe { (sums.part(own.clone()), tempered.part(own)) };
                     let factor = draw::inverse_temperature(&requests[row], n);
                     let maximum = draw::maximum(of_row(row));
-                    draw::span_sums(self.isa, &logits[row * n..][piece], maximum, factor, sums, tempered);
+                    draw::span_sums(self.isa, &logits[row][piece], maximum, factor, sums, tempered);
                 });
             }
             let (sums, tempered) = (&*sums, &*tempered);
             let out = SharedMut::new(replies);
             self.pool.run(rows, &|row| {
                 let (factor, spans) = (draw::inverse_temperature(&requests[row], n), row * spans..(row + 1) * spans);
-                let (logits, sums) = (&logits[row * n..][..n], &sums[spans.clone()]);
-                let row_of = draw::Row::new(self.isa, logits, of_row(row), factor, sums, &tempered[spans]);
+                let sums = &sums[spans.clone()];
+                let row_of = draw::Row::new(self.isa, logits[row], of_row(row), factor, sums, &tempered[spans]);
                 // SAFETY: tasks have rows of their own.
                 let out = unsafe { rows_mut(&out, &(row..row + 1), 1) };
                 out[0] = draw::reply(row_of, &requests[row]);
@@ -180,7 +182,8 @@ mod tests {
             let mut logits = backend.zeros(&[rows.len(), n], DType::F32)?;
             let of_rows = &values[rows.start * n..rows.end * n];
             backend.upload(HostRef::from_f32(of_rows, &[rows.len(), n])?, logits.as_mut())?;
-            backend.read_logits(&logits, &requests[rows])
+            let all: Vec<usize> = (0..rows.len()).collect();
+            backend.read_logits(&logits, &all, &requests[rows])
         };
         let alone = (0..requests.len()).map(|row| read(1, row..row + 1)).collect::<Result<Vec<_>>>()?.concat();
         assert!(alone.iter().all(Option::is_some));
@@ -189,6 +192,13 @@ mod tests {
             assert_eq!(read(threads, 0..requests.len())?, alone, "{threads} threads");
             assert_eq!(read(threads, 1..2)?, alone[1..2], "{threads} threads");
         }
+        // Several may ask of one row.
+        let backend = CpuBackend::with_isa(Isa::detect(), 2);
+        let mut logits = backend.zeros(&[2, n], DType::F32)?;
+        backend.upload(HostRef::from_f32(&values[..2 * n], &[2, n])?, logits.as_mut())?;
+        let asked = [requests[3].clone(), requests[0].clone(), requests[1].clone()];
+        let replies = backend.read_logits(&logits, &[0, 0, 1], &asked)?;
+        assert_eq!((&replies[1..], replies[0] == alone[0]), (&alone[..2], false));
         Ok(())
     }
 }

@@ -412,8 +412,8 @@ impl Backend for CpuBackend {
         self.gradient_of_logits(logits, log_normalizers, targets, gradient, dlogits)
     }
 
-    fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
-        self.replies(logits, requests)
+    fn read_logits(&self, logits: &Tensor, rows: &[usize], requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
+        self.replies(logits, rows, requests)
     }
 
     fn adamw(

@@ -244,8 +244,8 @@ impl Backend for RemoteBackend {
         self.change(dlogits, |dlogits| self.cpu.logits_gradient(logits, log_normalizers, targets, gradient, dlogits))
     }
 
-    fn read_logits(&self, logits: &Tensor, requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
-        self.cpu.read_logits(&self.fetch(logits.as_ref())?, requests)
+    fn read_logits(&self, logits: &Tensor, rows: &[usize], requests: &[RowRequest]) -> Result<Vec<Option<RowReply>>> {
+        self.cpu.read_logits(&self.fetch(logits.as_ref())?, rows, requests)
     }
 
     fn adamw(
