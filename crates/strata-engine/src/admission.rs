@@ -10,6 +10,7 @@ use crate::intake::{Control, Intake, Op, QueuedOp};
 use crate::optimizer;
 use crate::reply::{PendingReply, Reply};
 use crate::sampler::{Asked, Plan, REQUEST_BYTES, SamplerLimits};
+use crate::snapshot::LoadedFrom;
 
 type AdapterSizes = Box<dyn Fn(&LoraSpec) -> Result<AdapterBytes, String> + Send + Sync>;
 
@@ -77,7 +78,8 @@ impl Admission {
                     Some((_, lora)) => self.sizes(lora).map(|bytes| bytes.frozen),
                     None => Ok(0),
                 };
-                match bytes.and_then(|bytes| self.intake.add_sampler(&sampler_id, &client, bytes)) {
+                let from = source.clone().map(|(source, lora)| LoadedFrom { owner: client.owner.clone(), source, lora });
+                match bytes.and_then(|bytes| self.intake.add_sampler(&sampler_id, &client, bytes, from)) {
                     Ok(()) => self.control(reply, |reply| Control::CreateSampler { sampler_id, client, source, reply }),
                     Err(refusal) => refuse(reply, refusal),
                 }

@@ -25,7 +25,7 @@ use crate::files::{Done, Files, Load, LoadFor, Save, SaveFor, Storage};
 use crate::intake::{Control, Intake, Op, QueuedOp};
 use crate::reply::PendingReply;
 use crate::sampler::{Asked, Batcher, Plan, Room, Speculating};
-use crate::snapshot::WeightsId;
+use crate::snapshot::{LoadedFrom, WeightsId};
 use crate::tenant::{RunningForward, Tenant};
 
 /// Tokens whose arithmetic takes about as long as what every training pass costs whatever its length.
@@ -40,28 +40,14 @@ enum SamplerSlot<C: Compute> {
         bytes: u64,
         loaded_from: Option<LoadedFrom>,
     },
-    /// Being loaded.
+    /// Being loaded, alone or with others that have the same ticket.
     Loading {
         ticket: u64,
+        client: Client,
         loaded_from: LoadedFrom,
         reply: PendingReply,
         queued: Vec<(Plan, Asked)>,
     },
-}
-
-/// An owner's checkpoint. What comes of it twice is the same, if its save has an identity.
-#[derive(Clone)]
-struct LoadedFrom {
-    owner: Arc<str>,
-    source: CheckpointSource,
-    /// The adapter that it is known to hold.
-    lora: LoraSpec,
-}
-
-impl LoadedFrom {
-    fn is_same(&self, other: &Self) -> bool {
-        self.source.save_id.is_some() && self.source == other.source && self.lora == other.lora && self.owner == other.owner
-    }
 }
 
 /// Everything the engine owns.
@@ -294,7 +280,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
             Control::CreateSampler { sampler_id, client, source, reply } => {
                 self.create_sampler(c, sampler_id, client, source, reply);
             }
-            Control::DropSampler { sampler_id, failure } => self.drop_sampler(&sampler_id, &failure),
+            Control::DropSampler { sampler_id, failure } => self.drop_sampler(c, &sampler_id, &failure),
             Control::Sample { plan, asked } => self.sample(plan, asked),
             Control::Cancel { request_id } => {
                 let failure = cancelled();
@@ -362,40 +348,71 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
                 .insert(sampler_id, SamplerSlot::Ready { weights: (WeightsId::BASE, c.base()), bytes: 0, loaded_from: None });
             return reply.send(Ok(Response::Sampler));
         };
-        let loaded_from = LoadedFrom { owner: client.owner.clone(), source: source.clone(), lora: lora.clone() };
-        if let Some((weights, bytes)) = self.loaded_before(&loaded_from) {
-            self.samplers.insert(sampler_id, SamplerSlot::Ready { weights, bytes, loaded_from: Some(loaded_from) });
-            return reply.send(Ok(Response::Sampler));
-        }
+        let loaded_from = LoadedFrom { owner: client.owner.clone(), source, lora };
+        // Who samples from the same weights shares what was computed of prompts, and steps read them once.
+        let same = |other: &LoadedFrom| other.is_same(&loaded_from);
+        let found = self.samplers.values().find_map(|slot| match slot {
+            SamplerSlot::Ready { weights, bytes, loaded_from: Some(other) } if same(other) => {
+                Some(Ok((weights.clone(), *bytes)))
+            }
+            SamplerSlot::Loading { ticket, loaded_from: other, .. } if same(other) => Some(Err(*ticket)),
+            _ => None,
+        });
+        let ticket = match found {
+            Some(Ok((weights, bytes))) => {
+                self.samplers.insert(sampler_id, SamplerSlot::Ready { weights, bytes, loaded_from: Some(loaded_from) });
+                return reply.send(Ok(Response::Sampler));
+            }
+            Some(Err(ticket)) => ticket,
+            None => self.load_sampler(c, &client, &loaded_from),
+        };
+        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, client, loaded_from, reply, queued: Vec::new() });
+    }
+
+    /// Has sampling weights loaded; the ticket of the load.
+    fn load_sampler(&mut self, c: &C, client: &Client, from: &LoadedFrom) -> u64 {
         let ticket = self.next_uid();
         // What is kept of it is set aside already, in another form.
-        let bytes = c.adapter_bytes(&lora).map_or(0, |bytes| bytes.read(false));
+        let bytes = c.adapter_bytes(&from.lora).map_or(0, |bytes| bytes.read(false));
+        let source = from.source.clone();
         let load = Load { ticket, source, with_optimizer: false, replaces: None, bytes_max: bytes, beside_bytes: bytes };
-        self.files.load(&client, load, LoadFor::Sampler { sampler_id: sampler_id.clone(), lora });
-        self.samplers.insert(sampler_id, SamplerSlot::Loading { ticket, loaded_from, reply, queued: Vec::new() });
+        self.files.load(client, load, LoadFor::Sampler { lora: from.lora.clone() });
+        ticket
     }
 
-    /// The weights of a checkpoint that others sample from already, and their bytes: who samples from the same weights shares what was computed of prompts, and steps read them once.
-    fn loaded_before(&self, from: &LoadedFrom) -> Option<((WeightsId, C::Frozen), u64)> {
-        self.samplers.values().find_map(|slot| match slot {
-            SamplerSlot::Ready { weights, bytes, loaded_from: Some(other) } if other.is_same(from) => {
-                Some((weights.clone(), *bytes))
-            }
-            _ => None,
-        })
-    }
-
-    fn drop_sampler(&mut self, sampler_id: &str, failure: &Failure) {
+    fn drop_sampler(&mut self, c: &C, sampler_id: &str, failure: &Failure) {
         match self.samplers.remove(sampler_id) {
             Some(SamplerSlot::Ready { .. }) => {
                 self.batcher.cancel_where(|asked| asked.sampler_id == sampler_id, failure);
             }
-            Some(SamplerSlot::Loading { ticket, reply, queued, .. }) => {
-                self.files.abandon_load(ticket);
+            Some(SamplerSlot::Loading { ticket, loaded_from, reply, queued, .. }) => {
                 queued.into_iter().for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
                 reply.send(Err(failure.clone()));
+                self.leave_load(c, ticket, &loaded_from);
             }
             None => {}
+        }
+    }
+
+    /// Gives up a load that nobody waits for any more of the client in whose turn it is read. For others it begins again.
+    fn leave_load(&mut self, c: &C, ticket: u64, from: &LoadedFrom) {
+        let others = self.samplers.values().filter_map(|slot| match slot {
+            SamplerSlot::Loading { ticket: other, client, .. } if *other == ticket => Some(client.clone()),
+            _ => None,
+        });
+        let others: Vec<Client> = others.collect();
+        if others.iter().any(|client| self.files.reader(ticket) == Some(client)) {
+            return;
+        }
+        self.files.abandon_load(ticket);
+        let Some(next) = others.first() else { return };
+        let begun = self.load_sampler(c, next, from);
+        for slot in self.samplers.values_mut() {
+            if let SamplerSlot::Loading { ticket: other, .. } = slot
+                && *other == ticket
+            {
+                *other = begun;
+            }
         }
     }
 

@@ -79,8 +79,8 @@ pub(crate) struct Load {
 pub(crate) enum LoadFor {
     /// The tenant of this uid, made by it or given new weights.
     Tenant { uid: u64 },
-    /// Sampling weights, with room for an adapter of this shape.
-    Sampler { sampler_id: String, lora: LoraSpec },
+    /// Sampling weights, whoever waits for them, with room for an adapter of this shape.
+    Sampler { lora: LoraSpec },
 }
 
 /// The queues in front of a storage.
@@ -238,6 +238,11 @@ impl<S> Files<S> {
             self.captured_bytes -= self.reading.swap_remove(at).beside_bytes;
         }
         self.loading.remove(&ticket)
+    }
+
+    /// In whose turn something is read, or was until now.
+    pub(crate) fn reader(&self, ticket: u64) -> Option<&Client> {
+        self.loading.get(&ticket).map(|(client, _)| client)
     }
 
     /// Forgets whom a load is for. Whether it has not begun, and does not: what is being read takes its memory until it is.

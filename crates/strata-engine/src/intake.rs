@@ -8,6 +8,8 @@
 //! Room for adapters is decided here too, when a request is accepted, in the order of acceptance: whether there is room does not depend on how
 //! far the engine has got. The last of it is for those who have nothing yet: a session without adapters, and then an owner without any.
 
+#[cfg(any(test, feature = "simulation"))]
+mod audit;
 mod room;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -21,6 +23,7 @@ use crate::ledger::{Charge, Ledger, Shortage};
 use crate::limits::SEQUENCE_AHEAD_MAX;
 use crate::reply::PendingReply;
 use crate::sampler::{Asked, Plan};
+use crate::snapshot::LoadedFrom;
 
 use room::AdapterRoom;
 
@@ -129,6 +132,8 @@ struct SamplerEntry {
     uid: u64,
     client: Client,
     bytes: u64,
+    /// What they were loaded from. Of all names for the same weights, one has the bytes.
+    from: Option<LoadedFrom>,
     /// Whether there is something behind it, or a request of its own that will tell.
     made: bool,
     /// Snapshots that have not begun and are to make it. Without any, and not made, the name is given up.
@@ -225,18 +230,26 @@ impl Intake {
         Ok(())
     }
 
-    /// Accepts sampling weights with room for `bytes`.
+    /// Accepts sampling weights with room for `bytes`, or in the room of others that are loaded `from` the same.
     ///
     /// # Errors
     /// If they exist or there is no room.
-    pub(crate) fn add_sampler(&self, sampler_id: &SamplerId, client: &Client, bytes: u64) -> Result<(), Refusal> {
+    pub(crate) fn add_sampler(
+        &self,
+        sampler_id: &SamplerId,
+        client: &Client,
+        bytes: u64,
+        from: Option<LoadedFrom>,
+    ) -> Result<(), Refusal> {
         let mut inner = self.lock();
         if inner.samplers.contains_key(sampler_id) {
             return Err(Refusal::User(format!("sampling weights {sampler_id} exist already")));
         }
+        let is_there = from.as_ref().is_some_and(|from| inner.others_from(from).next().is_some());
+        let bytes = if is_there { 0 } else { bytes };
         self.take_adapter_room(&mut inner, client, bytes)?;
         inner.last_uid += 1;
-        let entry = SamplerEntry { uid: inner.last_uid, client: client.clone(), bytes, made: true, pending: 0 };
+        let entry = SamplerEntry { uid: inner.last_uid, client: client.clone(), bytes, from, made: true, pending: 0 };
         inner.samplers.insert(sampler_id.clone(), entry);
         Ok(())
     }
@@ -319,6 +332,10 @@ impl Intake {
             let more = queue.bytes.frozen.saturating_sub(there.as_ref().map_or(0, |there| there.bytes));
             let refused = match (there, room.check("a snapshot", more)) {
                 (Some(_), _) if !*replace => Some(format!("sampling weights {sampler_id} exist already")),
+                // Others may sample from the same.
+                (Some(there), _) if there.from.is_some() => {
+                    Some(format!("sampling weights {sampler_id} were loaded, and no snapshot takes their place"))
+                }
                 // It is not sent again: what follows it would have to wait for others to give something up.
                 (_, Err(refusal)) if more > 0 => Some(refusal.to_string()),
                 (Some(there), _) => {
@@ -332,7 +349,8 @@ impl Intake {
                     *last_uid += 1;
                     *entry = *last_uid;
                     *adapter_bytes_used += more;
-                    let made = SamplerEntry { uid: *entry, client: queue.client.clone(), bytes: more, made: false, pending: 1 };
+                    let client = queue.client.clone();
+                    let made = SamplerEntry { uid: *entry, client, bytes: more, from: None, made: false, pending: 1 };
                     samplers.insert(sampler_id.clone(), made);
                     None
                 }
@@ -541,73 +559,6 @@ impl Intake {
     }
 }
 
-#[cfg(any(test, feature = "simulation"))]
-impl Intake {
-    /// Bytes of adapters that outlive their names.
-    pub(crate) fn kept_bytes(&self) -> u64 {
-        self.lock().kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum()
-    }
-
-    /// Bytes of adapters that are accounted for; `None` while something that is given up waits for the engine to hear of it.
-    pub(crate) fn adapter_bytes(&self) -> Option<u64> {
-        let inner = self.lock();
-        inner.controls.is_empty().then_some(inner.adapter_bytes_used)
-    }
-
-    /// What is kept although nothing is open.
-    pub(crate) fn leftovers(&self) -> Result<(), String> {
-        let inner = self.lock();
-        let tables = (inner.controls.len(), inner.models.len(), inner.ready.len(), inner.waiting.len(), inner.samplers.len());
-        if tables != (0, 0, 0, 0, 0) || !inner.kept.is_empty() || inner.adapter_bytes_used != 0 {
-            return Err(format!(
-                "{tables:?} controls, models, ready, waiting, samplers, and {} bytes are kept",
-                inner.adapter_bytes_used
-            ));
-        }
-        Ok(())
-    }
-
-    /// Requests that wait here.
-    pub(crate) fn open_requests(&self) -> usize {
-        let inner = self.lock();
-        inner.controls.len() + inner.models.values().map(|q| q.waiting.len()).sum::<usize>()
-    }
-
-    /// What is wrong with the books, if anything. The simulation asks after every step.
-    pub(crate) fn audit(&self) -> Result<(), String> {
-        let inner = self.lock();
-        let models: u64 = inner.models.values().map(|q| q.bytes.training).sum();
-        let samplers: u64 = inner.samplers.values().map(|s| s.bytes).sum();
-        let kept: u64 = inner.kept.values().filter(|kept| kept.within.is_none()).map(|kept| kept.bytes).sum();
-        if models + samplers + kept != inner.adapter_bytes_used || inner.adapter_bytes_used > self.adapter_bytes_max {
-            return Err(format!(
-                "adapters take {models} + {samplers} + {kept} bytes, {} are counted",
-                inner.adapter_bytes_used
-            ));
-        }
-        let waiting: BTreeSet<&RequestId> = inner.models.values().flat_map(|q| q.waiting.values().map(|op| &op.id)).collect();
-        if waiting.len() != inner.waiting.len() {
-            return Err(format!("{} operations wait, {} are indexed", waiting.len(), inner.waiting.len()));
-        }
-        let ready: BTreeSet<&ModelId> =
-            inner.models.iter().filter(|(_, q)| q.waiting.contains_key(&q.next)).map(|(id, _)| id).collect();
-        if ready != inner.ready.iter().collect() {
-            return Err(format!("{ready:?} are ready, {:?} are noted", inner.ready));
-        }
-        for (id, entry) in &inner.samplers {
-            let waits = |op: &&QueuedOp| matches!(&op.op, Op::Snapshot { entry: uid, .. } if *uid == entry.uid);
-            let pending = inner.models.values().flat_map(|q| q.waiting.values()).filter(waits).count();
-            if pending != entry.pending || (pending == 0 && !entry.made) {
-                return Err(format!("sampling weights {id}: {pending} snapshots wait, {} are counted", entry.pending));
-            }
-        }
-        if self.ledger.used() > self.ledger.total() {
-            return Err(format!("{} of {} bytes are charged", self.ledger.used(), self.ledger.total()));
-        }
-        Ok(())
-    }
-}
-
 impl Inner {
     /// What `client` may have of `total` bytes.
     fn adapter_room(&self, client: &Client, total: u64) -> AdapterRoom {
@@ -632,9 +583,18 @@ impl Inner {
     }
 
     fn remove_sampler(&mut self, sampler_id: &str) -> bool {
-        let Some(entry) = self.samplers.remove(sampler_id) else { return false };
-        self.adapter_bytes_used -= entry.bytes;
+        let Some(SamplerEntry { bytes, from, .. }) = self.samplers.remove(sampler_id) else { return false };
+        match from.as_ref().filter(|_| bytes > 0).and_then(|from| self.others_from(from).next()) {
+            // What it has stays, in the name of another.
+            Some(other) => other.bytes = bytes,
+            None => self.adapter_bytes_used -= bytes,
+        }
         true
+    }
+
+    /// Names for the weights that are loaded from this.
+    fn others_from<'a>(&'a mut self, from: &'a LoadedFrom) -> impl Iterator<Item = &'a mut SamplerEntry> {
+        self.samplers.values_mut().filter(|entry| entry.from.as_ref().is_some_and(|other| other.is_same(from)))
     }
 
     /// Forgets a snapshot that will not be made, and its name if nothing else is behind it.

@@ -21,7 +21,7 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
     pub(super) fn loaded(&mut self, c: &C, ticket: u64, result: Result<C::State, Failure>) {
         match self.files.loaded(ticket) {
             Some((_, LoadFor::Tenant { uid })) => self.tenant_loaded(c, uid, ticket, result),
-            Some((_, LoadFor::Sampler { sampler_id, lora })) => self.sampler_loaded(c, sampler_id, ticket, &lora, result),
+            Some((_, LoadFor::Sampler { lora })) => self.sampler_loaded(c, ticket, &lora, result),
             // Given up meanwhile: its requests have been answered. Its memory is free before others may have it.
             None => drop(result),
         }
@@ -80,38 +80,30 @@ impl<C: Compute, S: Storage<C::State>> State<C, S> {
         }
     }
 
-    fn sampler_loaded(
-        &mut self,
-        c: &C,
-        sampler_id: SamplerId,
-        ticket: u64,
-        lora: &LoraSpec,
-        result: Result<C::State, Failure>,
-    ) {
-        let is_it = matches!(self.samplers.get(&sampler_id), Some(SamplerSlot::Loading { ticket: at, .. }) if *at == ticket);
-        if !is_it {
-            return;
-        }
-        let Some(SamplerSlot::Loading { reply, queued, loaded_from, .. }) = self.samplers.remove(&sampler_id) else { return };
-        let weights = result.and_then(|state| {
+    /// Sampling weights are there, or are not, for all who wait for them.
+    fn sampler_loaded(&mut self, c: &C, ticket: u64, lora: &LoraSpec, result: Result<C::State, Failure>) {
+        let made = result.and_then(|state| {
             fits(c, &state, lora).map_err(Failure::User)?;
-            // Others may have asked for the same at the same time.
-            match self.loaded_before(&loaded_from) {
-                Some(loaded) => Ok(loaded),
-                None => Ok(((WeightsId::fresh(), c.freeze_state(&state)?), c.state_bytes(&state).frozen)),
-            }
+            Ok(((WeightsId::fresh(), c.freeze_state(&state)?), c.state_bytes(&state).frozen))
         });
-        match weights {
-            Ok((weights, bytes)) => {
-                let slot = SamplerSlot::Ready { weights: weights.clone(), bytes, loaded_from: Some(loaded_from) };
-                self.samplers.insert(sampler_id, slot);
-                reply.send(Ok(Response::Sampler));
-                queued.into_iter().for_each(|(plan, asked)| self.batcher.submit(plan, weights.clone(), asked));
-            }
-            Err(failure) => {
-                queued.into_iter().for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
-                self.intake.remove_sampler(&sampler_id, &failure);
-                reply.send(Err(failure));
+        let is_it = |slot: &SamplerSlot<C>| matches!(slot, SamplerSlot::Loading { ticket: at, .. } if *at == ticket);
+        let ids: Vec<SamplerId> = self.samplers.iter().filter(|(_, slot)| is_it(slot)).map(|(id, _)| id.clone()).collect();
+        for sampler_id in ids {
+            let Some(SamplerSlot::Loading { reply, queued, loaded_from, .. }) = self.samplers.remove(&sampler_id) else {
+                continue;
+            };
+            match &made {
+                Ok((weights, bytes)) => {
+                    let slot = SamplerSlot::Ready { weights: weights.clone(), bytes: *bytes, loaded_from: Some(loaded_from) };
+                    self.samplers.insert(sampler_id, slot);
+                    reply.send(Ok(Response::Sampler));
+                    queued.into_iter().for_each(|(plan, asked)| self.batcher.submit(plan, weights.clone(), asked));
+                }
+                Err(failure) => {
+                    queued.into_iter().for_each(|(_, asked)| asked.reply.send(Err(failure.clone())));
+                    self.intake.remove_sampler(&sampler_id, failure);
+                    reply.send(Err(failure.clone()));
+                }
             }
         }
     }

@@ -24,6 +24,8 @@ pub mod oracle;
 #[cfg(test)]
 mod prefixes;
 #[cfg(test)]
+mod samplers;
+#[cfg(test)]
 mod shares;
 #[cfg(test)]
 mod speculation;

@@ -2,55 +2,64 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::api::{
-    CheckpointSource, Client, Image, LoraSpec, Outcome, Request, Response, SampleOutput, SampleRequest, SaveTarget, Stop,
-    TrainOp,
-};
+use crate::api::{Client, Image, Outcome, Request, Response, SampleOutput, SampleRequest, Stop};
 
 use super::toy::Worked;
 use super::{Engine, Limits};
 
-struct Asker {
-    engine: Engine,
-    client: Client,
+/// A client that waits for each answer.
+pub(super) struct Asker {
+    pub(super) engine: Engine,
+    pub(super) client: Client,
     sent: usize,
 }
 
-fn client() -> Client {
+pub(super) fn client() -> Client {
     Client { owner: "o".into(), session: "s".into() }
 }
 
 impl Asker {
     /// Pages are of 4 tokens.
-    fn new(states: usize) -> Self {
+    pub(super) fn new(states: usize) -> Self {
         Asker::over(Limits { states, ..Limits::roomy(1) })
     }
 
-    fn over(limits: Limits) -> Self {
+    pub(super) fn over(limits: Limits) -> Self {
         let mut asker = Asker { engine: Engine::new(limits), client: client(), sent: 0 };
         asker.ask(Request::CreateSampler { sampler_id: "base".into(), source: None });
         asker
     }
 
-    fn ask(&mut self, request: Request) -> Response {
+    pub(super) fn ask(&mut self, request: Request) -> Response {
         self.outcome_of(request).unwrap()
     }
 
-    fn outcome_of(&mut self, request: Request) -> Outcome {
+    pub(super) fn outcome_of(&mut self, request: Request) -> Outcome {
+        let answer = self.send(request);
+        loop {
+            self.turn();
+            if let Some(outcome) = answer.lock().unwrap().take() {
+                return outcome;
+            }
+        }
+    }
+
+    /// Sends a request. The answer comes later.
+    pub(super) fn send(&mut self, request: Request) -> Arc<Mutex<Option<Outcome>>> {
         self.sent += 1;
         let answer = Arc::new(Mutex::new(None));
         let to = answer.clone();
         let reply = Box::new(move |outcome: Outcome, _| *to.lock().unwrap() = Some(outcome));
         self.engine.handle().submit(format!("r{}", self.sent).into(), self.client.clone(), request, reply).unwrap();
-        loop {
-            if !self.engine.turn() {
-                self.engine.advance_to_disk();
-            }
-            self.engine.audit().unwrap();
-            if let Some(outcome) = answer.lock().unwrap().take() {
-                return outcome;
-            }
+        answer
+    }
+
+    /// Has the engine do something, or the disk.
+    fn turn(&mut self) {
+        if !self.engine.turn() {
+            self.engine.advance_to_disk();
         }
+        self.engine.audit().unwrap();
     }
 
     /// Samples after a prompt. How many tokens of it were found, and the answer.
@@ -63,7 +72,13 @@ impl Asker {
         self.sample_from("base", pictures, prompt, max_tokens)
     }
 
-    fn sample_from(&mut self, from: &str, pictures: &[&[u8]], prompt: &[i64], max_tokens: usize) -> (usize, SampleOutput) {
+    pub(super) fn sample_from(
+        &mut self,
+        from: &str,
+        pictures: &[&[u8]],
+        prompt: &[i64],
+        max_tokens: usize,
+    ) -> (usize, SampleOutput) {
         let sample = SampleRequest {
             images: pictures.iter().map(|&file| Image { at: 0, file: file.into(), expected_tokens: None }).collect(),
             max_tokens: Some(max_tokens),
@@ -128,7 +143,7 @@ impl Asker {
     }
 }
 
-fn tokens(seed: i64, count: i64) -> Vec<i64> {
+pub(super) fn tokens(seed: i64, count: i64) -> Vec<i64> {
     (0..count).map(|i| (seed + 3 * i) % 16).collect()
 }
 
@@ -245,45 +260,4 @@ fn pictures_that_find_no_room_together_are_seen_one_after_another() {
     // Two of them are still there.
     small.sample_of(&pictures[3..], &tokens(1, 4), 3);
     assert_eq!(small.sights().len(), 5);
-}
-
-#[test]
-fn samplers_of_one_save_share_weights_and_prefixes_and_no_others_do() {
-    let mut asker = Asker::new(0);
-    let lora = LoraSpec { rank: 2, seed: 1, train_attn: true, train_mlp: true, train_unembed: true, ranks: Default::default() };
-    asker.ask(Request::CreateModel { model_id: "m".into(), lora: lora.clone() });
-    for (seq_id, save_id) in (1..).zip(["first", "second"]) {
-        let target = SaveTarget {
-            root: "".into(),
-            dir: "/d".into(),
-            name: "/d".into(),
-            overwrite: true,
-            metadata: serde_json::json!({ "save_id": save_id }),
-            recipients: vec![],
-        };
-        asker.ask(Request::Train { model_id: "m".into(), seq_id, op: TrainOp::SaveSampler(target) });
-        let source = CheckpointSource { dir: "/d".into(), name: "/d".into(), save_id: Some(save_id.into()) };
-        for n in 0..3 {
-            // The third is somebody else's.
-            asker.client.owner = if n == 2 { "other" } else { "o" }.into();
-            let (sampler_id, source) = (format!("{save_id}{n}"), Some((source.clone(), lora.clone())));
-            asker.ask(Request::CreateSampler { sampler_id: sampler_id.clone(), source });
-            let (found, _) = asker.sample_from(&sampler_id, &[], &tokens(1, 14), 3);
-            assert_eq!(found, if n == 1 { 12 } else { 0 }, "{sampler_id}");
-        }
-        asker.client = client();
-        // Who takes it for a smaller one is refused, as if nobody had loaded it.
-        let smaller = Some((source, LoraSpec { rank: 1, ..lora.clone() }));
-        let outcome = asker.outcome_of(Request::CreateSampler { sampler_id: "smaller".into(), source: smaller });
-        assert!(outcome.is_err(), "{save_id}: {outcome:?}");
-        // One of the two goes, and the other goes on.
-        asker.ask(Request::DropSampler { sampler_id: format!("{save_id}0") });
-        assert_eq!(asker.sample_from(&format!("{save_id}1"), &[], &tokens(1, 14), 3).0, 12);
-    }
-    // A save without an identity may be another the next time.
-    let source = CheckpointSource { dir: "/d".into(), name: "/d".into(), save_id: None };
-    for sampler_id in ["nameless0", "nameless1"] {
-        asker.ask(Request::CreateSampler { sampler_id: sampler_id.into(), source: Some((source.clone(), lora.clone())) });
-        assert_eq!(asker.sample_from(sampler_id, &[], &tokens(1, 14), 3).0, 0, "{sampler_id}");
-    }
 }
