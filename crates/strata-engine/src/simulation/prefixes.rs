@@ -201,7 +201,7 @@ fn a_prompt_that_many_ask_for_at_once_is_computed_once() {
         let (steps, together) = Asker::new(states).wave(&vec![prompt.clone(); 12], 2);
         assert_eq!(steps, [expected, &[12]].concat(), "with {states} states");
         for (seed, output) in (0..).zip(together) {
-            let (steps, alone) = Asker::new(states).wave_from(seed, &[prompt.clone()], 2);
+            let (steps, alone) = Asker::new(states).wave_from(seed, std::slice::from_ref(&prompt), 2);
             assert_eq!((steps, &alone[0].sequences), ([expected, &[1]].concat(), &output.sequences), "with {states} states");
         }
     }
