@@ -80,7 +80,7 @@ impl Asker {
         max_tokens: usize,
     ) -> (usize, SampleOutput) {
         let sample = SampleRequest {
-            images: pictures.iter().map(|&file| Image { at: 0, file: file.into(), expected_tokens: None }).collect(),
+            images: images(pictures),
             max_tokens: Some(max_tokens),
             seed: 1,
             stop: Stop::Tokens(Vec::new()),
@@ -96,14 +96,21 @@ impl Asker {
 impl Asker {
     /// Samples after many prompts that come at once, each of them from another session. The tokens that each step computed, and the answers.
     fn wave(&mut self, prompts: &[Vec<i64>], max_tokens: usize) -> (Vec<usize>, Vec<SampleOutput>) {
-        self.wave_from(0, prompts, max_tokens)
+        self.wave_from(0, &[], prompts, max_tokens)
     }
 
-    /// As [`Asker::wave`], with seeds from this one on.
-    fn wave_from(&mut self, seed: u64, prompts: &[Vec<i64>], max_tokens: usize) -> (Vec<usize>, Vec<SampleOutput>) {
+    /// As [`Asker::wave`], with seeds from this one on, and pictures at the beginning of each.
+    fn wave_from(
+        &mut self,
+        seed: u64,
+        pictures: &[&[u8]],
+        prompts: &[Vec<i64>],
+        max_tokens: usize,
+    ) -> (Vec<usize>, Vec<SampleOutput>) {
         let answers = Arc::new(Mutex::new(vec![None; prompts.len()]));
         for (n, prompt) in prompts.iter().enumerate() {
             let sample = SampleRequest {
+                images: images(pictures),
                 max_tokens: Some(max_tokens),
                 seed: seed + n as u64,
                 stop: Stop::Tokens(Vec::new()),
@@ -141,6 +148,10 @@ impl Asker {
             )
             .collect()
     }
+}
+
+fn images(files: &[&[u8]]) -> Vec<Image> {
+    files.iter().map(|&file| Image { at: 0, file: file.into(), expected_tokens: None }).collect()
 }
 
 pub(super) fn tokens(seed: i64, count: i64) -> Vec<i64> {
@@ -201,7 +212,7 @@ fn a_prompt_that_many_ask_for_at_once_is_computed_once() {
         let (steps, together) = Asker::new(states).wave(&vec![prompt.clone(); 12], 2);
         assert_eq!(steps, [expected, &[12]].concat(), "with {states} states");
         for (seed, output) in (0..).zip(together) {
-            let (steps, alone) = Asker::new(states).wave_from(seed, std::slice::from_ref(&prompt), 2);
+            let (steps, alone) = Asker::new(states).wave_from(seed, &[], std::slice::from_ref(&prompt), 2);
             assert_eq!((steps, &alone[0].sequences), ([expected, &[1]].concat(), &output.sequences), "with {states} states");
         }
     }
@@ -221,6 +232,17 @@ fn of_long_prompts_that_begin_alike_one_goes_ahead_and_the_others_take_over_what
     // Nobody waits for others who ask for something else.
     let apart = Asker::over(limits).wave(&(0..6).map(|n| tokens(n, 1400)).collect::<Vec<_>>(), 1).0;
     assert_eq!(apart.iter().sum::<usize>(), 6 * 1400, "{apart:?}");
+}
+
+#[test]
+fn of_prompts_with_the_same_picture_one_goes_ahead_too() {
+    let (picture, text): (&[u8], _) = (&[9, 1], tokens(1, 30));
+    let mut asker = Asker::new(0);
+    let (steps, together) = asker.wave_from(0, &[picture], &vec![text.clone(); 6], 1);
+    // 39 tokens, of which the others go on behind 36, in which the picture is.
+    assert_eq!((steps.iter().sum::<usize>(), asker.sights()), (39 + 5 * 3, vec![9]), "{steps:?}");
+    let alone = Asker::new(0).wave_from(5, &[picture], &[text], 1).1;
+    assert_eq!(alone[0].sequences, together[5].sequences);
 }
 
 #[test]
