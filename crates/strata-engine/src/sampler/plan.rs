@@ -73,7 +73,7 @@ impl<C: Compute> Batcher<C> {
         for (id, missing) in &mut work.prompts {
             let Some((job, behind)) = self.jobs.get(id).and_then(|job| Some((job, self.behind(job)?))) else { continue };
             let others = wanted.entry(behind).or_default();
-            let alike = self.alike(job, others).tokens.min(*missing);
+            let alike = self.alike(job, others).min(*missing);
             if alike < *missing && others.len() < COMPARED_MAX {
                 others.push((*id, *missing));
             }
@@ -152,16 +152,17 @@ impl<C: Compute> Batcher<C> {
         }
         let behind = self.behind(job);
         let others = behind.as_ref().and_then(|behind| read.parts.get(behind));
-        let alike = others.map_or(Alike::default(), |others| self.alike(job, others));
+        let alike = others.map_or(0, |others| self.alike(job, others));
         // What is seen of a picture may be there twice.
-        let copies = if job.plan.pictures.is_empty() { alike.tokens.min(wanted).min(read.copies_left) } else { 0 };
-        let costs_nothing = copies == alike.tokens.min(wanted);
+        let copies = if job.plan.pictures.is_empty() { alike.min(wanted).min(read.copies_left) } else { 0 };
+        let costs_nothing = copies == alike.min(wanted);
         // Pages that others read are in the cache when the step is over.
         let may_find = job.plan.pages_in(job.computed) < job.plan.cacheable_pages() && !self.pool.has_states();
-        let waits = may_find && (alike.goes_on || (alike.tokens >= self.page_tokens && !costs_nothing));
+        let waits = alike >= self.page_tokens && may_find && !costs_nothing;
         let tokens = match wanted.min(left + copies) {
-            all if all == wanted && (costs_nothing || !waits) => all,
-            _ if waits || left == 0 => 0,
+            _ if waits => 0,
+            all if all == wanted => all,
+            _ if left == 0 => 0,
             // Others can go on behind whole pages only.
             some if !self.pool.has_states() && some >= self.page_tokens => {
                 job.plan.pages_in(job.computed + some) * self.page_tokens - job.computed
@@ -178,21 +179,20 @@ impl<C: Compute> Batcher<C> {
         is_whole.then(|| Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec())))?
     }
 
-    /// How far a prompt, from the first token that is not computed, goes on as one of these does.
-    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> Alike {
+    /// For how many tokens, from the first that is not computed, a prompt goes on as one of these does.
+    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> usize {
         let with = |&(other, tokens): &(u64, usize)| {
-            let other = self.jobs.get(&other)?;
+            let Some(other) = self.jobs.get(&other) else { return 0 };
             let pairs = job.plan.prompt[job.computed..].iter().zip(&other.plan.prompt[other.computed..]);
-            let mut same = pairs.take(tokens).take_while(|(a, b)| a == b).count();
-            if !(job.plan.pictures.is_empty() && other.plan.pictures.is_empty()) {
-                let first = job.plan.pages_in(job.computed);
-                let pages = first..first + same / self.page_tokens;
-                same = pages.take_while(|&page| job.plan.page(page) == other.plan.page(page)).count() * self.page_tokens;
+            let same = pairs.take(tokens).take_while(|(a, b)| a == b).count();
+            if job.plan.pictures.is_empty() && other.plan.pictures.is_empty() {
+                return same;
             }
-            let is_over = other.computed + tokens == other.plan.prompt.len();
-            Some(Alike { tokens: same, goes_on: same == tokens && !is_over })
+            let first = job.plan.pages_in(job.computed);
+            let pages = first..first + same / self.page_tokens;
+            pages.take_while(|&page| job.plan.page(page) == other.plan.page(page)).count() * self.page_tokens
         };
-        others.iter().filter_map(with).max_by_key(|alike| alike.tokens).unwrap_or_default()
+        others.iter().map(with).max().unwrap_or(0)
     }
 
     /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have
@@ -241,14 +241,6 @@ struct Read {
     parts: Readings,
     /// Tokens that it may still read because they repeat others, beside those that it computes.
     copies_left: usize,
-}
-
-/// What a prompt has in common with another that is read.
-#[derive(Default)]
-struct Alike {
-    tokens: usize,
-    /// Whether they may have more in common than is read now.
-    goes_on: bool,
 }
 
 /// What a step reads of one prompt.
