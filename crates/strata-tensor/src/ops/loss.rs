@@ -300,17 +300,26 @@ pub fn read_logits(
     }
     linear::check_groups(OP, lora, x.rows(), w)?;
     let max = logits_chunk_rows(w.out_features(), chunk_bytes);
-    let mut replies = Vec::with_capacity(rows.len());
-    for (chunk, requests) in rows.chunks(max).zip(requests.chunks(max)) {
-        let mut distinct = chunk.to_vec();
-        distinct.sort_unstable();
-        distinct.dedup();
-        let mut gathered = backend.scratch(&[distinct.len(), x.shape().row_len()], x.dtype())?;
-        backend.gather(x.as_ref(), &distinct, &mut gathered)?;
-        let lora = LoraGroup::of_rows(lora, &distinct);
+    let mut by_row: Vec<usize> = (0..rows.len()).collect();
+    by_row.sort_by_key(|&i| rows[i]);
+    let (mut replies, mut left) = (vec![None; rows.len()], &by_row[..]);
+    let mut distinct: Vec<usize> = by_row.iter().map(|&i| rows[i]).collect();
+    distinct.dedup();
+    for chunk in distinct.chunks(max) {
+        let mut gathered = backend.scratch(&[chunk.len(), x.shape().row_len()], x.dtype())?;
+        backend.gather(x.as_ref(), chunk, &mut gathered)?;
+        let lora = LoraGroup::of_rows(lora, chunk);
         let (logits, _) = linear::forward(backend, &gathered, &Linear { weight: w, bias: None, lora })?;
-        let places: Vec<usize> = chunk.iter().map(|row| distinct.partition_point(|other| other < row)).collect();
-        replies.extend(backend.read_logits(&logits, &places, requests)?);
+        let place = |row: usize| chunk.partition_point(|&other| other < row);
+        let (asked, later) = left.split_at(left.partition_point(|&i| place(rows[i]) < chunk.len()));
+        left = later;
+        for asked in asked.chunks(max) {
+            let places: Vec<usize> = asked.iter().map(|&i| place(rows[i])).collect();
+            let requests: Vec<RowRequest> = asked.iter().map(|&i| requests[i].clone()).collect();
+            for (&i, reply) in asked.iter().zip(backend.read_logits(&logits, &places, &requests)?) {
+                replies[i] = reply;
+            }
+        }
     }
     Ok(replies)
 }

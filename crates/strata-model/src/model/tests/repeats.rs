@@ -248,3 +248,25 @@ fn of_every_family_rows_that_repeat_others_are_not_computed_where_nothing_goes_b
         }
     }
 }
+
+#[test]
+fn logits_of_rows_that_repeat_others_are_computed_once_however_few_are_in_memory() {
+    let far = Arc::new(RemoteBackend::new(CpuBackend::with_isa(Isa::detect(), 1)));
+    let mut model = Model::random(far.clone(), config(), 7, DType::F32).unwrap();
+    let prompt = tokens(PAGE_TOKENS, 1);
+    let mut scored = |times: usize, chunk_bytes: usize| {
+        model.set_logits_chunk_bytes(chunk_bytes);
+        let mut batch = PackedBatch::new();
+        (0..times as u32).for_each(|n| batch.push_cached(&prompt, 0, 200, vec![n]));
+        let mut cache = model.new_kv_cache(times, 0).unwrap();
+        let rows: Vec<usize> = (0..batch.len()).collect();
+        let before = far.rows_computed();
+        let replies = model.step(&batch, &mut cache, &rows, &vec![whole_row(); rows.len()]).unwrap();
+        (far.rows_computed() - before, replies)
+    };
+    let (computed, alone) = scored(1, 1 << 20);
+    // Nine rows at a time.
+    let (computed_together, together) = scored(3, 9 * 4 * 301);
+    assert_eq!(computed_together, computed);
+    together.chunks(alone.len()).for_each(|own| assert!(own == alone));
+}
