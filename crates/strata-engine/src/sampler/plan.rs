@@ -12,31 +12,27 @@ use crate::fair::company_limit;
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
     pub(super) fn plan_step(&mut self, compute: &C, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
+        for id in self.prefilling.clone() {
+            if let Err(error) = self.look_up_prefix(compute, id) {
+                self.broken.push((id, error));
+            }
+        }
         let base = self.cost.base_tokens();
         let most = |per_base: usize| (per_base * base).clamp(STEP_TOKENS.0, STEP_TOKENS.1);
         let mut by_session = self.work_by_session();
         let number = |client| self.sessions.get(client).map_or(0, |s| s.number);
-        let mut wants: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
-        let mut wanted = HashMap::new();
-        for work in &mut wants {
-            work.reading_max = most(PREFILL_PER_BASE);
-            self.leave_out_alike(work, &mut wanted);
-        }
-        let draws = wants.iter().any(|work| !work.decodes.is_empty());
+        let mut works: Vec<SessionWork> = order.iter().map(|c| by_session.remove(&number(c)).unwrap_or_default()).collect();
+        works.iter_mut().for_each(|work| work.reading_max = most(PREFILL_PER_BASE));
+        let draws = works.iter().any(|work| !work.decodes.is_empty());
         let longest = most(if draws { STEP_PER_BASE } else { PREFILL_PER_BASE });
-        let whole = wants.iter().map(SessionWork::tokens).sum();
-        let tokens_of: Vec<usize> = wants.iter().map(SessionWork::tokens).collect();
+        let whole = works.iter().map(SessionWork::tokens).sum();
         // If they took turns, the smallest would wait for one step of each: together it may take as long as that.
-        let company = company_limit(order.iter().zip(tokens_of.iter().copied()), base);
+        let company = company_limit(order.iter().zip(works.iter().map(SessionWork::tokens)), base);
         let limit = company.unwrap_or(whole).min(longest.max(order.len()));
-        let quotas = share_among_owners(order, &tokens_of, limit);
-        // Layers with states have rows for copies too.
-        let copies = if self.pool.has_states() { STEP_TOKENS.1.saturating_sub(limit) } else { STEP_COPIES };
         let (mut parts, mut tokens) = (Vec::new(), Vec::new());
-        let mut read = Read { copies_left: copies, ..Read::default() };
-        for ((client, work), quota) in order.iter().zip(&mut wants).zip(quotas) {
-            let taken = self.take_parts(compute, work, quota, &mut parts, &mut read);
-            tokens.push((client.clone(), taken));
+        for (client, plan) in order.iter().zip(self.divide(order, &works, limit)) {
+            tokens.push((client.clone(), plan.tokens));
+            self.take_parts(compute, plan, &mut parts);
         }
         let taken: usize = tokens.iter().map(|(_, taken)| taken).sum();
         let most = company.unwrap_or(usize::MAX).min(longest);
@@ -59,40 +55,88 @@ impl<C: Compute> Batcher<C> {
                 missing => work.again.push((i, missing)),
             }
         }
-        for id in &self.prefilling {
+        for id in self.prefilling.iter().filter(|id| self.broken.iter().all(|(broken, _)| broken != *id)) {
             let job = &self.jobs[id];
-            let until = if job.looked_up { self.seen_until(*id, job.computed) } else { job.plan.prompt.len() };
-            let missing = until.min(job.plan.prompt.len()) - job.computed;
+            let missing = self.seen_until(*id, job.computed).min(job.plan.prompt.len()) - job.computed;
             works.entry(job.session).or_default().prompts.push((*id, missing));
         }
         works
     }
 
-    /// Has a session want of its prompts what is new beside those that are `wanted` before it.
-    fn leave_out_alike(&self, work: &mut SessionWork, wanted: &mut Readings) {
-        for (id, missing) in &mut work.prompts {
-            let Some((job, behind)) = self.jobs.get(id).and_then(|job| Some((job, self.behind(job)?))) else { continue };
-            let others = wanted.entry(behind).or_default();
-            let alike = self.alike(job, others).min(*missing);
-            if alike < *missing && others.len() < COMPARED_MAX {
-                others.push((*id, *missing));
+    /// Divides a step of `limit` tokens that are new among the sessions that are in line.
+    fn divide(&self, order: &[Client], works: &[SessionWork], limit: usize) -> Vec<SessionPlan> {
+        // Layers with states have rows for copies too.
+        let copies_left = if self.pool.has_states() { STEP_TOKENS.1.saturating_sub(limit) } else { STEP_COPIES };
+        let mut wants: Vec<usize> = works.iter().map(SessionWork::tokens).collect();
+        let mut divisions = 0;
+        loop {
+            let quotas = share_among_owners(order, &wants, limit);
+            let mut read = Read { copies_left, ..Read::default() };
+            let plans = works.iter().zip(quotas).map(|(work, quota)| self.plan_session(work, quota, &mut read));
+            let plans: Vec<SessionPlan> = plans.collect();
+            divisions += 1;
+            // What some leave because others read it for them is for those who have too little.
+            let is_over =
+                plans.iter().map(|plan| plan.tokens).sum::<usize>() >= limit || !plans.iter().any(|plan| plan.is_short);
+            if is_over || divisions == DIVISIONS_MAX {
+                return plans;
             }
-            *missing -= alike;
+            for ((want, plan), work) in wants.iter_mut().zip(&plans).zip(works) {
+                *want = if plan.is_short { work.tokens() } else { plan.tokens };
+            }
         }
     }
 
-    /// Takes up to `quota` tokens of a session's work, and what repeats what others `read` in this step. Answers how many those are that are new.
-    fn take_parts(&mut self, compute: &C, work: &SessionWork, quota: usize, parts: &mut Vec<Part>, read: &mut Read) -> usize {
+    /// What a session does with up to `quota` tokens that are new, and with what repeats what others `read` in this step.
+    fn plan_session(&self, work: &SessionWork, quota: usize, read: &mut Read) -> SessionPlan {
         let reading = work.reading();
         // Neither drawing nor reading stops while there is the other.
         let for_reading = match (reading, work.decodes.len()) {
             (0, _) => 0,
             (_, 0) => quota.min(reading),
-            (_, decodes) if quota == 1 => usize::from(self.clock.is_multiple_of(2) || decodes == 0),
+            (_, _) if quota == 1 => usize::from(self.clock.is_multiple_of(2)),
             (_, decodes) => reading.min((quota / 2).max(quota.saturating_sub(decodes))),
         };
-        let decodes = work.decodes.len().min(quota - for_reading);
-        for &sequence in &work.decodes[..decodes] {
+        let mut plan = SessionPlan::default();
+        let mut left = for_reading;
+        for &(sequence, missing) in &work.again {
+            let tokens = missing.min(left);
+            plan.is_short |= tokens < missing;
+            if tokens > 0 {
+                left -= tokens;
+                plan.again.push((sequence, tokens));
+            }
+        }
+        for &(id, _) in &work.prompts {
+            if left == 0 && (read.copies_left == 0 || read.parts.is_empty()) {
+                plan.is_short = true;
+                break;
+            }
+            let Some(part) = self.part_of_prompt(id, left, read) else { continue };
+            plan.is_short |= part.is_short;
+            if part.tokens == 0 {
+                continue;
+            }
+            left -= part.tokens - part.copies;
+            read.copies_left -= part.copies;
+            if let Some(behind) = part.behind {
+                let others = read.parts.entry(behind).or_default();
+                if part.copies < part.tokens && others.len() < COMPARED_MAX {
+                    others.push((id, part.tokens));
+                }
+            }
+            plan.prompts.push((id, part.tokens));
+        }
+        let read = for_reading - left;
+        plan.decodes = work.decodes[..work.decodes.len().min(quota - read)].to_vec();
+        plan.is_short |= plan.decodes.len() < work.decodes.len();
+        plan.tokens = plan.decodes.len() + read;
+        plan
+    }
+
+    /// Takes pages for what a session does.
+    fn take_parts(&mut self, compute: &C, plan: SessionPlan, parts: &mut Vec<Part>) {
+        for sequence in plan.decodes {
             let s = &mut self.running[sequence];
             s.last_step = self.clock;
             if s.cached == s.held.pages.len() * self.page_tokens {
@@ -101,13 +145,7 @@ impl<C: Compute> Batcher<C> {
             }
             parts.push(Part::Decode { sequence });
         }
-        let mut left = for_reading;
-        for &(sequence, missing) in &work.again {
-            let tokens = missing.min(left);
-            if tokens == 0 {
-                break;
-            }
-            left -= tokens;
+        for (sequence, tokens) in plan.again {
             let s = &mut self.running[sequence];
             s.last_step = self.clock;
             while s.held.pages.len() * self.page_tokens < s.cached + tokens {
@@ -116,31 +154,21 @@ impl<C: Compute> Batcher<C> {
             }
             parts.push(Part::Again { sequence, tokens });
         }
-        for &(id, _) in &work.prompts {
-            if left == 0 && (read.copies_left == 0 || read.parts.is_empty()) {
-                break;
-            }
-            if let Err(error) = self.look_up_prefix(compute, id) {
+        for (id, tokens) in plan.prompts {
+            if let Err(error) = self.begin_state(compute, id, None) {
                 self.broken.push((id, error));
                 continue;
             }
-            let Some(part) = self.part_of_prompt(id, left, read) else { continue };
             let Some(job) = self.jobs.get_mut(&id) else { continue };
-            while job.held.pages.len() * self.page_tokens < job.computed + part.tokens {
+            while job.held.pages.len() * self.page_tokens < job.computed + tokens {
                 job.reserved.pages -= 1;
                 job.held.pages.push(self.pool.take_page());
             }
-            left -= part.tokens - part.copies;
-            read.copies_left -= part.copies;
-            if let Some(behind) = part.behind {
-                read.parts.entry(behind).or_default().push((id, part.tokens));
-            }
-            parts.push(Part::Prompt { job: id, tokens: part.tokens });
+            parts.push(Part::Prompt { job: id, tokens });
         }
-        decodes + for_reading - left
     }
 
-    /// What a step that may compute `left` more tokens reads of the prompt of a job, if anything.
+    /// What a step that may compute `left` more tokens reads of the prompt of a job.
     fn part_of_prompt(&self, id: u64, left: usize, read: &Read) -> Option<PromptPart> {
         let job = self.jobs.get(&id)?;
         let until = self.seen_until(id, job.computed).min(job.plan.prompt.len());
@@ -152,13 +180,12 @@ impl<C: Compute> Batcher<C> {
         }
         let behind = self.behind(job);
         let others = behind.as_ref().and_then(|behind| read.parts.get(behind));
-        let alike = others.map_or(0, |others| self.alike(job, others));
+        let alike = others.map_or(0, |others| self.alike(job, others)).min(wanted);
         // What is seen of a picture may be there twice.
-        let copies = if job.plan.pictures.is_empty() { alike.min(wanted).min(read.copies_left) } else { 0 };
-        let costs_nothing = copies == alike.min(wanted);
+        let copies = if job.plan.pictures.is_empty() { alike.min(read.copies_left) } else { 0 };
         // Pages that others read are in the cache when the step is over.
         let may_find = job.plan.pages_in(job.computed) < job.plan.cacheable_pages() && !self.pool.has_states();
-        let waits = alike >= self.page_tokens && may_find && !costs_nothing;
+        let waits = (alike >= self.page_tokens && may_find && copies < alike) || self.awaits_state(job);
         let tokens = match wanted.min(left + copies) {
             _ if waits => 0,
             all if all == wanted => all,
@@ -169,7 +196,24 @@ impl<C: Compute> Batcher<C> {
             }
             some => some,
         };
-        (tokens > 0).then_some(PromptPart { tokens, copies: copies.min(tokens), behind })
+        Some(PromptPart { tokens, copies: copies.min(tokens), behind, is_short: tokens < wanted && !waits })
+    }
+
+    /// Whether a prompt that has not begun waits for what another of its session will leave behind: with states, it can go on only from where somebody was.
+    fn awaits_state(&self, job: &Job<C::Frozen>) -> bool {
+        let root = |job: &Job<C::Frozen>| (job.session, job.plan.root(job.weights.0));
+        let leaves_it = |other: &Job<C::Frozen>| {
+            let pages = other.forks.iter().find(|&&fork| fork > other.computed).map_or(0, |&fork| job.plan.pages_in(fork));
+            let is_there = other.held.state.is_some() && root(other) == root(job);
+            is_there && pages > 0 && pages <= job.plan.cacheable_pages() && {
+                let tokens = pages * self.page_tokens;
+                job.plan.prompt[..tokens] == other.plan.prompt[..tokens]
+                    && ((job.plan.pictures.is_empty() && other.plan.pictures.is_empty())
+                        || (0..pages).all(|page| job.plan.page(page) == other.plan.page(page)))
+            }
+        };
+        let may_wait = job.held.state.is_none() && self.pool.has_room_for_snapshot();
+        may_wait && self.prefilling.iter().filter_map(|id| self.jobs.get(id)).any(leaves_it)
     }
 
     /// What the next token of a prompt follows, if others can follow the same: whole pages, which are shared.
@@ -183,8 +227,7 @@ impl<C: Compute> Batcher<C> {
     fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> usize {
         let with = |&(other, tokens): &(u64, usize)| {
             let Some(other) = self.jobs.get(&other) else { return 0 };
-            let pairs = job.plan.prompt[job.computed..].iter().zip(&other.plan.prompt[other.computed..]);
-            let same = pairs.take(tokens).take_while(|(a, b)| a == b).count();
+            let same = common_prefix(&job.plan.prompt[job.computed..], &other.plan.prompt[other.computed..], tokens);
             if job.plan.pictures.is_empty() && other.plan.pictures.is_empty() {
                 return same;
             }
@@ -196,14 +239,14 @@ impl<C: Compute> Batcher<C> {
     }
 
     /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have
-    /// read beyond them.
+    /// read beyond them. What a state goes on from is found only before it has begun.
     pub(super) fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
         let Some(job) = self.jobs.get_mut(&id) else { return Ok(()) };
         let known = job.plan.pages_in(job.computed);
-        if job.looked_up && (self.pool.has_states() || job.computed != known * self.page_tokens) {
+        let begins = !std::mem::replace(&mut job.looked_up, true);
+        if job.held.state.is_some() || job.computed != known * self.page_tokens {
             return Ok(());
         }
-        let begins = !std::mem::replace(&mut job.looked_up, true);
         let pages = (known..job.plan.cacheable_pages()).map(|page| job.plan.page(page));
         let found = self.pool.find_promised(job.prefix, pages);
         let hit_tokens = found.pages.len() * self.page_tokens;
@@ -212,19 +255,31 @@ impl<C: Compute> Batcher<C> {
         job.computed += hit_tokens;
         job.cache_hit_tokens = hit_tokens + if begins { 0 } else { job.cache_hit_tokens };
         job.held.pages.extend(found.pages);
-        if !begins || !self.pool.has_states() {
-            return Ok(());
+        if self.pool.has_states() {
+            // Where another prompt parted from this one, a third may too.
+            job.forks = [found.known * self.page_tokens, job.plan.resumable()];
         }
-        // Where another prompt parted from this one, a third may too.
-        job.forks = [found.known * self.page_tokens, job.plan.resumable()];
+        match found.snapshot {
+            Some(snapshot) => self.begin_state(compute, id, Some(snapshot)),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives the prompt of a job its state, if there are states and it has none, with a copy of `from`.
+    fn begin_state(&mut self, compute: &C, id: u64, from: Option<u32>) -> Result<(), String> {
+        let job = self.jobs.get_mut(&id).filter(|job| self.pool.has_states() && job.held.state.is_none());
+        let Some(job) = job else { return Ok(()) };
         let (mut reserved, mut held) = (job.reserved, std::mem::take(&mut job.held));
-        let taken = self.take_state(compute, &mut reserved, &mut held, found.snapshot);
+        let taken = self.take_state(compute, &mut reserved, &mut held, from);
         if let Some(job) = self.jobs.get_mut(&id) {
             (job.reserved, job.held) = (reserved, held);
         }
         taken
     }
 }
+
+/// How often a step is divided anew for what some leave of their part, at most.
+const DIVISIONS_MAX: usize = 4;
 
 /// With so many prompts that others compare theirs, at most.
 const COMPARED_MAX: usize = 32;
@@ -250,6 +305,23 @@ struct PromptPart {
     copies: usize,
     /// What it follows, if others can.
     behind: Option<Behind>,
+    /// Whether there was too little for more.
+    is_short: bool,
+}
+
+/// What a session does in a step.
+#[derive(Default)]
+struct SessionPlan {
+    /// Places in `running`.
+    decodes: Vec<usize>,
+    /// Places in `running`, and how many tokens of each.
+    again: Vec<(usize, usize)>,
+    /// Jobs, and how many tokens of each.
+    prompts: Vec<(u64, usize)>,
+    /// Tokens that are new.
+    tokens: usize,
+    /// Whether it could do more.
+    is_short: bool,
 }
 
 /// What a session could run in a step.
@@ -315,6 +387,16 @@ fn share_out(wants: &[usize], limit: usize) -> Vec<usize> {
             left -= more;
         }
     }
+}
+
+/// How many of the first `most` tokens of both are the same: many at a time, for prompts are long.
+fn common_prefix(a: &[u32], b: &[u32], most: usize) -> usize {
+    const AT_ONCE: usize = 64;
+    let most = most.min(a.len()).min(b.len());
+    let (a, b) = (&a[..most], &b[..most]);
+    let blocks = a.chunks_exact(AT_ONCE).zip(b.chunks_exact(AT_ONCE)).take_while(|(a, b)| a == b).count();
+    let first = blocks * AT_ONCE;
+    first + a[first..].iter().zip(&b[first..]).take_while(|(a, b)| a == b).count()
 }
 
 /// A part of a step in the form that the device takes, and where its rows go.

@@ -1,8 +1,11 @@
 //! What of a prompt need not be computed again, where sequences have states and where they have none; and what of its pictures need not be seen again.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::api::{Client, Image, Outcome, Request, Response, SampleOutput, SampleRequest, Stop};
+
+use crate::sampler::Speculation;
 
 use super::toy::Worked;
 use super::{Engine, Limits};
@@ -96,13 +99,13 @@ impl Asker {
 impl Asker {
     /// Samples after many prompts that come at once, each of them from another session. The tokens that each step computed, and the answers.
     fn wave(&mut self, prompts: &[Vec<i64>], max_tokens: usize) -> (Vec<usize>, Vec<SampleOutput>) {
-        self.wave_from(0, &[], prompts, max_tokens)
+        self.wave_from((prompts.len(), 0), &[], prompts, max_tokens)
     }
 
-    /// As [`Asker::wave`], with seeds from this one on, and pictures at the beginning of each.
+    /// As [`Asker::wave`], from so many sessions in turn, with seeds from this one on, and pictures at the beginning of each.
     fn wave_from(
         &mut self,
-        seed: u64,
+        (sessions, seed): (usize, u64),
         pictures: &[&[u8]],
         prompts: &[Vec<i64>],
         max_tokens: usize,
@@ -119,7 +122,7 @@ impl Asker {
             self.sent += 1;
             let to = answers.clone();
             let reply = Box::new(move |outcome: Outcome, _| to.lock().unwrap()[n] = Some(outcome));
-            let client = Client { session: format!("s{n}").into(), ..client() };
+            let client = Client { session: format!("s{}", n % sessions).into(), ..client() };
             let request = Request::Sample { sampler_id: "base".into(), sample };
             self.engine.handle().submit(format!("r{}", self.sent).into(), client, request, reply).unwrap();
         }
@@ -212,7 +215,7 @@ fn a_prompt_that_many_ask_for_at_once_is_computed_once() {
         let (steps, together) = Asker::new(states).wave(&vec![prompt.clone(); 12], 2);
         assert_eq!(steps, [expected, &[12]].concat(), "with {states} states");
         for (seed, output) in (0..).zip(together) {
-            let (steps, alone) = Asker::new(states).wave_from(seed, &[], std::slice::from_ref(&prompt), 2);
+            let (steps, alone) = Asker::new(states).wave_from((1, seed), &[], std::slice::from_ref(&prompt), 2);
             assert_eq!((steps, &alone[0].sequences), ([expected, &[1]].concat(), &output.sequences), "with {states} states");
         }
     }
@@ -229,27 +232,85 @@ fn of_long_prompts_that_begin_alike_one_goes_ahead_and_the_others_take_over_what
     let parted = Asker::over(limits).wave(&(2..8).map(ending).collect::<Vec<_>>(), 1).0;
     // The end of each, and of some the page where it parts from the others.
     assert!((1450..=1480).contains(&parted.iter().sum::<usize>()), "{parted:?}");
+    // Those who wait do not shorten its steps, whoever they are.
+    assert!(parted.len() <= 16, "{parted:?}");
     // Nobody waits for others who ask for something else.
     let apart = Asker::over(limits).wave(&(0..6).map(|n| tokens(n, 1400)).collect::<Vec<_>>(), 1).0;
     assert_eq!(apart.iter().sum::<usize>(), 6 * 1400, "{apart:?}");
 }
 
 #[test]
+fn nobody_waits_for_what_another_reads_behind_a_backlog() {
+    let limits = Limits { pages: 6000, page_tokens: 40, speculation: Speculation::Off, ..Limits::roomy(1) };
+    let turns = |asks_too: bool| {
+        let mut asker = Asker::over(limits);
+        let send = |asker: &mut Asker, names: [&str; 2], prompt: &[i64], num_samples: usize, max_tokens: usize| {
+            let sample = SampleRequest {
+                max_tokens: Some(max_tokens),
+                num_samples,
+                seed: 1,
+                stop: Stop::Tokens(Vec::new()),
+                ..SampleRequest::of(prompt.to_vec())
+            };
+            asker.sent += 1;
+            let answered = Arc::new(AtomicBool::new(false));
+            let to = answered.clone();
+            let reply = Box::new(move |_, _| to.store(true, Ordering::Relaxed));
+            let client = Client { owner: names[0].into(), session: names[1].into() };
+            let request = Request::Sample { sampler_id: "base".into(), sample };
+            asker.engine.handle().submit(format!("r{}", asker.sent).into(), client, request, reply).unwrap();
+            answered
+        };
+        // An owner whose samples draw all that is its share, and one who reads by whole pages, somewhat less.
+        send(&mut asker, ["drawing", "a"], &tokens(3, 5), 200, 600);
+        for _ in 0..60 {
+            asker.engine.turn();
+        }
+        for n in 0..8 {
+            send(&mut asker, ["reading", "b"], &[vec![n, 15 - n], tokens(n, 900)].concat(), 1, 1);
+        }
+        if asks_too {
+            send(&mut asker, ["reading", "b"], &[tokens(7, 60), vec![1]].concat(), 1, 1);
+        }
+        for _ in 0..3 {
+            asker.engine.turn();
+        }
+        let answered = send(&mut asker, ["drawing", "c"], &tokens(7, 60), 1, 1);
+        let mut turns = 0;
+        while !answered.load(Ordering::Relaxed) {
+            asker.engine.turn();
+            asker.engine.audit().unwrap();
+            turns += 1;
+        }
+        turns
+    };
+    let (alone, beside) = (turns(false), turns(true));
+    assert!(beside <= alone + 2, "{beside} turns, where nobody else asks for the same {alone}");
+}
+
+#[test]
+fn where_there_are_states_long_prompts_of_one_session_wait_for_what_the_first_leaves_behind() {
+    let long = tokens(1, 600);
+    let limits = Limits { pages: 2000, states: 40, ..Limits::roomy(1) };
+    let steps = Asker::over(limits).wave_from((1, 0), &[], &vec![long; 6], 1).0;
+    assert_eq!(steps.iter().sum::<usize>(), 600, "{steps:?}");
+}
+
+#[test]
 fn of_prompts_with_the_same_picture_one_goes_ahead_too() {
     let (picture, text): (&[u8], _) = (&[9, 1], tokens(1, 30));
     let mut asker = Asker::new(0);
-    let (steps, together) = asker.wave_from(0, &[picture], &vec![text.clone(); 6], 1);
+    let (steps, together) = asker.wave_from((6, 0), &[picture], &vec![text.clone(); 6], 1);
     // 39 tokens, of which the others go on behind 36, in which the picture is.
     assert_eq!((steps.iter().sum::<usize>(), asker.sights()), (39 + 5 * 3, vec![9]), "{steps:?}");
-    let alone = Asker::new(0).wave_from(5, &[picture], &[text], 1).1;
+    let alone = Asker::new(0).wave_from((1, 5), &[picture], &[text], 1).1;
     assert_eq!(alone[0].sequences, together[5].sequences);
 }
 
 #[test]
 fn a_prompt_that_another_begins_with_costs_nothing_beside_it() {
-    let mut asker = Asker::new(0);
-    let (steps, _) = asker.wave(&[tokens(1, 30), tokens(1, 22), tokens(1, 7), tokens(2, 30)], 1);
-    assert_eq!(steps, [60]);
+    let prompts = [tokens(1, 30), tokens(1, 22), tokens(1, 7), tokens(2, 30)];
+    assert_eq!(Asker::new(0).wave_from((1, 0), &[], &prompts, 1).0, [60]);
 }
 
 #[test]
