@@ -78,12 +78,12 @@ impl<C: Compute> Batcher<C> {
             // What some leave because others read it for them is for those who have too little.
             let is_over =
                 plans.iter().map(|plan| plan.tokens).sum::<usize>() >= limit || !plans.iter().any(|plan| plan.is_short);
-            if is_over || divisions == DIVISIONS_MAX {
+            let next = plans.iter().zip(works).map(|(plan, work)| if plan.is_short { work.tokens() } else { plan.tokens });
+            let next: Vec<usize> = next.collect();
+            if is_over || next == wants || divisions == DIVISIONS_MAX {
                 return plans;
             }
-            for ((want, plan), work) in wants.iter_mut().zip(&plans).zip(works) {
-                *want = if plan.is_short { work.tokens() } else { plan.tokens };
-            }
+            wants = next;
         }
     }
 
