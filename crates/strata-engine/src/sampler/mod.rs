@@ -67,7 +67,7 @@ const PREFILL_PER_BASE: usize = 32;
 /// The least and the most tokens of a step by that measure.
 pub(crate) const STEP_TOKENS: (usize, usize) = (48, 512);
 /// Tokens beside those that repeat others of the step, and cost no more than a place in the cache. Where they are less than one in eight of all, models compute them too.
-const STEP_COPIES: usize = 7 * STEP_TOKENS.1;
+pub(crate) const STEP_COPIES: usize = 7 * STEP_TOKENS.1;
 /// A session's last sample keeps its pages until it has drawn this many tokens since it began, and a quarter of what it had to compute again.
 const TOKENS_BEFORE_EVICTION: usize = 16;
 

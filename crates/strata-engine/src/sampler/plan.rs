@@ -180,12 +180,15 @@ impl<C: Compute> Batcher<C> {
         }
         let behind = self.behind(job);
         let others = behind.as_ref().and_then(|behind| read.parts.get(behind));
-        let alike = others.map_or(0, |others| self.alike(job, others)).min(wanted);
+        let (alike, goes_on) = others.map_or((0, false), |others| self.alike(job, others));
+        let alike = alike.min(wanted);
         // What is seen of a picture may be there twice.
         let copies = if job.plan.pictures.is_empty() { alike.min(read.copies_left) } else { 0 };
         // Pages that others read are in the cache when the step is over.
         let may_find = job.plan.pages_in(job.computed) < job.plan.cacheable_pages() && !self.pool.has_states();
-        let waits = (alike >= self.page_tokens && may_find && copies < alike) || self.awaits_state(job);
+        let is_whole = wanted <= left + copies;
+        let waits_for_pages = (alike >= self.page_tokens && copies < alike) || (goes_on && !is_whole);
+        let waits = (may_find && waits_for_pages) || self.awaits_state(job);
         let tokens = match wanted.min(left + copies) {
             _ if waits => 0,
             all if all == wanted => all,
@@ -223,19 +226,19 @@ impl<C: Compute> Batcher<C> {
         is_whole.then(|| Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec())))?
     }
 
-    /// For how many tokens, from the first that is not computed, a prompt goes on as one of these does.
-    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> usize {
+    /// For how many tokens, from the first that is not computed, a prompt goes on as one of these does, and whether it may do so behind what is read of that one now.
+    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> (usize, bool) {
         let with = |&(other, tokens): &(u64, usize)| {
-            let Some(other) = self.jobs.get(&other) else { return 0 };
+            let Some(other) = self.jobs.get(&other) else { return (0, false) };
             let same = common_prefix(&job.plan.prompt[job.computed..], &other.plan.prompt[other.computed..], tokens);
             if job.plan.pictures.is_empty() && other.plan.pictures.is_empty() {
-                return same;
+                return (same, same == tokens && other.computed + tokens < other.plan.prompt.len());
             }
             let first = job.plan.pages_in(job.computed);
             let pages = first..first + same / self.page_tokens;
-            pages.take_while(|&page| job.plan.page(page) == other.plan.page(page)).count() * self.page_tokens
+            (pages.take_while(|&page| job.plan.page(page) == other.plan.page(page)).count() * self.page_tokens, false)
         };
-        others.iter().map(with).max().unwrap_or(0)
+        others.iter().map(with).max().unwrap_or_default()
     }
 
     /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have

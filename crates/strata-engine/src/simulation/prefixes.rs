@@ -222,6 +222,14 @@ fn a_prompt_that_many_ask_for_at_once_is_computed_once() {
 }
 
 #[test]
+fn a_step_has_no_more_copies_than_it_has_rows_for() {
+    let limits = Limits { pages: 5000, ..Limits::roomy(1) };
+    let steps = Asker::over(limits).wave(&vec![tokens(1, 60); 200], 1).0;
+    // The first step has rows for some; the others go on behind the pages that it left.
+    assert_eq!(steps, [60, 4], "{steps:?}");
+}
+
+#[test]
 fn of_long_prompts_that_begin_alike_one_goes_ahead_and_the_others_take_over_what_it_has_read() {
     let long = tokens(1, 1400);
     let ending = |n: i64| [&long[..1390], &tokens(n, 10)[..]].concat();

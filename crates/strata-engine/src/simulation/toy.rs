@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::losses::LossInputs;
 use crate::pictures::PictureId;
-use crate::sampler::{Room, STEP_TOKENS};
+use crate::sampler::{Room, STEP_COPIES, STEP_TOKENS};
 use crate::snapshot::WeightsId;
 
 use super::oracle::{self, EMPTY, Numbers};
@@ -625,8 +625,9 @@ impl Compute for Toy {
 
     fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen, Rc<Sight>>]) -> Result<Stepped, String> {
         let tokens = num_computed(spans, cache.page_tokens);
-        if tokens > STEP_TOKENS.1 * COPIES_PART / (COPIES_PART - 1) {
-            self.shared.violate(format!("a step computes {tokens} tokens"));
+        let rows: usize = spans.iter().map(|span| span.tokens.len()).sum();
+        if tokens > STEP_TOKENS.1 * COPIES_PART / (COPIES_PART - 1) || rows > STEP_TOKENS.1 + STEP_COPIES {
+            self.shared.violate(format!("a step of {rows} tokens computes {tokens}"));
         }
         let samples: Vec<u64> = spans.iter().flat_map(|s| &s.rows).filter_map(|(_, task)| seed_of(task)).collect();
         self.shared.note(Worked::Step { samples: samples.clone(), tokens });
