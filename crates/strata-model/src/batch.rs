@@ -15,12 +15,15 @@ pub struct Held {
     pub pages: Vec<u32>,
     /// Its state, in a cache that has states ([`crate::Model::kv_state_bytes`]). No other sequence of a batch has the same.
     pub state: Option<u32>,
+    /// If its past ends within a page: what is in that page so far, as a number that sequences of as much past have in common if they have the same tokens there, each in a page of its own, behind the same
+    /// pages. `None`: it is not known of any others.
+    pub begun: Option<u64>,
 }
 
 impl From<Vec<u32>> for Held {
     /// Of a cache without states.
     fn from(pages: Vec<u32>) -> Self {
-        Held { pages, state: None }
+        Held { pages, ..Held::default() }
     }
 }
 

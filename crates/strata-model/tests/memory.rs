@@ -591,7 +591,12 @@ fn check_passes(config: &ModelConfig, dtype: DType, (rank, embedding): (usize, b
     for ((state, span), &len) in (0..).zip(&batch.spans).zip(lengths) {
         let pages = (page..page + len.div_ceil(64) as u32).collect::<Vec<_>>();
         page += pages.len() as u32;
-        prefill.push_cached(&batch.tokens[span.tokens.clone()], 0, usize::MAX, Held { pages, state: Some(state) });
+        prefill.push_cached(
+            &batch.tokens[span.tokens.clone()],
+            0,
+            usize::MAX,
+            Held { pages, state: Some(state), ..Held::default() },
+        );
     }
     let rows: Vec<usize> = (0..n).collect();
     let requests = vec![RowRequest::default(); n];

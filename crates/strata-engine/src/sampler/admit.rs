@@ -5,6 +5,7 @@ use std::collections::HashMap;
 
 use strata_model::Held;
 
+use super::begun::{Begun, register_begun};
 use super::job::{Plan, Sequence, Want};
 use super::pool::CachePool;
 use super::room::Room;
@@ -88,9 +89,16 @@ impl<C: Compute> Batcher<C> {
                 sequence.cached = found.pages.len() * self.page_tokens;
                 sequence.reserved.pages -= found.pages.len();
                 sequence.held.pages = found.pages;
-                if let Err(error) = self.take_state(compute, &mut sequence.reserved, &mut sequence.held, found.snapshot) {
-                    self.broken.push((job_id, error));
+                let end = sequence.known(&job.plan).min(sequence.cached + self.page_tokens);
+                let rest = sequence.plain(&job.plan, sequence.cached..end);
+                let mut begun = self.take_state(compute, &mut sequence.reserved, &mut sequence.held, found.snapshot);
+                if let Some(Begun { page, of, copied }) = self.begin_page(compute, sequence.prefix, &rest) {
+                    sequence.reserved.pages -= 1;
+                    sequence.held.pages.push(page);
+                    sequence.cached += if copied.is_ok() { of.tokens } else { 0 };
+                    begun = begun.and(copied);
                 }
+                self.broken.extend(begun.err().map(|error| (job_id, error)));
                 self.running.push(sequence);
             }
         }
@@ -246,6 +254,7 @@ impl<C: Compute> Batcher<C> {
         job.admitted = false;
         let unstarted = std::mem::take(&mut job.unstarted);
         job.evicted.extend(unstarted);
+        job.register_begun(&mut self.pool);
         self.pool.unreserve(std::mem::take(&mut job.reserved));
         self.pool.release(std::mem::take(&mut job.held));
         let (client, room) = (job.asked.client.clone(), job.plan.prompt_room());
@@ -270,6 +279,9 @@ impl<C: Compute> Batcher<C> {
         self.pool.unreserve(std::mem::take(&mut sequence.reserved));
         if let Some(job) = self.jobs.get_mut(&sequence.job) {
             register_full_pages(&mut self.pool, &job.plan, sequence);
+            let whole = sequence.registered * self.page_tokens;
+            let rest = sequence.plain(&job.plan, whole..sequence.cached);
+            register_begun(&mut self.pool, sequence.prefix, &rest, sequence.held.pages.get_mut(sequence.registered));
             job.running -= 1;
             let client = job.asked.client.clone();
             self.take_back(&client, std::mem::take(&mut sequence.granted), 1);
@@ -284,9 +296,9 @@ impl<C: Compute> Batcher<C> {
 pub(super) fn register_full_pages(pool: &mut CachePool, plan: &Plan, sequence: &mut Sequence) {
     let full = sequence.registered..plan.pages_in(sequence.cached);
     for page in full {
-        let tokens = sequence.page(plan, page);
+        let text = sequence.page(plan, page);
         let Some(held) = sequence.held.pages.get_mut(page) else { return };
-        sequence.prefix = pool.register(sequence.prefix, &tokens, held);
+        sequence.prefix = pool.register(sequence.prefix, text, held);
         sequence.registered = page + 1;
     }
 }

@@ -1,5 +1,7 @@
 //! A sample request and its sequences, from the check of the request to the answer.
 
+use std::ops::Range;
+
 use strata_model::Held;
 
 use crate::api::{
@@ -12,8 +14,10 @@ use crate::reply::PendingReply;
 use crate::snapshot::WeightsId;
 
 use super::SamplerLimits;
+use super::begun::register_begun;
 use super::draw::{DrawSettings, Drawn};
-use super::pages::Prefix;
+use super::pages::{PageText, Prefix};
+use super::pool::CachePool;
 use super::prompt::{Scores, Wanted, topk_bytes};
 use super::room::Room;
 use super::speculation::Guesses;
@@ -147,9 +151,14 @@ impl Plan {
     }
 
     /// What full page `page` of the prompt is known by.
-    pub(crate) fn page(&self, page: usize) -> Vec<u32> {
+    pub(crate) fn page(&self, page: usize) -> PageText {
         let range = page * self.page_tokens..(page + 1) * self.page_tokens;
-        self.prompt[range.clone()].iter().copied().chain(pictures::marks(&self.pictures, range)).collect()
+        PageText { marks: pictures::marks(&self.pictures, range.clone()).collect(), tokens: self.prompt[range].into() }
+    }
+
+    /// Some tokens of a page of the prompt, or none if they show something of a picture.
+    pub(crate) fn plain(&self, range: Range<usize>) -> &[u32] {
+        if pictures::marks(&self.pictures, range.clone()).next().is_some() { &[] } else { &self.prompt[range] }
     }
 
     /// Where the full pages of the prompt end that another request with the same prompt can begin behind.
@@ -168,9 +177,14 @@ impl Plan {
         self.wanted.scores(position) && !pictures::is_seen(&self.pictures, position)
     }
 
-    /// Whole pages of the prompt that may come from the cache: the positions whose predictions are wanted must be computed.
+    /// Tokens of the prompt that may come from the cache: the positions whose predictions are wanted must be computed.
+    pub(crate) fn cacheable(&self) -> usize {
+        (self.prompt.len() - 1).min(self.wanted.first() - 1)
+    }
+
+    /// Whole pages of them.
     pub(crate) fn cacheable_pages(&self) -> usize {
-        (self.prompt.len() - 1).min(self.wanted.first() - 1) / self.page_tokens
+        self.cacheable() / self.page_tokens
     }
 
     /// Bytes that the request holds while it is open, its result included.
@@ -290,6 +304,16 @@ impl<F> Job<F> {
     /// Whether the whole prompt is computed.
     pub(crate) fn prefilled(&self) -> bool {
         self.computed == self.plan.prompt.len()
+    }
+
+    /// Registers the page in which what is computed of the prompt ends, for others to copy: nobody writes into it any more.
+    pub(crate) fn register_begun(&mut self, pool: &mut CachePool) {
+        // Of a copy the page that it was made of is there.
+        if self.held.begun.is_none() {
+            let whole = self.plan.pages_in(self.computed);
+            let rest = self.plan.plain(whole * self.plan.page_tokens..self.computed);
+            register_begun(pool, self.prefix, rest, self.held.pages.get_mut(whole));
+        }
     }
 
     /// What it could use next, if anything.
@@ -417,9 +441,21 @@ impl Sequence {
     }
 
     /// What full page `page` of prompt and sample together is known by.
-    pub(crate) fn page(&self, plan: &Plan, page: usize) -> Vec<u32> {
-        let range = page * plan.page_tokens..(page + 1) * plan.page_tokens;
-        range.clone().map(|position| self.token(plan, position)).chain(pictures::marks(&plan.pictures, range)).collect()
+    pub(crate) fn page(&self, plan: &Plan, page: usize) -> PageText {
+        self.text(plan, page * plan.page_tokens..(page + 1) * plan.page_tokens)
+    }
+
+    /// Some tokens of a page of prompt and sample together, or none if they show something of a picture.
+    pub(crate) fn plain(&self, plan: &Plan, range: Range<usize>) -> Box<[u32]> {
+        let PageText { marks, tokens } = self.text(plan, range);
+        if marks.is_empty() { tokens } else { Box::default() }
+    }
+
+    fn text(&self, plan: &Plan, range: Range<usize>) -> PageText {
+        PageText {
+            marks: pictures::marks(&plan.pictures, range.clone()).collect(),
+            tokens: range.map(|position| self.token(plan, position)).collect(),
+        }
     }
 
     /// Appends a token, and says whether the sequence ends with it.

@@ -19,6 +19,7 @@
 //! A token's logits depend on its sequence and weights alone, so nothing here changes what is sampled: not the chunks, not the guesses, not the cache, not the company.
 
 mod admit;
+mod begun;
 mod cost;
 pub(crate) mod draw;
 mod job;
@@ -342,8 +343,13 @@ impl<C: Compute> Batcher<C> {
                     let Some(job) = self.jobs.get_mut(&id) else { continue };
                     let full_before = job.computed / self.page_tokens;
                     job.computed += tokens;
+                    job.held.begun = None;
                     for page in full_before..job.computed / self.page_tokens {
-                        job.prefix = self.pool.register(job.prefix, &job.plan.page(page), &mut job.held.pages[page]);
+                        job.prefix = self.pool.register(job.prefix, job.plan.page(page), &mut job.held.pages[page]);
+                    }
+                    if job.prefilled() {
+                        // From here on it is only copied.
+                        job.register_begun(&mut self.pool);
                     }
                 }
             }
@@ -439,12 +445,17 @@ impl<C: Compute> Batcher<C> {
             sequence.held.pages.extend_from_slice(&job.held.pages[..full_pages]);
             sequence.held.pages.iter().for_each(|&page| self.pool.hold_page(page));
             let (partial, state) = (job.held.pages.get(full_pages).copied(), job.held.state);
+            let whole = full_pages * self.page_tokens;
             let mut copied = self.take_state(compute, &mut sequence.reserved, &mut sequence.held, state);
             if let Some(partial) = partial {
                 sequence.reserved.pages -= 1;
                 let own = self.pool.take_page();
                 copied = copied.and(compute.copy_page(&mut self.cache, partial, own));
                 sequence.held.pages.push(own);
+            }
+            if copied.is_err() {
+                // What is in the page is not known.
+                sequence.cached = whole;
             }
             self.broken.extend(copied.err().map(|error| (id, error)));
             self.running.push(sequence);

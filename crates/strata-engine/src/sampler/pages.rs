@@ -2,23 +2,50 @@
 //!
 //! Pages are counted, not owned: sequences with a common prefix hold the same pages. A full page of known tokens is also
 //! registered in a trie, keyed by its predecessor and its tokens; the root of each chain is the weights that computed
-//! it. A registered page that nobody holds stays until its memory is needed; the least recently used goes first.
+//! it. So is a page that its sequence has left partly filled: nobody holds it as his own, but who goes on with some of its tokens, or with some
+//! of a full page's, begins with a copy of it. A registered page that nobody holds stays until its memory is needed; the least recently used goes first.
 //!
 //! Pages are reserved before they are taken: a sequence starts only when the pages it can ever need are promised to it, so
 //! that no step can run out.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use crate::snapshot::WeightsId;
 
 /// What precedes a page: nothing but the weights and the kind of sequence, or another registered page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Prefix {
     Root { weights: WeightsId, is_long: bool },
     Page(u64),
 }
 
-type Key = (Prefix, Box<[u32]>);
+/// What is in a page.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct PageText {
+    /// What tells it from all others with the same tokens: nothing in a page without pictures.
+    pub(crate) marks: Box<[u32]>,
+    /// As many as the page has room for, or fewer in one that is partly filled.
+    pub(crate) tokens: Box<[u32]>,
+}
+
+impl PageText {
+    /// A page without pictures.
+    pub(crate) fn plain(tokens: &[u32]) -> Self {
+        PageText { marks: Box::default(), tokens: tokens.into() }
+    }
+}
+
+type Key = (Prefix, PageText);
+
+/// A page that begins with some tokens that are looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Alike {
+    pub(crate) page: u32,
+    /// Of what is in it, the number that nothing else ever has.
+    pub(crate) id: u64,
+    /// How many of the tokens it begins with.
+    pub(crate) tokens: usize,
+}
 
 struct Registration {
     page: u32,
@@ -38,7 +65,8 @@ struct PageState {
 pub(crate) struct PagePool {
     pages: Vec<PageState>,
     free: Vec<u32>,
-    registered: HashMap<Key, Registration>,
+    /// In this order pages that begin alike are neighbours.
+    registered: BTreeMap<Key, Registration>,
     /// Registered pages that nobody holds, the least recently used first.
     idle: BTreeMap<u64, u32>,
     reserved: usize,
@@ -52,7 +80,7 @@ impl PagePool {
             pages: (0..num_pages).map(|_| PageState::default()).collect(),
             // Low numbers first: memory is touched only as pages are used.
             free: (0..num_pages as u32).rev().collect(),
-            registered: HashMap::new(),
+            registered: BTreeMap::new(),
             idle: BTreeMap::new(),
             reserved: 0,
             next_id: 0,
@@ -85,6 +113,17 @@ impl PagePool {
         assert!(state.holders == 0 && state.key.is_none(), "page {page} is in use");
         state.holders = 1;
         (page, forgotten)
+    }
+
+    /// As [`PagePool::take_reserved`], but not the registered page `other`; `None` if there is nothing else.
+    pub(crate) fn take_beside(&mut self, other: u32) -> Option<(u32, Option<u64>)> {
+        if self.pages[other as usize].idle_since.is_some() && self.available() == 0 {
+            return None;
+        }
+        self.hold(other);
+        let taken = self.take_reserved();
+        self.release(&[other]);
+        Some(taken)
     }
 
     fn evict(&mut self) -> (u32, Option<u64>) {
@@ -135,15 +174,27 @@ impl PagePool {
         }
     }
 
-    /// Looks a full page of tokens up. The id of the prefix it makes comes with it.
-    pub(crate) fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<(u32, u64)> {
-        self.registered.get(&(prefix, tokens.into())).map(|&Registration { page, id }| (page, id))
+    /// Looks a full page up. The id of the prefix it makes comes with it.
+    pub(crate) fn find(&self, prefix: Prefix, text: PageText) -> Option<(u32, u64)> {
+        self.registered.get(&(prefix, text)).map(|&Registration { page, id }| (page, id))
     }
 
-    /// Registers a full, held page of tokens. If another page with the same tokens after the same prefix is registered already, that
+    /// The page without pictures, full or not, that begins with most of these tokens, if any begins with the first.
+    pub(crate) fn find_alike(&self, prefix: Prefix, tokens: &[u32]) -> Option<Alike> {
+        let key: Key = (prefix, PageText::plain(tokens));
+        let neighbours = [self.registered.range(..=&key).next_back(), self.registered.range(&key..).next()];
+        let alike = neighbours.into_iter().flatten().filter(|((of, text), _)| *of == prefix && text.marks.is_empty());
+        let alike = alike.map(|((_, text), &Registration { page, id })| {
+            let same = text.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            Alike { page, id, tokens: same }
+        });
+        alike.max_by_key(|alike| alike.tokens).filter(|alike| alike.tokens > 0)
+    }
+
+    /// Registers a held page that is full, or into which nobody writes any more. If another page with the same tokens after the same prefix is registered already, that
     /// one stays, and takes the place of the held one: both have the same bits. Returns the prefix that the page makes.
-    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: &mut u32) -> Prefix {
-        let key: Key = (prefix, tokens.into());
+    pub(crate) fn register(&mut self, prefix: Prefix, text: PageText, page: &mut u32) -> Prefix {
+        let key: Key = (prefix, text);
         if let Some(&Registration { page: existing, id }) = self.registered.get(&key) {
             if existing != *page && self.pages[*page as usize].holders == 1 {
                 // In this order there is always one that is not promised.
@@ -177,7 +228,7 @@ impl PagePool {
 
     /// Compares the books with who holds what.
     #[cfg(any(test, feature = "simulation"))]
-    pub(crate) fn audit(&self, holders: &HashMap<u32, u32>, promised: usize) -> Result<(), String> {
+    pub(crate) fn audit(&self, holders: &std::collections::HashMap<u32, u32>, promised: usize) -> Result<(), String> {
         for (page, state) in (0u32..).zip(&self.pages) {
             let held = holders.get(&page).copied().unwrap_or(0);
             if held != state.holders {
@@ -202,13 +253,15 @@ impl PagePool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
 
     const ROOT: Prefix = Prefix::Root { weights: WeightsId(1), is_long: false };
     const PAGE_TOKENS: usize = 64;
 
-    fn tokens(seed: u32) -> Vec<u32> {
-        (0..PAGE_TOKENS as u32).map(|i| i * 7 + seed).collect()
+    fn tokens(seed: u32) -> PageText {
+        PageText::plain(&(0..PAGE_TOKENS as u32).map(|i| i * 7 + seed).collect::<Vec<_>>())
     }
 
     fn take(pool: &mut PagePool) -> u32 {
@@ -242,47 +295,47 @@ mod tests {
     fn a_prefix_is_found_only_behind_the_same_weights_and_tokens() {
         let mut pool = PagePool::new(4);
         let (mut a, mut b) = (take(&mut pool), take(&mut pool));
-        let after_a = pool.register(ROOT, &tokens(1), &mut a);
-        pool.register(after_a, &tokens(2), &mut b);
+        let after_a = pool.register(ROOT, tokens(1), &mut a);
+        pool.register(after_a, tokens(2), &mut b);
         pool.release(&[a, b]);
         assert_eq!(pool.available(), 4);
-        let (page, id) = pool.find(ROOT, &tokens(1)).unwrap();
+        let (page, id) = pool.find(ROOT, tokens(1)).unwrap();
         assert_eq!((page, Prefix::Page(id)), (a, after_a));
-        assert_eq!(pool.find(after_a, &tokens(2)).unwrap().0, b);
+        assert_eq!(pool.find(after_a, tokens(2)).unwrap().0, b);
         [a, b].into_iter().for_each(|page| pool.hold(page));
         assert_eq!(pool.available(), 2, "a page that is held again cannot be promised to others");
         for (weights, is_long) in [(2, false), (1, true)] {
             let root = Prefix::Root { weights: WeightsId(weights), is_long };
-            assert!(pool.find(root, &tokens(1)).is_none());
+            assert!(pool.find(root, tokens(1)).is_none());
         }
-        assert!(pool.find(ROOT, &tokens(2)).is_none());
+        assert!(pool.find(ROOT, tokens(2)).is_none());
     }
 
     #[test]
     fn the_end_of_the_least_recent_sequence_is_evicted_first() {
         let mut pool = PagePool::new(3);
         let [mut a, mut b, mut c] = [take(&mut pool), take(&mut pool), take(&mut pool)];
-        let after_a = pool.register(ROOT, &tokens(1), &mut a);
-        pool.register(after_a, &tokens(2), &mut b);
-        pool.register(ROOT, &tokens(3), &mut c);
+        let after_a = pool.register(ROOT, tokens(1), &mut a);
+        pool.register(after_a, tokens(2), &mut b);
+        pool.register(ROOT, tokens(3), &mut c);
         pool.release(&[a, b]);
         pool.release(&[c]);
         assert_eq!(take(&mut pool), b);
         pool.reserve(1);
         let (page, forgotten) = pool.take_reserved();
         assert_eq!((page, forgotten.map(Prefix::Page)), (a, Some(after_a)));
-        assert!(pool.find(ROOT, &tokens(1)).is_none());
-        assert_eq!(pool.find(ROOT, &tokens(3)).unwrap().0, c);
+        assert!(pool.find(ROOT, tokens(1)).is_none());
+        assert_eq!(pool.find(ROOT, tokens(3)).unwrap().0, c);
     }
 
     #[test]
     fn a_cache_that_is_emptied_is_free_and_finds_nothing() {
         let mut pool = PagePool::new(2);
         let mut a = take(&mut pool);
-        let after_a = pool.register(ROOT, &tokens(1), &mut a);
+        let after_a = pool.register(ROOT, tokens(1), &mut a);
         pool.release(&[a]);
         assert_eq!(pool.forget_idle().into_iter().map(Prefix::Page).collect::<Vec<_>>(), [after_a]);
-        assert!(pool.find(ROOT, &tokens(1)).is_none());
+        assert!(pool.find(ROOT, tokens(1)).is_none());
         assert_eq!((pool.free_pages().len(), pool.available()), (2, 2));
     }
 
@@ -291,7 +344,7 @@ mod tests {
         let mut pool = PagePool::new(2);
         let (mut a, mut b) = (take(&mut pool), take(&mut pool));
         let second = b;
-        assert_eq!(pool.register(ROOT, &tokens(1), &mut a), pool.register(ROOT, &tokens(1), &mut b));
+        assert_eq!(pool.register(ROOT, tokens(1), &mut a), pool.register(ROOT, tokens(1), &mut b));
         assert_eq!((b, pool.available()), (a, 1), "both hold the first");
         assert_eq!(take(&mut pool), second, "the second went straight back to the free pages");
         pool.release(&[a]);
@@ -300,8 +353,56 @@ mod tests {
         // Of a page that nobody holds, too, when all others are promised.
         pool.reserve(1);
         let mut third = second;
-        assert!(matches!(pool.register(ROOT, &tokens(1), &mut third), Prefix::Page(0)));
+        assert!(matches!(pool.register(ROOT, tokens(1), &mut third), Prefix::Page(0)));
         assert_eq!((third, pool.available()), (a, 0));
         pool.audit(&HashMap::from([(a, 1)]), 1).unwrap();
+    }
+
+    #[test]
+    fn of_pages_that_begin_alike_the_one_that_does_longest_is_found() {
+        let mut pool = PagePool::new(8);
+        let mut register = |prefix: Prefix, text: PageText| {
+            let mut page = take(&mut pool);
+            (pool.register(prefix, text, &mut page), page)
+        };
+        let (full, other) = (register(ROOT, PageText::plain(&[1, 2, 3, 4])), register(ROOT, PageText::plain(&[1, 2, 5])));
+        let part = register(ROOT, PageText::plain(&[1, 2, 3]));
+        let behind = register(full.0, PageText::plain(&[1, 2, 3, 9]));
+        register(ROOT, PageText { marks: [7].into(), tokens: [1, 8, 8, 8].into() });
+        let found = |prefix: Prefix, tokens: &[u32]| {
+            pool.find_alike(prefix, tokens).map(|Alike { page, id, tokens }| ((Prefix::Page(id), page), tokens))
+        };
+        assert_eq!(found(ROOT, &[1, 2, 3, 4]), Some((full, 4)));
+        assert_eq!(found(ROOT, &[1, 2, 3]), Some((part, 3)));
+        assert!([Some((full, 3)), Some((part, 3))].contains(&found(ROOT, &[1, 2, 3, 6])));
+        assert_eq!(found(ROOT, &[1, 2, 5, 6]), Some((other, 3)));
+        assert_eq!(found(ROOT, &[1, 2, 7]).unwrap().1, 2);
+        assert_eq!(found(ROOT, &[1, 8, 8]).unwrap().1, 1, "of a page with a picture nothing is found");
+        assert_eq!(found(ROOT, &[2, 2]), None);
+        assert_eq!(found(ROOT, &[]), None);
+        assert_eq!(found(full.0, &[1, 2, 3, 9]), Some((behind, 4)));
+        assert_eq!(found(part.0, &[1, 2, 3, 9]), None, "nothing is behind it");
+    }
+
+    #[test]
+    fn a_page_that_is_copied_does_not_give_way_to_its_copy() {
+        let mut pool = PagePool::new(2);
+        let [mut a, mut b] = [take(&mut pool), take(&mut pool)];
+        pool.register(ROOT, tokens(1), &mut a);
+        pool.register(ROOT, tokens(2), &mut b);
+        pool.release(&[a]);
+        pool.release(&[b]);
+        pool.reserve(1);
+        assert_eq!(pool.take_beside(a).unwrap().0, b, "although it was used before that");
+        pool.reserve(1);
+        assert_eq!(pool.take_beside(a), None, "there is nothing else");
+        pool.hold(b);
+        pool.release(&[b]);
+        pool.unreserve(1);
+        pool.release(&[b]);
+        pool.reserve(1);
+        assert_eq!(pool.take_beside(a).unwrap().0, b);
+        assert!(pool.find(ROOT, tokens(1)).is_some());
+        pool.audit(&HashMap::from([(b, 1)]), 0).unwrap();
     }
 }

@@ -219,11 +219,16 @@ impl<C: Compute> Batcher<C> {
         may_wait && self.prefilling.iter().filter_map(|id| self.jobs.get(id)).any(leaves_it)
     }
 
-    /// What the next token of a prompt follows, if others can follow the same: whole pages, which are shared.
+    /// What the next token of a prompt follows, if others can follow the same: whole pages, which are shared, and what copies of one page have in common.
     fn behind(&self, job: &Job<C::Frozen>) -> Option<Behind> {
         let pages = job.plan.pages_in(job.computed);
-        let is_whole = job.computed == pages * self.page_tokens;
-        is_whole.then(|| Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec())))?
+        let begun = match job.computed - pages * self.page_tokens {
+            0 => None,
+            // Pages with pictures are compared as wholes.
+            _ if !job.plan.pictures.is_empty() => return None,
+            tokens => Some((tokens, job.held.begun?)),
+        };
+        Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec(), begun))
     }
 
     /// For how many tokens, from the first that is not computed, a prompt goes on as one of these does, and whether it may do so behind what is read of that one now.
@@ -244,6 +249,9 @@ impl<C: Compute> Batcher<C> {
     /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have
     /// read beyond them. What a state goes on from is found only before it has begun.
     pub(super) fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
+        if self.jobs.get(&id).is_some_and(|job| job.held.begun.is_some()) {
+            self.begin_anew(id);
+        }
         let Some(job) = self.jobs.get_mut(&id) else { return Ok(()) };
         let known = job.plan.pages_in(job.computed);
         let begins = !std::mem::replace(&mut job.looked_up, true);
@@ -264,7 +272,7 @@ impl<C: Compute> Batcher<C> {
         }
         match found.snapshot {
             Some(snapshot) => self.begin_state(compute, id, Some(snapshot)),
-            None => Ok(()),
+            None => self.begin_page_of_prompt(compute, id),
         }
     }
 
@@ -287,8 +295,8 @@ const DIVISIONS_MAX: usize = 4;
 /// With so many prompts that others compare theirs, at most.
 const COMPARED_MAX: usize = 32;
 
-/// Weights, and the whole pages that a token follows.
-type Behind = (Prefix, Vec<u32>);
+/// Weights, the whole pages that a token follows, and how many tokens of the page that it lies in were copied, and of what.
+type Behind = (Prefix, Vec<u32>, Option<(usize, u64)>);
 
 /// Jobs and how many tokens of each, by what these follow.
 type Readings = HashMap<Behind, Vec<(u64, usize)>>;

@@ -2,7 +2,7 @@
 
 use strata_model::Held;
 
-use super::pages::{PagePool, Prefix};
+use super::pages::{Alike, PagePool, PageText, Prefix};
 use super::room::Room;
 use super::states::StatePool;
 
@@ -63,6 +63,19 @@ impl CachePool {
         page
     }
 
+    /// As [`CachePool::take_page`], but not this registered page; `None` if there is nothing else.
+    pub(crate) fn take_page_beside(&mut self, other: u32) -> Option<u32> {
+        let (page, forgotten) = self.pages.take_beside(other)?;
+        forgotten.into_iter().for_each(|prefix| self.states.forget(prefix));
+        Some(page)
+    }
+
+    /// Lets go of pages that nobody else holds, and promises as many to who held them.
+    pub(crate) fn give_back(&mut self, pages: &[u32]) {
+        self.pages.release(pages);
+        self.pages.reserve(pages.len());
+    }
+
     /// Takes a state that was promised. Right after [`CachePool::find_promised`] it may be the snapshot itself.
     pub(crate) fn take_state(&mut self) -> u32 {
         self.states.take_reserved()
@@ -80,11 +93,11 @@ impl CachePool {
     }
 
     /// Looks up the pages that a sequence begins with, full pages of tokens, as far as it can go on behind them. Those that are found take the place of as many that were promised to it.
-    pub(crate) fn find_promised(&mut self, root: Prefix, pages: impl Iterator<Item = Vec<u32>>) -> Found {
+    pub(crate) fn find_promised(&mut self, root: Prefix, pages: impl Iterator<Item = PageText>) -> Found {
         let mut chain = Vec::new();
         let mut prefix = root;
-        for tokens in pages {
-            let Some((page, id)) = self.pages.find(prefix, &tokens) else { break };
+        for text in pages {
+            let Some((page, id)) = self.pages.find(prefix, text) else { break };
             prefix = Prefix::Page(id);
             chain.push((page, id));
         }
@@ -107,9 +120,19 @@ impl CachePool {
         Found { pages: chain.into_iter().map(|(page, _)| page).collect(), prefix, snapshot, known }
     }
 
-    /// Registers a full, held page of tokens; see [`PagePool::register`].
-    pub(crate) fn register(&mut self, prefix: Prefix, tokens: &[u32], page: &mut u32) -> Prefix {
-        self.pages.register(prefix, tokens, page)
+    /// Whether a page is there after this prefix.
+    pub(crate) fn has(&self, prefix: Prefix, text: PageText) -> bool {
+        self.pages.find(prefix, text).is_some()
+    }
+
+    /// The page that begins with most of these tokens; see [`PagePool::find_alike`].
+    pub(crate) fn find_alike(&self, prefix: Prefix, tokens: &[u32]) -> Option<Alike> {
+        self.pages.find_alike(prefix, tokens)
+    }
+
+    /// Registers a held page; see [`PagePool::register`].
+    pub(crate) fn register(&mut self, prefix: Prefix, text: PageText, page: &mut u32) -> Prefix {
+        self.pages.register(prefix, text, page)
     }
 
     /// Whether a snapshot could be kept now.
@@ -169,8 +192,8 @@ mod tests {
 
     const ROOT: Prefix = Prefix::Root { weights: WeightsId(1), is_long: false };
 
-    fn pages(of: &[u32]) -> impl Iterator<Item = Vec<u32>> {
-        of.iter().map(|&n| vec![n; 4])
+    fn pages(of: &[u32]) -> impl Iterator<Item = PageText> {
+        of.iter().map(|&n| PageText::plain(&[n; 4]))
     }
 
     /// A chain of pages that nobody holds, of `of`, with snapshots behind those of `with`.
@@ -178,8 +201,8 @@ mod tests {
         assert!(pool.try_reserve(Room { pages: of.len(), states: 0 }));
         let mut held: Vec<u32> = of.iter().map(|_| pool.take_page()).collect();
         let mut prefix = ROOT;
-        for ((tokens, page), n) in pages(of).zip(&mut held).zip(of) {
-            prefix = pool.register(prefix, &tokens, page);
+        for ((text, page), n) in pages(of).zip(&mut held).zip(of) {
+            prefix = pool.register(prefix, text, page);
             assert_eq!(with.contains(n), with.contains(n) && pool.new_snapshot(prefix).is_some());
         }
         pool.release(held.into());
@@ -202,7 +225,7 @@ mod tests {
         assert!(pool.try_reserve(Room { pages: 3, states: 1 }));
         let found = pool.find_promised(ROOT, pages(&[1, 2, 3]));
         assert_eq!((found.pages.len(), found.known, found.snapshot.is_some()), (2, 3, true));
-        let held = Held { pages: found.pages, state: Some(pool.take_state()) };
+        let held = Held { pages: found.pages, state: Some(pool.take_state()), ..Held::default() };
         pool.audit([held.clone()].iter(), Room { pages: 1, states: 0 }).unwrap();
         pool.unreserve(Room { pages: 1, states: 0 });
         // The state that a sequence takes may be the snapshot that it goes on from.
@@ -211,7 +234,12 @@ mod tests {
         let again = pool.find_promised(ROOT, pages(&[1, 2]));
         assert_eq!((again.snapshot, again.pages.len()), (Some(pool.take_state()), 2));
         pool.audit(
-            [held, Held { pages: again.pages, state: again.snapshot }, Held { pages: vec![], state: Some(first) }].iter(),
+            [
+                held,
+                Held { pages: again.pages, state: again.snapshot, ..Held::default() },
+                Held { state: Some(first), ..Held::default() },
+            ]
+            .iter(),
             Room::default(),
         )
         .unwrap();

@@ -19,6 +19,7 @@ use crate::ledger::Ledger;
 use crate::pictures::Eyes;
 use crate::sampler::{Room, SamplerLimits, Speculated, Speculating, Speculation};
 
+mod copies;
 mod disk;
 pub mod oracle;
 #[cfg(test)]

@@ -163,33 +163,33 @@ pub(super) fn tokens(seed: i64, count: i64) -> Vec<i64> {
 
 #[test]
 fn a_prompt_is_computed_once_but_for_its_last_tokens() {
-    for states in [0, 8] {
+    for (states, expected) in [(0, 13), (8, 12)] {
         let mut asker = Asker::new(states);
         let prompt = tokens(1, 14);
         let (none, first) = asker.sample(&prompt, 3);
         let (found, second) = asker.sample(&prompt, 3);
-        assert_eq!((none, found), (0, 12), "with {states} states");
+        assert_eq!((none, found), (0, expected), "with {states} states");
         assert_eq!(first.sequences[0].tokens, second.sequences[0].tokens);
     }
 }
 
 #[test]
 fn the_next_turn_of_a_conversation_goes_on_where_the_last_one_ended() {
-    for states in [0, 8] {
+    // 6 tokens and 11 of the sample were inputs: four full pages and one that is begun, of which no state is kept.
+    for (states, expected) in [(0, 17), (8, 16)] {
         let mut asker = Asker::new(states);
         let mut turn = tokens(1, 6);
         let (_, output) = asker.sample(&turn, 12);
         turn.extend(output.sequences[0].tokens.iter().map(|&token| i64::from(token)));
         turn.extend(tokens(5, 5));
-        // 6 tokens and 11 of the sample were inputs: four full pages.
-        assert_eq!(asker.sample(&turn, 2).0, 16, "with {states} states");
+        assert_eq!(asker.sample(&turn, 2).0, expected, "with {states} states");
     }
 }
 
 #[test]
 fn where_two_prompts_were_seen_to_part_a_third_goes_on() {
     let prompts: Vec<Vec<i64>> = [2, 3, 4].map(|seed| [tokens(1, 9), tokens(seed, 9)].concat()).to_vec();
-    for (states, hits) in [(0, [0, 8, 8]), (8, [0, 0, 8])] {
+    for (states, hits) in [(0, [0, 9, 9]), (8, [0, 0, 8])] {
         let mut asker = Asker::new(states);
         let found: Vec<usize> = prompts.iter().map(|prompt| asker.sample(prompt, 2).0).collect();
         assert_eq!(found, hits, "with {states} states");
@@ -225,8 +225,8 @@ fn a_prompt_that_many_ask_for_at_once_is_computed_once() {
 fn a_step_has_no_more_copies_than_it_has_rows_for() {
     let limits = Limits { pages: 5000, ..Limits::roomy(1) };
     let steps = Asker::over(limits).wave(&vec![tokens(1, 60); 200], 1).0;
-    // The first step has rows for some; the others go on behind the pages that it left.
-    assert_eq!(steps, [60, 4], "{steps:?}");
+    // The first step has rows for some; the others begin with copies of the pages that it left, and their last token is computed once.
+    assert_eq!(steps, [60, 1], "{steps:?}");
 }
 
 #[test]
@@ -235,16 +235,68 @@ fn of_long_prompts_that_begin_alike_one_goes_ahead_and_the_others_take_over_what
     let ending = |n: i64| [&long[..1390], &tokens(n, 10)[..]].concat();
     let limits = Limits { pages: 2000, ..Limits::roomy(1) };
     let same = Asker::over(limits).wave(&vec![long.clone(); 6], 1).0;
-    // The one that goes ahead, and the last page, from which the others draw.
-    assert_eq!(same.iter().sum::<usize>(), 1404, "{same:?}");
+    // The one that goes ahead, and the last token, from which the others draw.
+    assert_eq!(same.iter().sum::<usize>(), 1401, "{same:?}");
     let parted = Asker::over(limits).wave(&(2..8).map(ending).collect::<Vec<_>>(), 1).0;
-    // The end of each, and of some the page where it parts from the others.
-    assert!((1450..=1480).contains(&parted.iter().sum::<usize>()), "{parted:?}");
+    // The end of each, which is no copy.
+    assert!((1440..=1460).contains(&parted.iter().sum::<usize>()), "{parted:?}");
     // Those who wait do not shorten its steps, whoever they are.
     assert!(parted.len() <= 16, "{parted:?}");
     // Nobody waits for others who ask for something else.
     let apart = Asker::over(limits).wave(&(0..6).map(|n| tokens(n, 1400)).collect::<Vec<_>>(), 1).0;
     assert_eq!(apart.iter().sum::<usize>(), 6 * 1400, "{apart:?}");
+}
+
+#[test]
+fn who_has_begun_a_page_with_a_copy_leaves_it_for_what_others_have_read_meanwhile() {
+    let limits = Limits { pages: 2000, page_tokens: 40, ..Limits::roomy(1) };
+    let mut asker = Asker::over(limits);
+    // Of this the prompts of the wave have the first 30 tokens.
+    asker.sample(&[tokens(1, 30), tokens(2, 5)].concat(), 1);
+    let steps = asker.wave(&vec![tokens(1, 1400); 6], 1).0;
+    assert_eq!(steps.iter().sum::<usize>(), 1370, "{steps:?}");
+    // Copies of one page from which prompts part are no longer the same.
+    let prompts: Vec<Vec<i64>> = (0..6).map(|n| [tokens(3, 30), tokens(n, 600)].concat()).collect();
+    asker.sample(&[tokens(3, 30), tokens(9, 5)].concat(), 1);
+    let together = asker.wave(&prompts, 1).1;
+    for (prompt, (seed, output)) in prompts.iter().zip((0..).zip(together)) {
+        let alone = Asker::over(limits).wave_from((1, seed), &[], std::slice::from_ref(prompt), 1).1;
+        assert_eq!(alone[0].sequences, output.sequences);
+        assert_eq!(output.prompt_cache_hit_tokens, 30);
+    }
+}
+
+#[test]
+fn a_sample_that_lost_its_pages_goes_on_where_it_was() {
+    let limits = Limits { pages: 13, page_tokens: 16, speculation: Speculation::Off, ..Limits::roomy(1) };
+    let mut asker = Asker::over(limits);
+    let long = |seed: u64| SampleRequest {
+        max_tokens: Some(90),
+        seed,
+        stop: Stop::Tokens(Vec::new()),
+        ..SampleRequest::of(tokens(seed as i64, 6))
+    };
+    let running = [1, 2].map(|seed| asker.send(Request::Sample { sampler_id: "base".into(), sample: long(seed) }));
+    (0..45).for_each(|_| asker.turn());
+    // Somebody else asks for the room of one of the two, and is soon done.
+    asker.client.owner = "other".into();
+    asker.ask(Request::CreateSampler { sampler_id: "other".into(), source: None });
+    asker.engine.shared.log.borrow_mut().clear();
+    let sample = SampleRequest { max_tokens: Some(60), stop: Stop::Tokens(vec![]), ..SampleRequest::of(tokens(5, 3)) };
+    let answered = asker.send(Request::Sample { sampler_id: "other".into(), sample });
+    (0..3).for_each(|_| asker.turn());
+    assert_eq!(asker.engine.evictions(), 1);
+    asker.client.owner = client().owner;
+    while running.iter().chain([&answered]).any(|answer| answer.lock().unwrap().is_none()) {
+        asker.turn();
+    }
+    let log = asker.engine.shared.log.borrow();
+    let steps: Vec<usize> = log
+        .iter()
+        .filter_map(|(_, worked)| if let Worked::Step { tokens, .. } = worked { Some(*tokens) } else { None })
+        .collect();
+    // No step has more than a token of each sample, but for that which reads the other's prompt.
+    assert!(steps.iter().filter(|&&tokens| tokens > 3).count() <= 1, "{steps:?}");
 }
 
 #[test]
@@ -309,8 +361,8 @@ fn of_prompts_with_the_same_picture_one_goes_ahead_too() {
     let (picture, text): (&[u8], _) = (&[9, 1], tokens(1, 30));
     let mut asker = Asker::new(0);
     let (steps, together) = asker.wave_from((6, 0), &[picture], &vec![text.clone(); 6], 1);
-    // 39 tokens, of which the others go on behind 36, in which the picture is.
-    assert_eq!((steps.iter().sum::<usize>(), asker.sights()), (39 + 5 * 3, vec![9]), "{steps:?}");
+    // 39 tokens, of which the others compute the last.
+    assert_eq!((steps.iter().sum::<usize>(), asker.sights()), (39 + 5, vec![9]), "{steps:?}");
     let alone = Asker::new(0).wave_from((1, 5), &[picture], &[text], 1).1;
     assert_eq!(alone[0].sequences, together[5].sequences);
 }
@@ -323,7 +375,8 @@ fn a_prompt_that_another_begins_with_costs_nothing_beside_it() {
 
 #[test]
 fn a_picture_is_seen_once_whoever_shows_it() {
-    for states in [0, 8] {
+    // The same again is found in the cache: four pages and a half of pictures, and half a page of text, of which no state is kept.
+    for (states, expected) in [(0, 21), (8, 20)] {
         let mut asker = Asker::new(states);
         let (a, b): (&[u8], &[u8]) = (&[9, 1], &[9, 2]);
         let (none, first) = asker.sample_of(&[a, b], &tokens(1, 4), 3);
@@ -333,9 +386,8 @@ fn a_picture_is_seen_once_whoever_shows_it() {
         let (none, other) = asker.sample_of(&[b, a], &tokens(1, 4), 3);
         assert_eq!((none, asker.sights().len()), (0, 2), "with {states} states");
         assert_ne!(first.sequences[0].logprobs, other.sequences[0].logprobs);
-        // The same again is found in the cache: four pages and a half of pictures, and half a page of text.
         let (found, again) = asker.sample_of(&[a, b], &tokens(1, 4), 3);
-        assert_eq!((found, again.sequences), (20, first.sequences), "with {states} states");
+        assert_eq!((found, again.sequences), (expected, first.sequences), "with {states} states");
     }
 }
 

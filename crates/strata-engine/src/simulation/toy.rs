@@ -2,7 +2,7 @@
 //! notes whom it works for.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
@@ -17,6 +17,7 @@ use crate::pictures::PictureId;
 use crate::sampler::{Room, STEP_COPIES, STEP_TOKENS};
 use crate::snapshot::WeightsId;
 
+use super::copies::{COPIES_PART, num_computed};
 use super::oracle::{self, EMPTY, Numbers};
 use super::{Faults, Rng};
 
@@ -44,8 +45,6 @@ pub(super) const RANK_MAX: usize = 8;
 pub(super) const ADAPTER_FAULT: &str = "toy fault: no adapter";
 /// What no cell may hold when it is read.
 const STALE: u64 = 0xdead;
-/// One in so many tokens of a step is a copy at least, or they are computed like all others.
-const COPIES_PART: usize = 8;
 
 /// What the toy, the disk and those who watch them have in common.
 pub(super) struct Shared {
@@ -624,7 +623,10 @@ impl Compute for Toy {
     }
 
     fn step(&self, cache: &mut Cache, spans: &[StepSpan<'_, Frozen, Rc<Sight>>]) -> Result<Stepped, String> {
-        let tokens = num_computed(spans, cache.page_tokens);
+        let tokens = num_computed(spans, &cache.pages).unwrap_or_else(|wrong| {
+            self.shared.violate(wrong);
+            0
+        });
         let rows: usize = spans.iter().map(|span| span.tokens.len()).sum();
         if tokens > STEP_TOKENS.1 * COPIES_PART / (COPIES_PART - 1) || rows > STEP_TOKENS.1 + STEP_COPIES {
             self.shared.violate(format!("a step of {rows} tokens computes {tokens}"));
@@ -644,17 +646,6 @@ impl Compute for Toy {
         }
         Ok(Stepped { results: out, num_computed: tokens })
     }
-}
-
-/// Tokens of a step that are no copies, or all, where few are: as a model counts them.
-fn num_computed(spans: &[StepSpan<'_, Frozen, Rc<Sight>>], page_tokens: usize) -> usize {
-    let all: usize = spans.iter().map(|span| span.tokens.len()).sum();
-    let (mut firsts, mut copies) = (HashSet::new(), 0);
-    for span in spans.iter().filter(|span| span.past.is_multiple_of(page_tokens) && span.pictures.is_empty()) {
-        let behind = (span.weights.0, &span.held.pages[..span.past / page_tokens]);
-        copies += (1..=span.tokens.len()).filter(|&until| !firsts.insert((behind, &span.tokens[..until]))).count();
-    }
-    if copies * COPIES_PART >= all { all - copies } else { all }
 }
 
 /// Whether the token of a row was guessed, and is what was drawn.

@@ -23,15 +23,28 @@ struct Token {
 /// What comes before a token.
 #[derive(PartialEq, Eq, Hash)]
 enum Before<'b> {
-    /// What is in these pages, or nothing: it is the first new one of a sequence of this group. Long sequences may have angles of their own.
-    Past { group: usize, is_long: bool, pages: &'b [u32] },
+    /// What is in the cache, or nothing: it is the first new one of a sequence of this group. Long sequences may have angles of their own.
+    Past { group: usize, is_long: bool, past: Past<'b> },
     /// The first of all tokens that follow the same tokens and are the same.
     Token(usize),
 }
 
-/// The pages of what a sequence has in the cache, if others can have the same: whole pages are never changed, and so are shared. What it has in a page that it still fills is its own.
-fn shared_past(span: &Span) -> Option<&[u32]> {
-    span.past.is_multiple_of(PAGE_TOKENS).then(|| span.held.pages.get(..span.past / PAGE_TOKENS))?
+/// What a sequence has in the cache, where others can have the same.
+#[derive(PartialEq, Eq, Hash)]
+struct Past<'b> {
+    /// Whole pages are never changed, and so are shared.
+    pages: &'b [u32],
+    /// How many tokens it has in the page behind them, which is its own, and what they are.
+    begun: Option<(usize, u64)>,
+}
+
+/// The past of a sequence, if others can have the same.
+fn shared_past(span: &Span) -> Option<Past<'_>> {
+    let pages = span.held.pages.get(..span.past / PAGE_TOKENS)?;
+    match span.past % PAGE_TOKENS {
+        0 => Some(Past { pages, begun: None }),
+        tokens => span.held.begun.map(|begun| Past { pages, begun: Some((tokens, begun)) }),
+    }
 }
 
 /// The tokens of a batch that follow the same tokens in the same group as earlier ones do, in the batch and in pages that both sequences hold; `None` where there are few. `is_long`: whether a
@@ -47,11 +60,11 @@ pub(super) fn of(batch: &PackedBatch<'_>, is_long: impl Fn(usize) -> bool) -> Op
         while batch.groups[group].end <= span.tokens.start && group + 1 < batch.groups.len() {
             group += 1;
         }
-        let Some(pages) = shared_past(span) else {
+        let Some(past) = shared_past(span) else {
             firsts.extend(span.tokens.clone());
             continue;
         };
-        let mut before = Before::Past { group, is_long: is_long(span.length_max), pages };
+        let mut before = Before::Past { group, is_long: is_long(span.length_max), past };
         for row in span.tokens.clone() {
             while images.next_if(|image| image.tokens.end <= row).is_some() {}
             let seen = images.peek().filter(|image| image.tokens.contains(&row)).map(|image| {
@@ -132,6 +145,24 @@ mod tests {
         assert_eq!(with(&[(&[1, 2], page + 1, &[3, 4]), (&[1, 2], page + 1, &[3, 5])]), None, "part of a page");
         let beside = [(&[9][..], 7, &[0][..]), (&[1, 2], page, &[3, 4]), (&[1, 3], page, &[3, 5])];
         assert_eq!(with(&beside), Some(Repeats::new(&[0, 1, 2, 1, 4])));
+    }
+
+    #[test]
+    fn tokens_repeat_where_a_page_is_begun_with_the_same() {
+        let with = |sequences: &[(usize, &[u32], u64)]| {
+            let mut batch = PackedBatch::new();
+            for &(past, pages, begun) in sequences {
+                batch.push_cached(&[1, 2], past, 100, Held { pages: pages.to_vec(), begun: Some(begun), ..Held::default() });
+            }
+            found(&batch)
+        };
+        let (page, same) = (PAGE_TOKENS, Some(Repeats::new(&[0, 1, 0, 1])));
+        assert_eq!(with(&[(page + 5, &[3, 4], 8), (page + 5, &[3, 6], 8)]), same);
+        assert_eq!(with(&[(5, &[4], 8), (5, &[6], 8)]), same, "the first page");
+        assert_eq!(with(&[(page + 5, &[3, 4], 8), (page + 5, &[3, 6], 9)]), None, "other tokens");
+        assert_eq!(with(&[(page + 5, &[3, 4], 8), (page + 6, &[3, 6], 8)]), None, "more of them");
+        assert_eq!(with(&[(page + 5, &[3, 4], 8), (page + 5, &[2, 6], 8)]), None, "behind other pages");
+        assert_eq!(with(&[(page, &[3, 4], 8), (page, &[3, 6], 9)]), same, "nothing is begun");
     }
 
     #[test]

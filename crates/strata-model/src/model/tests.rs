@@ -251,7 +251,10 @@ fn through_cache(model: &Model, adapter: &Adapter, lengths: [usize; 2], steps: &
     let (training, targets) = batch(adapter, &lengths);
     let mut cache = model.new_kv_cache(6, 2).unwrap();
     // Pages and states out of order.
-    let held = [Held { pages: vec![2, 0, 5], state: Some(1) }, Held { pages: vec![3, 1, 4], state: Some(0) }];
+    let held = [
+        Held { pages: vec![2, 0, 5], state: Some(1), ..Held::default() },
+        Held { pages: vec![3, 1, 4], state: Some(0), ..Held::default() },
+    ];
     let mut found = vec![0; targets.ids.len()];
     for parts in steps {
         let mut cached = PackedBatch::new();
@@ -457,7 +460,7 @@ fn a_copied_state_goes_on_with_the_bits_of_the_original() {
     let model = Model::random(backend(), qwen3_5()[0].clone(), 7, DType::F32).unwrap();
     let (_, adapter) = adapter(&model, 4);
     let mut cache = model.new_kv_cache(6, 4).unwrap();
-    let held = |pages: [u32; 2], state| Held { pages: pages.into(), state: Some(state) };
+    let held = |pages: [u32; 2], state| Held { pages: pages.into(), state: Some(state), ..Held::default() };
     let step = |cache: &mut KvCache, tokens: &[u32], past: usize, held: Held| {
         let mut batch = PackedBatch::new();
         batch.begin_group(Some(&adapter));

@@ -302,7 +302,7 @@ fn trace_greedy(
     for (state, sequence) in (0..).zip(sequences) {
         let pages: Vec<u32> = (next_page..next_page + pages_of(sequence) as u32).collect();
         next_page += pages.len() as u32;
-        held.push(Held { pages, state: Some(state) });
+        held.push(Held { pages, state: Some(state), ..Held::default() });
     }
 
     let most_probable = Draw { temperature: 0.0, top_k: None, top_p: 1.0, uniforms: vec![0.0] };

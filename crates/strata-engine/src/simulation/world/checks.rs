@@ -453,7 +453,7 @@ impl World {
                 let mut output = output.clone();
                 let hit = std::mem::take(&mut output.prompt_cache_hit_tokens);
                 let length = sample.prompt.len() + sample.images.iter().map(|i| usize::from(i.file[0])).sum::<usize>();
-                if hit % self.limits.page_tokens != 0 || hit >= length {
+                if (self.limits.states > 0 && hit % self.limits.page_tokens != 0) || hit >= length {
                     return Err(format!("{hit} tokens of {length} were in the prefix cache"));
                 }
                 let versions = &self.samplers[sampler].versions[version.unwrap_or(0)..];

@@ -18,7 +18,12 @@ fn what_is_asked_of_some_rows_is_what_is_asked_of_all_and_leaves_the_same_in_the
                 let mut batch = PackedBatch::new();
                 for (s, adapter) in adapters.into_iter().enumerate() {
                     batch.begin_group(adapter);
-                    batch.push_cached(&tokens_of(s), past(s), 50, Held { pages: vec![s as u32], state: Some(s as u32) });
+                    batch.push_cached(
+                        &tokens_of(s),
+                        past(s),
+                        50,
+                        Held { pages: vec![s as u32], state: Some(s as u32), ..Held::default() },
+                    );
                 }
                 let replies = model.step(&batch, &mut cache, rows, &vec![whole_row(); rows.len()]).unwrap();
                 replies.into_iter().map(|reply| bits(&reply.unwrap().logprobs)).collect::<Vec<_>>()

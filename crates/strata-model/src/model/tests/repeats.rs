@@ -169,8 +169,8 @@ fn stepped(model: &Model, adapter: &Adapter, prefix: &[u32], parts: &Parts<'_>, 
         model.num_computed(&batch)
     };
     let state = |n: usize| (model.kv_state_bytes() > 0).then_some(n as u32);
-    step(&mut cache, &[(prefix, 0, Held { pages: vec![0], state: state(0) })]);
-    let held = |n: usize| Held { pages: parts[n].2.to_vec(), state: state(1 + n) };
+    step(&mut cache, &[(prefix, 0, Held { pages: vec![0], state: state(0), ..Held::default() })]);
+    let held = |n: usize| Held { pages: parts[n].2.to_vec(), state: state(1 + n), ..Held::default() };
     for n in (0..parts.len()).filter(|&n| parts[n].1 > 0 && state(n).is_some()) {
         cache.copy_state(model.backend(), 0, 1 + n as u32).unwrap();
     }
@@ -213,6 +213,51 @@ fn of_every_family_requests_that_begin_alike_in_a_step_have_the_bits_that_each_h
     }
 }
 
+/// Pages that are begun with the same tokens are copies of one another, and what goes on in them is computed once.
+#[test]
+fn of_every_family_requests_that_go_on_in_copies_of_a_page_have_the_bits_that_each_has_alone() {
+    for (config, compute) in
+        families().into_iter().chain([config()]).flat_map(|c| [DType::F32, DType::BF16].map(|dtype| (c.clone(), dtype)))
+    {
+        let context = format!("{compute} {:?}", config.family);
+        let model = Model::random(backend(), config, 7, compute).unwrap();
+        if model.kv_state_bytes() > 0 {
+            continue;
+        }
+        let (_, adapter) = adapter(&model, 4);
+        // Of the second page the sequences have a part, and others have written on in it.
+        let (read, past) = (tokens(PAGE_TOKENS + 20, 1), PAGE_TOKENS + 11);
+        let prompt = tokens(70, 2);
+        let sequences = [&prompt[..], &prompt[..50], &[&prompt[..30], &tokens(9, 4)[..]].concat(), &prompt];
+        let steps = |together: bool| {
+            let mut cache = model.new_kv_cache(2 + 3 * sequences.len(), 0).unwrap();
+            let step = |cache: &mut KvCache, group: &[(&[u32], usize, Held)]| {
+                let mut batch = PackedBatch::new();
+                batch.begin_group(Some(&adapter));
+                group.iter().for_each(|(tokens, past, held)| batch.push_cached(tokens, *past, 200, held.clone()));
+                let rows: Vec<usize> = batch.spans.iter().map(|span| span.tokens.end - 1).collect();
+                let replies = model.step(&batch, cache, &rows, &vec![whole_row(); rows.len()]).unwrap();
+                let found: Vec<_> = replies.into_iter().map(|reply| bits(&reply.unwrap().logprobs)).collect();
+                (found, model.num_computed(&batch))
+            };
+            let pages = |n: usize| vec![0, 2 + 3 * n as u32, 3 + 3 * n as u32];
+            step(&mut cache, &[(&read, 0, vec![0, 1].into())]);
+            (0..sequences.len()).for_each(|n| cache.copy_page(model.backend(), 1, pages(n)[1]).unwrap());
+            let held = |n| Held { pages: pages(n), begun: Some(3), ..Held::default() };
+            let group: Vec<_> = sequences.iter().enumerate().map(|(n, tokens)| (*tokens, past, held(n))).collect();
+            let further: Vec<_> =
+                group.iter().map(|(tokens, past, held)| (&[7][..], past + tokens.len(), held.clone())).collect();
+            let at_once = if together { group.len() } else { 1 };
+            let steps = group.chunks(at_once).chain(further.chunks(1)).map(|group| step(&mut cache, group));
+            let (found, computed): (Vec<_>, Vec<_>) = steps.unzip();
+            (found.concat(), computed[0])
+        };
+        let (together, computed) = steps(true);
+        assert!(together == steps(false).0, "{context}");
+        assert_eq!(computed, 70 + 9, "{context}");
+    }
+}
+
 /// Of what begins alike a device is asked for the rows that it is asked for without what repeats.
 #[test]
 fn of_every_family_rows_that_repeat_others_are_not_computed_where_nothing_goes_back() {
@@ -227,7 +272,7 @@ fn of_every_family_rows_that_repeat_others_are_not_computed_where_nothing_goes_b
             batch.begin_group(Some(&adapter));
             for (n, parts) in sequences.iter().enumerate() {
                 let state = (model.kv_state_bytes() > 0).then_some(n as u32);
-                let held = Held { pages: vec![2 * n as u32, 2 * n as u32 + 1], state };
+                let held = Held { pages: vec![2 * n as u32, 2 * n as u32 + 1], state, ..Held::default() };
                 batch.push_cached(&parts.concat(), 0, 200, if step { held } else { Held::default() });
             }
             let before = far.rows_computed();
