@@ -254,7 +254,6 @@ impl<C: Compute> Batcher<C> {
         job.admitted = false;
         let unstarted = std::mem::take(&mut job.unstarted);
         job.evicted.extend(unstarted);
-        job.register_begun(&mut self.pool);
         self.pool.unreserve(std::mem::take(&mut job.reserved));
         self.pool.release(std::mem::take(&mut job.held));
         let (client, room) = (job.asked.client.clone(), job.plan.prompt_room());

@@ -33,7 +33,8 @@ impl<C: Compute> Batcher<C> {
         found.filter(|of| of.tokens >= self.worthwhile())
     }
 
-    fn worthwhile(&self) -> usize {
+    /// Tokens of a page that are worth a copy.
+    pub(super) fn worthwhile(&self) -> usize {
         (self.page_tokens / WORTHWHILE_PART).max(1)
     }
 

@@ -14,10 +14,8 @@ use crate::reply::PendingReply;
 use crate::snapshot::WeightsId;
 
 use super::SamplerLimits;
-use super::begun::register_begun;
 use super::draw::{DrawSettings, Drawn};
 use super::pages::{PageText, Prefix};
-use super::pool::CachePool;
 use super::prompt::{Scores, Wanted, topk_bytes};
 use super::room::Room;
 use super::speculation::Guesses;
@@ -304,16 +302,6 @@ impl<F> Job<F> {
     /// Whether the whole prompt is computed.
     pub(crate) fn prefilled(&self) -> bool {
         self.computed == self.plan.prompt.len()
-    }
-
-    /// Registers the page in which what is computed of the prompt ends, for others to copy: nobody writes into it any more.
-    pub(crate) fn register_begun(&mut self, pool: &mut CachePool) {
-        // Of a copy the page that it was made of is there.
-        if self.held.begun.is_none() {
-            let whole = self.plan.pages_in(self.computed);
-            let rest = self.plan.plain(whole * self.plan.page_tokens..self.computed);
-            register_begun(pool, self.prefix, rest, self.held.pages.get_mut(whole));
-        }
     }
 
     /// What it could use next, if anything.

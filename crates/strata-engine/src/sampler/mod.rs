@@ -48,6 +48,7 @@ use crate::gallery::Gallery;
 use crate::pictures::{Eyes, PictureId};
 use crate::snapshot::WeightsId;
 
+use begun::register_begun;
 use cost::StepCost;
 pub(crate) use draw::{Alternatives, DrawSettings, Drawn};
 pub(crate) use job::{Asked, Plan, REQUEST_BYTES};
@@ -348,8 +349,10 @@ impl<C: Compute> Batcher<C> {
                         job.prefix = self.pool.register(job.prefix, job.plan.page(page), &mut job.held.pages[page]);
                     }
                     if job.prefilled() {
-                        // From here on it is only copied.
-                        job.register_begun(&mut self.pool);
+                        // What is behind its whole pages is only copied from now on.
+                        let whole = job.plan.pages_in(job.computed);
+                        let rest = job.plan.plain(whole * self.page_tokens..job.computed);
+                        register_begun(&mut self.pool, job.prefix, rest, job.held.pages.get_mut(whole));
                     }
                 }
             }
@@ -445,17 +448,12 @@ impl<C: Compute> Batcher<C> {
             sequence.held.pages.extend_from_slice(&job.held.pages[..full_pages]);
             sequence.held.pages.iter().for_each(|&page| self.pool.hold_page(page));
             let (partial, state) = (job.held.pages.get(full_pages).copied(), job.held.state);
-            let whole = full_pages * self.page_tokens;
             let mut copied = self.take_state(compute, &mut sequence.reserved, &mut sequence.held, state);
             if let Some(partial) = partial {
                 sequence.reserved.pages -= 1;
                 let own = self.pool.take_page();
                 copied = copied.and(compute.copy_page(&mut self.cache, partial, own));
                 sequence.held.pages.push(own);
-            }
-            if copied.is_err() {
-                // What is in the page is not known.
-                sequence.cached = whole;
             }
             self.broken.extend(copied.err().map(|error| (id, error)));
             self.running.push(sequence);

@@ -180,15 +180,17 @@ impl<C: Compute> Batcher<C> {
         }
         let behind = self.behind(job);
         let others = behind.as_ref().and_then(|behind| read.parts.get(behind));
-        let (alike, goes_on) = others.map_or((0, false), |others| self.alike(job, others));
+        let Likeness { tokens: alike, goes_on, ends } = others.map_or_else(Likeness::default, |others| self.alike(job, others));
         let alike = alike.min(wanted);
         // What is seen of a picture may be there twice.
         let copies = if job.plan.pictures.is_empty() { alike.min(read.copies_left) } else { 0 };
-        // Pages that others read are in the cache when the step is over.
-        let may_find = job.plan.pages_in(job.computed) < job.plan.cacheable_pages() && !self.pool.has_states();
+        // Pages that others read are in the cache when the step is over, and the page in which a prompt ends can be copied then.
+        let may_find = job.plan.pages_in(job.computed) < job.plan.cacheable_pages();
         let is_whole = wanted <= left + copies;
-        let waits_for_pages = (alike >= self.page_tokens && copies < alike) || (goes_on && !is_whole);
-        let waits = (may_find && waits_for_pages) || self.awaits_state(job);
+        let waits_for_pages = may_find && ((alike >= self.page_tokens && copies < alike) || (goes_on && !is_whole));
+        let waits_for_copy =
+            ends && copies < alike && job.plan.cacheable().min(job.computed + alike) >= job.computed + self.worthwhile();
+        let waits = (!self.pool.has_states() && (waits_for_pages || waits_for_copy)) || self.awaits_state(job);
         let tokens = match wanted.min(left + copies) {
             _ if waits => 0,
             all if all == wanted => all,
@@ -231,17 +233,19 @@ impl<C: Compute> Batcher<C> {
         Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec(), begun))
     }
 
-    /// For how many tokens, from the first that is not computed, a prompt goes on as one of these does, and whether it may do so behind what is read of that one now.
-    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> (usize, bool) {
+    /// How a prompt goes on, from the first token that is not computed, beside these.
+    fn alike(&self, job: &Job<C::Frozen>, others: &[(u64, usize)]) -> Likeness {
         let with = |&(other, tokens): &(u64, usize)| {
-            let Some(other) = self.jobs.get(&other) else { return (0, false) };
+            let Some(other) = self.jobs.get(&other) else { return Likeness::default() };
             let same = common_prefix(&job.plan.prompt[job.computed..], &other.plan.prompt[other.computed..], tokens);
             if job.plan.pictures.is_empty() && other.plan.pictures.is_empty() {
-                return (same, same == tokens && other.computed + tokens < other.plan.prompt.len());
+                let ends = other.computed + tokens == other.plan.prompt.len();
+                return Likeness { tokens: same, goes_on: same == tokens && !ends, ends };
             }
             let first = job.plan.pages_in(job.computed);
             let pages = first..first + same / self.page_tokens;
-            (pages.take_while(|&page| job.plan.page(page) == other.plan.page(page)).count() * self.page_tokens, false)
+            let pages = pages.take_while(|&page| job.plan.page(page) == other.plan.page(page)).count();
+            Likeness { tokens: pages * self.page_tokens, ..Likeness::default() }
         };
         others.iter().map(with).max().unwrap_or_default()
     }
@@ -307,6 +311,17 @@ struct Read {
     parts: Readings,
     /// Tokens that it may still read because they repeat others, beside those that it computes.
     copies_left: usize,
+}
+
+/// How a prompt goes on beside others of which a step reads something.
+#[derive(Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Likeness {
+    /// For how many tokens as one of them, of those that the step reads.
+    tokens: usize,
+    /// Whether the step reads no more of that one than these, although there is more.
+    goes_on: bool,
+    /// Whether the step reads that one to its end.
+    ends: bool,
 }
 
 /// What a step reads of one prompt.

@@ -8,7 +8,7 @@ use crate::api::{Client, Image, Outcome, Request, Response, SampleOutput, Sample
 use crate::sampler::Speculation;
 
 use super::toy::Worked;
-use super::{Engine, Limits};
+use super::{Engine, Faults, Limits};
 
 /// A client that waits for each answer.
 pub(super) struct Asker {
@@ -250,12 +250,20 @@ fn of_long_prompts_that_begin_alike_one_goes_ahead_and_the_others_take_over_what
 #[test]
 fn who_has_begun_a_page_with_a_copy_leaves_it_for_what_others_have_read_meanwhile() {
     let limits = Limits { pages: 2000, page_tokens: 40, ..Limits::roomy(1) };
-    let mut asker = Asker::over(limits);
-    // Of this the prompts of the wave have the first 30 tokens.
-    asker.sample(&[tokens(1, 30), tokens(2, 5)].concat(), 1);
-    let steps = asker.wave(&vec![tokens(1, 1400); 6], 1).0;
-    assert_eq!(steps.iter().sum::<usize>(), 1370, "{steps:?}");
+    // Of what is there the prompts of the wave have some tokens, or all of a page but one.
+    for found in [30, 39] {
+        let mut asker = Asker::over(limits);
+        asker.sample(&[tokens(1, found), tokens(2, 5)].concat(), 1);
+        let steps = asker.wave(&vec![tokens(1, 1400); 6], 1).0;
+        assert_eq!(steps.iter().sum::<usize>(), 1400 - found as usize, "{steps:?}");
+    }
+    // Of short prompts, for which a step has not enough rows, the others find more than they began with.
+    let mut asker = Asker::over(Limits { pages: 5000, ..limits });
+    asker.sample(&[tokens(1, 10), tokens(2, 5)].concat(), 1);
+    let steps = asker.wave(&vec![tokens(1, 39); 200], 1).0;
+    assert_eq!(steps, [29, 1]);
     // Copies of one page from which prompts part are no longer the same.
+    let mut asker = Asker::over(limits);
     let prompts: Vec<Vec<i64>> = (0..6).map(|n| [tokens(3, 30), tokens(n, 600)].concat()).collect();
     asker.sample(&[tokens(3, 30), tokens(9, 5)].concat(), 1);
     let together = asker.wave(&prompts, 1).1;
@@ -267,8 +275,30 @@ fn who_has_begun_a_page_with_a_copy_leaves_it_for_what_others_have_read_meanwhil
 }
 
 #[test]
+fn a_prompt_whose_page_was_not_copied_fails_and_leaves_nothing_behind() {
+    let (prompt, mut failed) = (tokens(1, 14), 0);
+    for seed in 1..12 {
+        let mut asker = Asker::over(Limits { seed, ..Limits::roomy(seed) });
+        let first = asker.sample(&prompt, 1).1;
+        asker.engine.set_faults(Faults { page: 1000, ..Faults::default() });
+        let sample = SampleRequest { max_tokens: Some(1), stop: Stop::Tokens(vec![]), ..SampleRequest::of(prompt.clone()) };
+        let outcome = asker.outcome_of(Request::Sample { sampler_id: "base".into(), sample });
+        asker.engine.set_faults(Faults::default());
+        if asker.engine.core.recoveries() > 0 {
+            continue;
+        }
+        failed += 1;
+        assert!(outcome.unwrap_err().to_string().contains("sampling step: toy fault"));
+        // It asks for what it did not get again.
+        let (found, second) = asker.sample(&prompt, 1);
+        assert_eq!((found, second.sequences), (13, first.sequences));
+    }
+    assert!(failed > 2, "{failed}");
+}
+
+#[test]
 fn a_sample_that_lost_its_pages_goes_on_where_it_was() {
-    let limits = Limits { pages: 13, page_tokens: 16, speculation: Speculation::Off, ..Limits::roomy(1) };
+    let limits = Limits { pages: 15, page_tokens: 16, speculation: Speculation::Off, ..Limits::roomy(1) };
     let mut asker = Asker::over(limits);
     let long = |seed: u64| SampleRequest {
         max_tokens: Some(90),
@@ -277,7 +307,7 @@ fn a_sample_that_lost_its_pages_goes_on_where_it_was() {
         ..SampleRequest::of(tokens(seed as i64, 6))
     };
     let running = [1, 2].map(|seed| asker.send(Request::Sample { sampler_id: "base".into(), sample: long(seed) }));
-    (0..45).for_each(|_| asker.turn());
+    (0..57).for_each(|_| asker.turn());
     // Somebody else asks for the room of one of the two, and is soon done.
     asker.client.owner = "other".into();
     asker.ask(Request::CreateSampler { sampler_id: "other".into(), source: None });
