@@ -253,6 +253,9 @@ impl<C: Compute> Batcher<C> {
     /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have
     /// read beyond them. What a state goes on from is found only before it has begun.
     pub(super) fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
+        if self.broken.iter().any(|(broken, _)| *broken == id) {
+            return Ok(());
+        }
         if self.jobs.get(&id).is_some_and(|job| job.held.begun.is_some()) {
             self.begin_anew(id);
         }
