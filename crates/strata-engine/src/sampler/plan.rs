@@ -12,8 +12,13 @@ use crate::fair::company_limit;
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
     pub(super) fn plan_step(&mut self, compute: &C, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
-        for id in self.prefilling.clone() {
-            if let Err(error) = self.look_up_prefix(compute, id) {
+        let prompts = self.prefilling.clone();
+        let looked_up = prompts.iter().filter_map(|&id| Some((id, self.look_up_prefix(compute, id).err()?)));
+        let broken: Vec<(u64, String)> = looked_up.collect();
+        self.broken.extend(broken);
+        // A copy may take the place of a page that nobody holds: not before each holds what it has found.
+        for id in prompts {
+            if let Err(error) = self.begin_page_of_prompt(compute, id) {
                 self.broken.push((id, error));
             }
         }
@@ -253,9 +258,6 @@ impl<C: Compute> Batcher<C> {
     /// Takes over what the cache has of the prompt of a job that is about to begin, and, as long as it has only read whole pages, what others have
     /// read beyond them. What a state goes on from is found only before it has begun.
     pub(super) fn look_up_prefix(&mut self, compute: &C, id: u64) -> Result<(), String> {
-        if self.broken.iter().any(|(broken, _)| *broken == id) {
-            return Ok(());
-        }
         if self.jobs.get(&id).is_some_and(|job| job.held.begun.is_some()) {
             self.begin_anew(id);
         }
@@ -277,10 +279,7 @@ impl<C: Compute> Batcher<C> {
             // Where another prompt parted from this one, a third may too.
             job.forks = [found.known * self.page_tokens, job.plan.resumable()];
         }
-        match found.snapshot {
-            Some(snapshot) => self.begin_state(compute, id, Some(snapshot)),
-            None => self.begin_page_of_prompt(compute, id),
-        }
+        found.snapshot.map_or(Ok(()), |snapshot| self.begin_state(compute, id, Some(snapshot)))
     }
 
     /// Gives the prompt of a job its state, if there are states and it has none, with a copy of `from`.

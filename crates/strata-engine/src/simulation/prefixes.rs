@@ -436,6 +436,16 @@ fn pictures_that_find_no_room_together_are_seen_one_after_another() {
 }
 
 #[test]
+fn no_copy_takes_the_place_of_a_page_that_another_prompt_of_the_step_begins_with() {
+    // All is taken by what was read before, the longest first.
+    let mut asker = Asker::over(Limits { pages: 8, ..Limits::roomy(1) });
+    let (long, short) = (tokens(2, 20), tokens(5, 3));
+    [&long, &tokens(9, 3), &tokens(10, 3), &short].into_iter().for_each(|prompt| drop(asker.sample(prompt, 1)));
+    let found = asker.wave(&[[short, vec![1]].concat(), [long, vec![1]].concat()], 1).1;
+    assert_eq!(found.iter().map(|output| output.prompt_cache_hit_tokens).collect::<Vec<_>>(), [3, 20]);
+}
+
+#[test]
 fn a_sample_whose_page_was_not_copied_leaves_no_page_that_others_find() {
     let (long, short) = (tokens(1, 6), tokens(5, 7));
     let sample = |prompt: &[i64], max_tokens, num_samples| SampleRequest {
