@@ -46,11 +46,14 @@ impl<C: Compute> Batcher<C> {
         (start < end).then(|| (job.prefix, job.plan.plain(start..end).to_vec()))
     }
 
-    /// Begins the page that a prompt is about to read with a copy, if that is worth it.
+    /// Begins the page that a prompt is about to read with a copy, if it has nothing of it and that is worth it.
     ///
     /// # Errors
     /// If the page was not copied. The job cannot go on.
     pub(super) fn begin_page_of_prompt(&mut self, compute: &C, id: u64) -> Result<(), String> {
+        if self.jobs.get(&id).is_none_or(|job| !job.computed.is_multiple_of(self.page_tokens)) {
+            return Ok(());
+        }
         let Some((prefix, tokens)) = self.beginning(id) else { return Ok(()) };
         let Some(begun) = self.begin_page(compute, prefix, &tokens) else { return Ok(()) };
         let Some(job) = self.jobs.get_mut(&id) else { return Ok(()) };

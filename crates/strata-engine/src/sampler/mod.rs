@@ -455,6 +455,10 @@ impl<C: Compute> Batcher<C> {
                 copied = copied.and(compute.copy_page(&mut self.cache, partial, own));
                 sequence.held.pages.push(own);
             }
+            if copied.is_err() {
+                // What is in its own page is not known, and not to be registered.
+                sequence.cached = full_pages * self.page_tokens;
+            }
             self.broken.extend(copied.err().map(|error| (id, error)));
             self.running.push(sequence);
         }

@@ -3,12 +3,13 @@
 //! Pages are counted, not owned: sequences with a common prefix hold the same pages. A full page of known tokens is also
 //! registered in a trie, keyed by its predecessor and its tokens; the root of each chain is the weights that computed
 //! it. So is a page that its sequence has left partly filled: nobody holds it as his own, but who goes on with some of its tokens, or with some
-//! of a full page's, begins with a copy of it. A registered page that nobody holds stays until its memory is needed; the least recently used goes first.
+//! of a full page's, begins with a copy of it. A registered page that nobody holds stays until its memory is needed, the least recently used goes first, or until another page begins with all that is in it.
 //!
 //! Pages are reserved before they are taken: a sequence starts only when the pages it can ever need are promised to it, so
 //! that no step can run out.
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 
 use crate::snapshot::WeightsId;
 
@@ -45,6 +46,11 @@ pub(crate) struct Alike {
     pub(crate) id: u64,
     /// How many of the tokens it begins with.
     pub(crate) tokens: usize,
+}
+
+/// Whether the second page begins with all that is in the first, behind the same pages.
+fn is_begun_as((prefix, text): &Key, (other, longer): &Key) -> bool {
+    prefix == other && text.marks == longer.marks && longer.tokens.starts_with(&text.tokens)
 }
 
 struct Registration {
@@ -127,11 +133,15 @@ impl PagePool {
     }
 
     fn evict(&mut self) -> (u32, Option<u64>) {
-        let (_, page) = self.idle.pop_first().expect("a reserved page is free or idle");
+        let (_, &page) = self.idle.first_key_value().expect("a reserved page is free or idle");
+        (page, self.forget(page))
+    }
+
+    /// Takes a page that nobody holds out of the trie. The id of the prefix that it made.
+    fn forget(&mut self, page: u32) -> Option<u64> {
         let state = &mut self.pages[page as usize];
-        state.idle_since = None;
-        let registration = state.key.take().and_then(|key| self.registered.remove(&key));
-        (page, registration.map(|r| r.id))
+        state.idle_since.take().and_then(|since| self.idle.remove(&since));
+        state.key.take().and_then(|key| self.registered.remove(&key)).map(|r| r.id)
     }
 
     /// Frees every registered page that nobody holds. The ids of the prefixes that they made.
@@ -164,13 +174,29 @@ impl PagePool {
             if state.holders > 0 {
                 continue;
             }
-            if state.key.is_some() {
-                self.now += 1;
-                state.idle_since = Some(self.now);
-                self.idle.insert(self.now, page);
-            } else {
+            let Some(key) = &state.key else {
+                self.free.push(page);
+                continue;
+            };
+            // One that begins with all that is in this one serves whoever would copy it.
+            let longer = self.registered.range((Bound::Excluded(key), Bound::Unbounded)).next();
+            let kept = longer.filter(|(other, _)| is_begun_as(key, other)).map_or(page, |(_, other)| other.page);
+            if kept != page {
+                self.forget(page);
                 self.free.push(page);
             }
+            self.touch(kept);
+        }
+    }
+
+    /// Notes that a registered page was used just now, if nobody holds it.
+    fn touch(&mut self, page: u32) {
+        let state = &mut self.pages[page as usize];
+        if state.holders == 0 {
+            self.now += 1;
+            let before = state.idle_since.replace(self.now);
+            before.and_then(|since| self.idle.remove(&since));
+            self.idle.insert(self.now, page);
         }
     }
 
@@ -207,6 +233,11 @@ impl PagePool {
         let state = &mut self.pages[*page as usize];
         assert!(state.holders > 0 && state.key.is_none(), "page {page} is free or registered with other tokens");
         state.key = Some(key.clone());
+        let shorter = self.registered.range(..&key).next_back().filter(|(other, _)| is_begun_as(other, &key));
+        if let Some(other) = shorter.map(|(_, r)| r.page).filter(|&other| self.pages[other as usize].holders == 0) {
+            self.forget(other);
+            self.free.push(other);
+        }
         let id = self.next_id;
         self.next_id += 1;
         self.registered.insert(key, Registration { page: *page, id });
@@ -382,6 +413,29 @@ mod tests {
         assert_eq!(found(ROOT, &[]), None);
         assert_eq!(found(full.0, &[1, 2, 3, 9]), Some((behind, 4)));
         assert_eq!(found(part.0, &[1, 2, 3, 9]), None, "nothing is behind it");
+    }
+
+    #[test]
+    fn a_page_that_nobody_holds_is_free_if_another_begins_with_all_that_is_in_it() {
+        let mut pool = PagePool::new(4);
+        let [mut a, mut b, mut c, mut d] = [(); 4].map(|()| take(&mut pool));
+        let found = |pool: &PagePool| pool.find_alike(ROOT, &[1, 2, 9]).map(|alike| (alike.page, alike.tokens));
+        pool.register(ROOT, PageText::plain(&[1, 2]), &mut a);
+        pool.release(&[a]);
+        assert_eq!((pool.free_pages(), found(&pool)), (&[][..], Some((a, 2))));
+        pool.register(ROOT, PageText::plain(&[1, 2, 3, 4]), &mut b);
+        assert_eq!((pool.free_pages(), found(&pool)), (&[a][..], Some((b, 2))));
+        // One that is held goes once it is let go.
+        pool.register(ROOT, PageText::plain(&[5]), &mut c);
+        pool.register(ROOT, PageText::plain(&[5, 6]), &mut d);
+        pool.release(&[d]);
+        pool.release(&[b]);
+        assert_eq!(pool.free_pages(), [a]);
+        pool.release(&[c]);
+        assert_eq!(pool.free_pages(), [a, c]);
+        pool.reserve(3);
+        assert_eq!([(); 3].map(|()| pool.take_reserved().0), [c, a, b], "what serves in its place was used last");
+        pool.audit(&HashMap::from([(a, 1), (b, 1), (c, 1)]), 0).unwrap();
     }
 
     #[test]

@@ -12,8 +12,13 @@ use crate::fair::company_limit;
 impl<C: Compute> Batcher<C> {
     /// What runs next, with the pages it needs, and how many tokens each session has of it.
     pub(super) fn plan_step(&mut self, compute: &C, order: &[Client]) -> (Vec<Part>, Vec<(Client, usize)>) {
-        for id in self.prefilling.clone() {
-            if let Err(error) = self.look_up_prefix(compute, id) {
+        let prompts = self.prefilling.clone();
+        let looked_up = prompts.iter().filter_map(|&id| Some((id, self.look_up_prefix(compute, id).err()?)));
+        let broken: Vec<(u64, String)> = looked_up.collect();
+        self.broken.extend(broken);
+        // A copy may take the place of a page that nobody holds: not before each holds what it has found.
+        for id in prompts {
+            if let Err(error) = self.begin_page_of_prompt(compute, id) {
                 self.broken.push((id, error));
             }
         }
@@ -274,10 +279,7 @@ impl<C: Compute> Batcher<C> {
             // Where another prompt parted from this one, a third may too.
             job.forks = [found.known * self.page_tokens, job.plan.resumable()];
         }
-        match found.snapshot {
-            Some(snapshot) => self.begin_state(compute, id, Some(snapshot)),
-            None => self.begin_page_of_prompt(compute, id),
-        }
+        found.snapshot.map_or(Ok(()), |snapshot| self.begin_state(compute, id, Some(snapshot)))
     }
 
     /// Gives the prompt of a job its state, if there are states and it has none, with a copy of `from`.

@@ -434,3 +434,79 @@ fn pictures_that_find_no_room_together_are_seen_one_after_another() {
     small.sample_of(&pictures[3..], &tokens(1, 4), 3);
     assert_eq!(small.sights().len(), 5);
 }
+
+#[test]
+fn no_copy_takes_the_place_of_a_page_that_another_prompt_of_the_step_begins_with() {
+    // All is taken by what was read before, the longest first.
+    let mut asker = Asker::over(Limits { pages: 8, ..Limits::roomy(1) });
+    let (long, short) = (tokens(2, 20), tokens(5, 3));
+    [&long, &tokens(9, 3), &tokens(10, 3), &short].into_iter().for_each(|prompt| drop(asker.sample(prompt, 1)));
+    let found = asker.wave(&[[short, vec![1]].concat(), [long, vec![1]].concat()], 1).1;
+    assert_eq!(found.iter().map(|output| output.prompt_cache_hit_tokens).collect::<Vec<_>>(), [3, 20]);
+}
+
+#[test]
+fn a_sample_whose_page_was_not_copied_leaves_no_page_that_others_find() {
+    let (long, short) = (tokens(1, 6), tokens(5, 7));
+    let sample = |prompt: &[i64], max_tokens, num_samples| SampleRequest {
+        max_tokens: Some(max_tokens),
+        num_samples,
+        stop: Stop::Tokens(vec![]),
+        ..SampleRequest::of(prompt.to_vec())
+    };
+    let request = |sample| Request::Sample { sampler_id: "base".into(), sample };
+    let (expected, mut failed) = (Asker::new(0).ask(request(sample(&short, 2, 1))), 0);
+    for (seed, turns) in (1..20).flat_map(|seed| (1..20).map(move |turns| (seed, turns))) {
+        // Room for both prompts and one sample of each, all of which is taken when the long one ends. Its next sample takes the page that the short prompt ends in.
+        let mut asker = Asker::over(Limits { seed, pages: 9, speculation: Speculation::Off, ..Limits::roomy(seed) });
+        let first = asker.send(request(sample(&long, 15, 2)));
+        (0..turns).for_each(|_| asker.turn());
+        // A session that holds nothing is next.
+        asker.client.owner = "other".into();
+        asker.ask(Request::CreateSampler { sampler_id: "other".into(), source: None });
+        let second = asker.send(Request::Sample { sampler_id: "other".into(), sample: sample(&short, 2, 1) });
+        asker.engine.set_faults(Faults { page: 1000, ..Faults::default() });
+        while second.lock().unwrap().is_none() && asker.engine.core.recoveries() == 0 {
+            asker.turn();
+        }
+        asker.engine.set_faults(Faults::default());
+        while first.lock().unwrap().is_none() && asker.engine.core.recoveries() == 0 {
+            asker.turn();
+        }
+        if asker.engine.core.recoveries() > 0 {
+            continue;
+        }
+        asker.client = client();
+        failed += usize::from(second.lock().unwrap().take().unwrap().is_err());
+        let (Response::Sampled(expected), Response::Sampled(again)) = (&expected, asker.ask(request(sample(&short, 2, 1))))
+        else {
+            panic!("no sample")
+        };
+        assert_eq!(again.sequences, expected.sequences, "seed {seed}, {turns} turns");
+    }
+    assert!(failed > 2, "{failed}");
+}
+
+#[test]
+fn for_a_prompt_whose_page_was_not_copied_no_other_is_taken() {
+    let pictures: [&[u8]; 2] = [&[2, 1], &[2, 2]];
+    let text = tokens(1, 4);
+    let mut failed = 0;
+    for seed in 1..20 {
+        let mut asker = Asker::over(Limits { seed, ..Limits::roomy(seed) });
+        asker.sample_of(&pictures, &text, 1);
+        asker.sample(&text[..3], 1);
+        asker.engine.set_faults(Faults { page: 1000, ..Faults::default() });
+        // The first page is text, of which there is a part; what is behind it was seen.
+        let images = images(&pictures).into_iter().map(|image| Image { at: 4, ..image }).collect();
+        let sample =
+            SampleRequest { images, max_tokens: Some(1), stop: Stop::Tokens(vec![]), ..SampleRequest::of(text.clone()) };
+        let outcome = asker.outcome_of(Request::Sample { sampler_id: "base".into(), sample });
+        assert!(outcome.is_err());
+        if asker.engine.core.recoveries() == 0 {
+            failed += 1;
+            assert_eq!(asker.engine.shared.failed_steps.get(), 1, "it is copied once");
+        }
+    }
+    assert!(failed > 2, "{failed}");
+}
