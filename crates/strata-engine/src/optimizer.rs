@@ -43,6 +43,9 @@ pub(crate) fn check(params: &AdamParams) -> Result<AdamwStep, String> {
     let in_range = |name: &str, value: f64, what: &str, ok: fn(f32) -> bool| {
         // What counts is what is left of it in the f32 of weights and moments.
         let rounded = value as f32;
+        if value.is_finite() && rounded.is_infinite() {
+            return Err(format!("{name} is {value:?}, more than a 32-bit float holds"));
+        }
         if rounded.is_finite() && ok(rounded) { Ok(value) } else { Err(format!("{name} is {value:?}, not {what}")) }
     };
     in_range("grad_clip_norm", params.grad_clip_norm, "a number from 0", |v| v >= 0.0)?;
@@ -67,7 +70,7 @@ pub(crate) fn check(params: &AdamParams) -> Result<AdamwStep, String> {
         beta2: in_range("beta2", params.beta2, "a number from 0 to below 1, also as a 32-bit float", |v| {
             (0.0..1.0).contains(&v)
         })?,
-        eps: in_range("eps", params.eps, "a positive number", |v| v > 0.0)?,
+        eps: in_range("eps", params.eps, "a positive number, also as a 32-bit float", |v| v > 0.0)?,
         weight_decay: in_range("weight_decay", params.weight_decay, "a number from 0", |v| v >= 0.0)?,
         gradient_scale: 1.0,
         step: 0,
@@ -218,7 +221,9 @@ mod tests {
             (AdamParams { beta1: 1.0, ..ok }, "beta1"),
             (AdamParams { beta2: -0.1, ..ok }, "beta2"),
             (AdamParams { eps: 0.0, ..ok }, "eps"),
-            (AdamParams { eps: 1e-60, ..ok }, "eps"),
+            (AdamParams { eps: 1e-60, ..ok }, "eps is 1e-60, not a positive number, also as a 32-bit float"),
+            (AdamParams { eps: 1e300, ..ok }, "eps is 1e300, more than a 32-bit float holds"),
+            (AdamParams { grad_clip_norm: 1e39, ..ok }, "grad_clip_norm is 1e39, more than a 32-bit float holds"),
             (AdamParams { weight_decay: -1.0, ..ok }, "weight_decay"),
             (AdamParams { grad_clip_norm: f64::INFINITY, ..ok }, "grad_clip_norm"),
         ] {

@@ -21,6 +21,9 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     if bytes >= 1.0 && bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(format!("{text:?} is out of range")) }
 }
 
+/// The longest time that is taken: ten years, which the system's clock can be moved on by without leaving what it can say.
+const TIME_MAX: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
 /// A time from `90s`, `5m`, `2h` or a plain number of seconds.
 ///
 /// # Errors
@@ -35,7 +38,11 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         _ => return Err(format!("unit {unit:?} is not one of ms, s, m, h")),
     };
     let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a time such as 5m"))?;
-    let duration = Duration::try_from_secs_f64(number * factor).map_err(|error| format!("{text:?}: {error}"))?;
+    let seconds = number * factor;
+    if seconds > TIME_MAX.as_secs_f64() {
+        return Err(format!("{text:?} is more than {} h", TIME_MAX.as_secs() / 3600));
+    }
+    let duration = Duration::try_from_secs_f64(seconds).map_err(|error| format!("{text:?}: {error}"))?;
     if duration.is_zero() { Err(format!("{text:?} is no time at all")) } else { Ok(duration) }
 }
 
@@ -61,10 +68,12 @@ mod tests {
 
     #[test]
     fn times_are_read_as_people_write_them() {
-        for (text, seconds) in [("5m", 300.0), ("90", 90.0), ("1s", 1.0), ("250ms", 0.25), ("2h", 7200.0)] {
+        for (text, seconds) in
+            [("5m", 300.0), ("90", 90.0), ("1s", 1.0), ("250ms", 0.25), ("2h", 7200.0), ("87600h", 315_360_000.0)]
+        {
             assert_eq!(parse_duration(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
         }
-        for text in ["", "s", "-1s", "0", "5 years"] {
+        for text in ["", "s", "-1s", "0", "5 years", "nan", "inf", "87601h", "5000000000000000h", "99999999999999999999s"] {
             assert!(parse_duration(text).is_err(), "{text}");
         }
     }

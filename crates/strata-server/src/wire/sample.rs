@@ -55,11 +55,11 @@ struct SamplingParams {
     #[serde(default)]
     stop: Option<StopSpec>,
     #[serde(default)]
-    temperature: Option<f32>,
+    temperature: Option<f64>,
     #[serde(default)]
     top_k: Option<i64>,
     #[serde(default)]
-    top_p: Option<f32>,
+    top_p: Option<f64>,
 }
 
 /// What `stop` may be. Read by hand: serde's untagged enums put the whole value aside before they look at it.
@@ -171,13 +171,16 @@ impl Sample {
         if params.max_tokens == Some(0) {
             return Err("max_tokens is 0; it needs to be at least 1".into());
         }
-        let temperature = params.temperature.unwrap_or(1.0);
+        // What counts is the 32-bit float; what is named is what was sent.
+        let sent = params.temperature.unwrap_or(1.0);
+        let temperature = sent as f32;
         if !(temperature.is_finite() && temperature >= 0.0) {
-            return Err(format!("temperature {temperature} is not a number from 0 upwards"));
+            return Err(format!("temperature {sent:?} is not a number from 0 upwards that a 32-bit float holds"));
         }
-        let top_p = params.top_p.unwrap_or(1.0);
+        let sent = params.top_p.unwrap_or(1.0);
+        let top_p = sent as f32;
         if !(top_p > 0.0 && top_p <= 1.0) {
-            return Err(format!("top_p {top_p} is not above 0 and at most 1"));
+            return Err(format!("top_p {sent:?} is not above 0 and at most 1, also as a 32-bit float"));
         }
         let top_k = match params.top_k.unwrap_or(-1) {
             -1 | 0 => None,
@@ -359,8 +362,10 @@ mod tests {
             (json!({"num_samples": 1_000_000}), "num_samples"),
             (json!({"prompt": {"chunks": []}}), "empty"),
             (json!({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}), "image"),
-            (json!({"sampling_params": {"temperature": -1}}), "temperature"),
-            (json!({"sampling_params": {"top_p": 0}}), "top_p"),
+            (json!({"sampling_params": {"temperature": -1}}), "temperature -1.0"),
+            (json!({"sampling_params": {"temperature": 1e300}}), "temperature 1e300"),
+            (json!({"sampling_params": {"top_p": 0}}), "top_p 0.0"),
+            (json!({"sampling_params": {"top_p": 1e-50}}), "top_p 1e-50"),
             (json!({"sampling_params": {"top_k": -5}}), "top_k"),
             (json!({"sampling_params": {"max_tokens": 0}}), "max_tokens"),
             (json!({"prompt_alt_tokens_k": -1}), "prompt_alt_tokens_k -1"),
