@@ -231,8 +231,6 @@ impl<C: Compute> Batcher<C> {
         let pages = job.plan.pages_in(job.computed);
         let begun = match job.computed - pages * self.page_tokens {
             0 => None,
-            // Pages with pictures are compared as wholes.
-            _ if !job.plan.pictures.is_empty() => return None,
             tokens => Some((tokens, job.held.begun?)),
         };
         Some((job.plan.root(job.weights.0), job.held.pages.get(..pages)?.to_vec(), begun))
