@@ -190,7 +190,7 @@ impl<C: Compute> Batcher<C> {
         Batcher {
             page_tokens,
             cache,
-            pool: CachePool::new(size),
+            pool: CachePool::new(size, page_tokens),
             gallery: Gallery::new(budget.gallery_bytes),
             sights: BTreeMap::new(),
             seen_bytes_per_token: compute.seen_bytes_per_token(),

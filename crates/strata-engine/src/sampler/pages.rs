@@ -4,14 +4,19 @@
 //! registered in a trie, keyed by its predecessor and its tokens; the root of each chain is the weights that computed
 //! it. So is a page that its sequence has left partly filled: nobody holds it as his own, but who goes on with some of its tokens, or with some
 //! of a full page's, begins with a copy of it. A registered page that nobody holds stays until its memory is needed, the least recently used goes first, or until another page begins with all that is in it.
+//! Of those that are partly filled only some stay: what is seldom asked for again is to leave its memory, which is warm, to the next.
 //!
 //! Pages are reserved before they are taken: a sequence starts only when the pages it can ever need are promised to it, so
 //! that no step can run out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use crate::snapshot::WeightsId;
+
+/// Of the pages that nobody holds, one in so many may be partly filled, or so many of a small cache.
+const BEGUN_PART: usize = 32;
+const BEGUN_MIN: usize = 8;
 
 /// What precedes a page: nothing but the weights and the kind of sequence, or another registered page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -75,19 +80,25 @@ pub(crate) struct PagePool {
     registered: BTreeMap<Key, Registration>,
     /// Registered pages that nobody holds, the least recently used first.
     idle: BTreeMap<u64, u32>,
+    /// Those of them that are partly filled.
+    idle_begun: BTreeSet<u64>,
+    page_tokens: usize,
     reserved: usize,
     next_id: u64,
     now: u64,
 }
 
 impl PagePool {
-    pub(crate) fn new(num_pages: usize) -> Self {
+    /// So many pages, of so many tokens each.
+    pub(crate) fn new(num_pages: usize, page_tokens: usize) -> Self {
         PagePool {
             pages: (0..num_pages).map(|_| PageState::default()).collect(),
             // Low numbers first: memory is touched only as pages are used.
             free: (0..num_pages as u32).rev().collect(),
             registered: BTreeMap::new(),
             idle: BTreeMap::new(),
+            idle_begun: BTreeSet::new(),
+            page_tokens,
             reserved: 0,
             next_id: 0,
             now: 0,
@@ -139,8 +150,8 @@ impl PagePool {
 
     /// Takes a page that nobody holds out of the trie. The id of the prefix that it made.
     fn forget(&mut self, page: u32) -> Option<u64> {
+        self.take_out_of_idle(page);
         let state = &mut self.pages[page as usize];
-        state.idle_since.take().and_then(|since| self.idle.remove(&since));
         state.key.take().and_then(|key| self.registered.remove(&key)).map(|r| r.id)
     }
 
@@ -157,10 +168,14 @@ impl PagePool {
 
     /// Adds a holder to a page that is held or registered. Of one that nobody held, there must be one that is not promised.
     pub(crate) fn hold(&mut self, page: u32) {
-        let state = &mut self.pages[page as usize];
-        state.holders += 1;
-        if let Some(since) = state.idle_since.take() {
+        self.take_out_of_idle(page);
+        self.pages[page as usize].holders += 1;
+    }
+
+    fn take_out_of_idle(&mut self, page: u32) {
+        if let Some(since) = self.pages[page as usize].idle_since.take() {
             self.idle.remove(&since);
+            self.idle_begun.remove(&since);
         }
     }
 
@@ -191,12 +206,22 @@ impl PagePool {
 
     /// Notes that a registered page was used just now, if nobody holds it.
     fn touch(&mut self, page: u32) {
+        if self.pages[page as usize].holders > 0 {
+            return;
+        }
+        self.take_out_of_idle(page);
+        self.now += 1;
         let state = &mut self.pages[page as usize];
-        if state.holders == 0 {
-            self.now += 1;
-            let before = state.idle_since.replace(self.now);
-            before.and_then(|since| self.idle.remove(&since));
-            self.idle.insert(self.now, page);
+        state.idle_since = Some(self.now);
+        self.idle.insert(self.now, page);
+        if state.key.as_ref().is_some_and(|(_, text)| text.tokens.len() < self.page_tokens) {
+            self.idle_begun.insert(self.now);
+        }
+        if self.idle_begun.len() > (self.pages.len() / BEGUN_PART).max(BEGUN_MIN)
+            && let Some(&page) = self.idle_begun.first().and_then(|oldest| self.idle.get(oldest))
+        {
+            self.forget(page);
+            self.free.push(page);
         }
     }
 
@@ -272,6 +297,12 @@ impl PagePool {
                 return Err(format!("page {page} is in {places} places"));
             }
         }
+        let begun = self.idle.iter().filter(|(_, page)| {
+            self.pages[**page as usize].key.as_ref().is_some_and(|(_, text)| text.tokens.len() < self.page_tokens)
+        });
+        if !begun.map(|(since, _)| since).eq(&self.idle_begun) {
+            return Err("the pages that are partly filled are not those that are counted".into());
+        }
         if promised != self.reserved {
             return Err(format!("{promised} pages are promised, {} are counted", self.reserved));
         }
@@ -302,7 +333,7 @@ mod tests {
 
     #[test]
     fn a_promise_is_kept_and_no_more_is_promised_than_there_is() {
-        let mut pool = PagePool::new(3);
+        let mut pool = PagePool::new(3, PAGE_TOKENS);
         pool.reserve(2);
         assert_eq!(pool.available(), 1);
         let pages = [pool.take_reserved().0, pool.take_reserved().0];
@@ -313,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_shared_page_is_free_only_after_its_last_holder_let_go() {
-        let mut pool = PagePool::new(1);
+        let mut pool = PagePool::new(1, PAGE_TOKENS);
         let page = take(&mut pool);
         pool.hold(page);
         pool.release(&[page]);
@@ -324,7 +355,7 @@ mod tests {
 
     #[test]
     fn a_prefix_is_found_only_behind_the_same_weights_and_tokens() {
-        let mut pool = PagePool::new(4);
+        let mut pool = PagePool::new(4, PAGE_TOKENS);
         let (mut a, mut b) = (take(&mut pool), take(&mut pool));
         let after_a = pool.register(ROOT, tokens(1), &mut a);
         pool.register(after_a, tokens(2), &mut b);
@@ -344,7 +375,7 @@ mod tests {
 
     #[test]
     fn the_end_of_the_least_recent_sequence_is_evicted_first() {
-        let mut pool = PagePool::new(3);
+        let mut pool = PagePool::new(3, PAGE_TOKENS);
         let [mut a, mut b, mut c] = [take(&mut pool), take(&mut pool), take(&mut pool)];
         let after_a = pool.register(ROOT, tokens(1), &mut a);
         pool.register(after_a, tokens(2), &mut b);
@@ -361,7 +392,7 @@ mod tests {
 
     #[test]
     fn a_cache_that_is_emptied_is_free_and_finds_nothing() {
-        let mut pool = PagePool::new(2);
+        let mut pool = PagePool::new(2, PAGE_TOKENS);
         let mut a = take(&mut pool);
         let after_a = pool.register(ROOT, tokens(1), &mut a);
         pool.release(&[a]);
@@ -372,7 +403,7 @@ mod tests {
 
     #[test]
     fn a_second_page_with_the_same_tokens_gives_way_to_the_first() {
-        let mut pool = PagePool::new(2);
+        let mut pool = PagePool::new(2, PAGE_TOKENS);
         let (mut a, mut b) = (take(&mut pool), take(&mut pool));
         let second = b;
         assert_eq!(pool.register(ROOT, tokens(1), &mut a), pool.register(ROOT, tokens(1), &mut b));
@@ -391,7 +422,7 @@ mod tests {
 
     #[test]
     fn of_pages_that_begin_alike_the_one_that_does_longest_is_found() {
-        let mut pool = PagePool::new(8);
+        let mut pool = PagePool::new(8, PAGE_TOKENS);
         let mut register = |prefix: Prefix, text: PageText| {
             let mut page = take(&mut pool);
             (pool.register(prefix, text, &mut page), page)
@@ -417,7 +448,7 @@ mod tests {
 
     #[test]
     fn a_page_that_nobody_holds_is_free_if_another_begins_with_all_that_is_in_it() {
-        let mut pool = PagePool::new(4);
+        let mut pool = PagePool::new(4, PAGE_TOKENS);
         let [mut a, mut b, mut c, mut d] = [(); 4].map(|()| take(&mut pool));
         let found = |pool: &PagePool| pool.find_alike(ROOT, &[1, 2, 9]).map(|alike| (alike.page, alike.tokens));
         pool.register(ROOT, PageText::plain(&[1, 2]), &mut a);
@@ -440,7 +471,7 @@ mod tests {
 
     #[test]
     fn a_page_that_is_copied_does_not_give_way_to_its_copy() {
-        let mut pool = PagePool::new(2);
+        let mut pool = PagePool::new(2, PAGE_TOKENS);
         let [mut a, mut b] = [take(&mut pool), take(&mut pool)];
         pool.register(ROOT, tokens(1), &mut a);
         pool.register(ROOT, tokens(2), &mut b);
@@ -458,5 +489,23 @@ mod tests {
         assert_eq!(pool.take_beside(a).unwrap().0, b);
         assert!(pool.find(ROOT, tokens(1)).is_some());
         pool.audit(&HashMap::from([(b, 1)]), 0).unwrap();
+    }
+
+    #[test]
+    fn of_pages_that_are_partly_filled_only_the_last_stay() {
+        let mut pool = PagePool::new(20, 4);
+        let mut register = |tokens: &[u32]| {
+            let mut page = take(&mut pool);
+            pool.register(ROOT, PageText::plain(tokens), &mut page);
+            pool.release(&[page]);
+        };
+        register(&[7, 8, 9, 10]);
+        (0..12).for_each(|n| register(&[n, 1]));
+        let found = |n: u32| pool.find_alike(ROOT, &[n, 1]).map_or(0, |alike| alike.tokens);
+        assert_eq!((0..12).map(found).collect::<Vec<_>>(), [0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2]);
+        assert!(pool.find(ROOT, PageText::plain(&[7, 8, 9, 10])).is_some(), "a full page stays");
+        // The next takes the place of what went last.
+        assert_eq!((pool.free.last(), pool.free.len()), (Some(&4), 11));
+        pool.audit(&HashMap::new(), 0).unwrap();
     }
 }

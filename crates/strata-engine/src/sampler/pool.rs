@@ -26,8 +26,9 @@ pub(crate) struct CachePool {
 }
 
 impl CachePool {
-    pub(crate) fn new(size: Room) -> Self {
-        CachePool { size, pages: PagePool::new(size.pages), states: StatePool::new(size.states) }
+    /// Of this size, with pages of so many tokens.
+    pub(crate) fn new(size: Room, page_tokens: usize) -> Self {
+        CachePool { size, pages: PagePool::new(size.pages, page_tokens), states: StatePool::new(size.states) }
     }
 
     /// All there is.
@@ -210,7 +211,7 @@ mod tests {
 
     #[test]
     fn without_states_a_sequence_goes_on_behind_all_that_is_known() {
-        let mut pool = CachePool::new(Room { pages: 4, states: 0 });
+        let mut pool = CachePool::new(Room { pages: 4, states: 0 }, 4);
         keep(&mut pool, &[1, 2, 3], &[]);
         assert!(pool.try_reserve(Room { pages: 3, states: 0 }));
         let found = pool.find_promised(ROOT, pages(&[1, 2, 4]));
@@ -220,7 +221,7 @@ mod tests {
 
     #[test]
     fn with_states_a_sequence_goes_on_behind_the_last_snapshot() {
-        let mut pool = CachePool::new(Room { pages: 6, states: 3 });
+        let mut pool = CachePool::new(Room { pages: 6, states: 3 }, 4);
         keep(&mut pool, &[1, 2, 3], &[1, 2]);
         assert!(pool.try_reserve(Room { pages: 3, states: 1 }));
         let found = pool.find_promised(ROOT, pages(&[1, 2, 3]));
@@ -247,7 +248,7 @@ mod tests {
 
     #[test]
     fn what_a_page_left_behind_is_forgotten_with_it() {
-        let mut pool = CachePool::new(Room { pages: 1, states: 1 });
+        let mut pool = CachePool::new(Room { pages: 1, states: 1 }, 4);
         keep(&mut pool, &[1], &[1]);
         assert_eq!(pool.free(), (&[][..], &[][..]));
         assert!(pool.try_reserve(Room { pages: 1, states: 0 }));
