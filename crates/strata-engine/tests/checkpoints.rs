@@ -4,6 +4,7 @@ mod common;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use common::*;
 use strata_engine::api::*;
@@ -306,9 +307,11 @@ fn a_load_never_mixes_two_saves() {
     let (mut loaded, mut refused) = (0, 0);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while !done.load(Ordering::Relaxed) {
+            // Now and then long enough for a load that finds nothing changed.
+            for pause in (0..8).cycle().take_while(|_| !done.load(Ordering::Relaxed)) {
                 put(&b);
                 put(&a);
+                std::thread::sleep(Duration::from_millis(pause));
             }
         });
         for round in 0..ROUNDS {
