@@ -542,6 +542,11 @@ fn accumulators_of_several_layers_are_those_that_follow_the_site() {
     assert_eq!(bits(&model.backend().to_f32_vec(b).unwrap()), expected[..240]);
 }
 
+/// A model of every family, the one above too, to be computed in each dtype.
+fn families_in_both_dtypes() -> impl Iterator<Item = (ModelConfig, DType)> {
+    families().into_iter().chain([config()]).flat_map(|config| [DType::F32, DType::BF16].map(|dtype| (config.clone(), dtype)))
+}
+
 /// A model of every family that is not the one above, with what it has of its own.
 fn families() -> Vec<ModelConfig> {
     let experts = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20});

@@ -5,9 +5,7 @@ use super::*;
 #[test]
 fn what_is_asked_of_some_rows_is_what_is_asked_of_all_and_leaves_the_same_in_the_cache() {
     const LENGTHS: [usize; 3] = [40, 7, 21];
-    for (config, dtype) in
-        families().into_iter().chain([config()]).flat_map(|c| [DType::F32, DType::BF16].map(|d| (c.clone(), d)))
-    {
+    for (config, dtype) in families_in_both_dtypes() {
         let context = format!("{dtype} {:?}", config.family);
         let model = Model::random(backend(), config, 7, dtype).unwrap();
         let ((_, first), (_, last)) = (adapter(&model, 4), adapter(&model, 2));
@@ -63,9 +61,7 @@ fn of_every_family_tokens_without_targets_leave_the_bits_of_targets_that_do_not_
     let with_targets: Vec<bool> =
         SEQUENCES.iter().flat_map(|&(_, len, count)| (0..len).map(move |token| token >= len - count)).collect();
     let ends: Vec<usize> = ends.collect();
-    for (config, dtype) in
-        families().into_iter().chain([config()]).flat_map(|c| [DType::F32, DType::BF16].map(|d| (c.clone(), d)))
-    {
+    for (config, dtype) in families_in_both_dtypes() {
         let context = format!("{dtype} {:?}", config.family);
         let model = Model::random(backend(), config.clone(), 7, dtype).unwrap();
         let ((_, first), (_, second)) = (adapter(&model, 4), adapter(&model, 2));

@@ -191,9 +191,7 @@ fn stepped(model: &Model, adapter: &Adapter, prefix: &[u32], parts: &Parts<'_>, 
 
 #[test]
 fn of_every_family_requests_that_begin_alike_in_a_step_have_the_bits_that_each_has_alone() {
-    for (config, compute) in
-        families().into_iter().chain([config()]).flat_map(|c| [DType::F32, DType::BF16].map(|dtype| (c.clone(), dtype)))
-    {
+    for (config, compute) in families_in_both_dtypes() {
         let context = format!("{compute} {:?}", config.family);
         let model = Model::random(backend(), config, 7, compute).unwrap();
         let (_, adapter) = adapter(&model, 4);
@@ -216,9 +214,7 @@ fn of_every_family_requests_that_begin_alike_in_a_step_have_the_bits_that_each_h
 /// Pages that are begun with the same tokens are copies of one another, and what goes on in them is computed once.
 #[test]
 fn of_every_family_requests_that_go_on_in_copies_of_a_page_have_the_bits_that_each_has_alone() {
-    for (config, compute) in
-        families().into_iter().chain([config()]).flat_map(|c| [DType::F32, DType::BF16].map(|dtype| (c.clone(), dtype)))
-    {
+    for (config, compute) in families_in_both_dtypes() {
         let context = format!("{compute} {:?}", config.family);
         let model = Model::random(backend(), config, 7, compute).unwrap();
         if model.kv_state_bytes() > 0 {
