@@ -1,12 +1,16 @@
 //! Products of a tile of queries and the pages of a cache, or what lies as they do.
 
 use super::SPLIT_PAGES;
-use super::ahead::Ahead;
-use crate::cpu::matmul::{Fetch, STREAM_STEPS, Tile, TileKernel};
+use super::ahead::{Ahead, Pace};
+use crate::KV_PAGE_TOKENS as PAGE;
+use crate::cpu::matmul::{CHUNK_STEPS, Fetch, STREAM_STEPS, Tile, TileKernel};
 use crate::cpu::packed::{LANES, PANEL};
 
 /// Steps of a tile that fetches for the next: those of a page of keys of 128.
 const STREAMED_STEPS: usize = 64;
+
+/// Chunks that a product of many rows fetches, at most: a panel of the values of a split of bf16.
+const CHUNKS_MAX: usize = SPLIT_PAGES * PAGE / 2 * (PANEL / LANES) / CHUNK_STEPS;
 
 /// The left side of a product: rows of whole steps, `stride` bytes apart.
 #[derive(Clone, Copy)]
@@ -64,13 +68,13 @@ impl Products<'_, '_> {
     /// # Safety
     /// As there.
     pub(super) unsafe fn block(&mut self, rows: usize, tile: &Tile) {
-        if self.ahead.is_nothing() {
+        let between = match self.ahead.pace {
+            Pace::Few { steps } => steps,
             // SAFETY: passed on from the caller.
-            return unsafe { self.kernel.block_in_parts(rows, &[tile.b], tile, self.wide) };
-        }
+            Pace::Nothing | Pace::Many => return unsafe { self.block_in_parts(rows, &[tile.b], tile) },
+        };
         let streams = self.kernel.streams(rows, tile.columns);
-        let (at_a_time, mut room) =
-            (if streams { STREAMED_STEPS } else { self.ahead.steps }, [0; STREAMED_STEPS / STREAM_STEPS]);
+        let (at_a_time, mut room) = (if streams { STREAMED_STEPS } else { between }, [0; STREAMED_STEPS / STREAM_STEPS]);
         let mut first = 0;
         loop {
             let steps = (tile.steps - first).min(at_a_time);
@@ -89,6 +93,22 @@ impl Products<'_, '_> {
                 break;
             }
         }
+    }
+
+    /// As [`TileKernel::block_in_parts`]. Fetches as much as it reads, if many rows do.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn block_in_parts(&mut self, rows: usize, parts: &[*const u8], tile: &Tile) {
+        let mut room = [0; CHUNKS_MAX];
+        let lines = parts.len() * tile.steps * tile.columns.div_ceil(LANES);
+        let chunks = match self.ahead.pace {
+            Pace::Many => self.ahead.chunks(&mut room[..(lines / CHUNK_STEPS).min(CHUNKS_MAX)]),
+            Pace::Few { .. } | Pace::Nothing => &[],
+        };
+        let fetch = if chunks.is_empty() { Fetch::Nothing } else { Fetch::Chunks(chunks) };
+        // SAFETY: passed on from the caller; the chunks are there until it is done.
+        unsafe { self.kernel.block_in_parts(rows, parts, &Tile { fetch, ..*tile }, self.wide) }
     }
 
     /// As [`Products::product`] of rows next to each other, by packed matrices, each the right side of `left.steps` steps, one after another.
@@ -122,9 +142,9 @@ impl Products<'_, '_> {
                 accumulate,
                 fetch: Fetch::Nothing,
             };
-            if self.ahead.is_nothing() {
+            if matches!(self.ahead.pace, Pace::Nothing | Pace::Many) {
                 // SAFETY: within the packed matrices and the rows of the result.
-                unsafe { self.kernel.block_in_parts(left.rows, &panels[..parts], &tile, self.wide) };
+                unsafe { self.block_in_parts(left.rows, &panels[..parts], &tile) };
                 continue;
             }
             for (i, &b) in panels[..parts].iter().enumerate() {
@@ -141,31 +161,45 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::cpu::attention::ahead::FEW;
     use crate::cpu::isa::{Arithmetic, Isa};
     use crate::cpu::matmul::Pieces;
     use crate::{Element, Numerics};
 
-    /// As many steps as a tile that streams takes at a time, fewer and more; as many rows as one has, and more.
+    /// As many steps as a tile that streams takes at a time, fewer and more; as many rows as one has, and more, up to so many that the right side is widened for them.
     #[test]
     fn what_is_fetched_meanwhile_changes_no_bit() {
         for isa in Isa::available() {
             let kernel = TileKernel::new(Arithmetic { isa, numerics: Numerics::Fast }, bf16::DTYPE);
-            for (steps, rows) in [1, 33, 64, 65, 128, 200].into_iter().flat_map(|steps| [1, 2, 6, 7].map(|rows| (steps, rows)))
-            {
+            let shapes = [1, 33, 64, 65, 128, 200].into_iter().flat_map(|steps| [1, 2, 6, 7, 40].map(|rows| (steps, rows)));
+            for ((steps, rows), parts) in shapes.flat_map(|shape| [1, 3].map(|parts| (shape, parts))) {
                 let values = |len: usize| (0..len).map(|i| bf16::from_f32((i * 7 % 31) as f32 * 0.1 - 1.5)).collect::<Vec<_>>();
-                let (a, b) = (values(rows * steps * 2), values(steps * PANEL * 2));
-                let product = |mut ahead: Ahead<'_>, accumulate: bool| {
+                let (a, b) = (values(rows * parts * steps * 2), values(parts * steps * PANEL * 2));
+                let part = |i: usize| b[i * steps * PANEL * 2..].as_ptr().cast();
+                let mut wide = vec![0.0; kernel.wide_len(rows, parts * steps)];
+                let mut product = |mut ahead: Ahead<'_>, accumulate: bool| {
                     let mut c = vec![0.5f32; rows * PANEL];
-                    let left = Left { rows, steps, first: a.as_ptr().cast(), stride: steps * 4 };
-                    let mut products = Products { kernel: &kernel, wide: &mut [], ahead: &mut ahead };
+                    let left = Left { rows, steps, first: a.as_ptr().cast(), stride: parts * steps * 4 };
+                    let mut products = Products { kernel: &kernel, wide: &mut wide, ahead: &mut ahead };
                     // SAFETY: the operands have these rows and steps.
-                    unsafe { products.product(left, (b.as_ptr().cast(), steps), PANEL, (c.as_mut_ptr(), PANEL), accumulate) };
-                    c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                    unsafe {
+                        if parts == 1 {
+                            products.product(left, (part(0), steps), PANEL, (c.as_mut_ptr(), PANEL), accumulate);
+                        } else {
+                            products.product_in_parts(left, parts, &part, PANEL, c.as_mut_ptr(), accumulate);
+                        }
+                    }
+                    (c.into_iter().map(f32::to_bits).collect::<Vec<_>>(), ahead.is_done())
                 };
                 for accumulate in [false, true] {
-                    let areas = std::iter::once(Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..])));
-                    let at_once = product(Ahead::nothing(), accumulate);
-                    assert_eq!(product(Ahead::new(areas), accumulate), at_once, "{isa}, {rows} rows of {steps} steps");
+                    let (at_once, _) = product(Ahead::nothing(), accumulate);
+                    for pace in [FEW, Pace::Many] {
+                        let areas = std::iter::once(Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..])));
+                        let (meanwhile, is_done) = product(Ahead::new(areas, pace), accumulate);
+                        assert_eq!(meanwhile, at_once, "{isa}, {rows} rows of {parts} times {steps} steps");
+                        let are_more = parts * steps * (PANEL / LANES) > CHUNKS_MAX * CHUNK_STEPS;
+                        assert!(is_done || are_more, "{isa}, {rows} rows of {parts} times {steps} steps");
+                    }
                 }
             }
         }

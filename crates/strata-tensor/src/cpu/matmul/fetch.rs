@@ -67,7 +67,7 @@ impl Fetching {
 
 const LINE_BYTES: usize = 64;
 /// Steps of a tile that fetch a chunk, and its bytes.
-pub(super) const CHUNK_STEPS: usize = 8;
+pub(crate) const CHUNK_STEPS: usize = 8;
 pub(super) const CHUNK_BYTES: usize = CHUNK_STEPS * LINE_BYTES;
 /// Steps that fetch a chunk of [`Fetch::Stream`].
 pub(crate) const STREAM_STEPS: usize = CHUNK_STEPS / VECTORS_MAX;

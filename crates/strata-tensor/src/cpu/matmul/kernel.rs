@@ -250,7 +250,7 @@ impl TileKernel {
                 let (a, b) = (tile.a.wrapping_add(4 * i * tile.steps), wide[widened_len(i * tile.steps)..].as_mut_ptr());
                 let accumulate = tile.accumulate || i > 0;
                 // SAFETY: the caller vouches for the operands, and there is room for what is widened.
-                unsafe { run(first_rows, Some(*part), &Tile { a, b: b.cast(), accumulate, ..*tile }) };
+                unsafe { run(first_rows, Some(*part), &Tile { a, b: b.cast(), accumulate, fetch: Fetch::Nothing, ..*tile }) };
             }
             let (a, c) = (tile.a.wrapping_add(first_rows * tile.a_stride), tile.c.wrapping_add(first_rows * tile.c_stride));
             // SAFETY: as above; what they read has been written.

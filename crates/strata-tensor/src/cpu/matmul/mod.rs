@@ -44,7 +44,7 @@ use std::ops::Range;
 use addends::PanelAddends;
 pub(crate) use addends::{Addend, Addends};
 use fetch::ChunkList;
-pub(crate) use fetch::{Fetch, Pieces, STREAM_STEPS, fetch_numbers, fetch_to_write};
+pub(crate) use fetch::{CHUNK_STEPS, Fetch, Pieces, STREAM_STEPS, fetch_numbers, fetch_to_write};
 use int8::{BytesKernel, BytesTile};
 use kernel::{Chains, ManyPanels, PanelPairs};
 pub(crate) use kernel::{SINGLE_ROWS, Tile, TileKernel, widened_len};

@@ -47,7 +47,8 @@ pub(crate) fn attention_blocks<T: Element>(
         // SAFETY: that is the dtype of `bf16` alone, and the machine has the instructions.
         unsafe {
             let probabilities = std::slice::from_raw_parts_mut(probabilities.as_mut_ptr().cast(), probabilities.len());
-            if isa.has_avx512_bf16() {
+            // Also where products are made of something else.
+            if Isa::Avx512Bf16.is_available() {
                 native::attention_blocks(scores, seen, scale, maxima, sums, probabilities);
             } else {
                 rounding::attention_blocks(scores, seen, scale, maxima, sums, probabilities);

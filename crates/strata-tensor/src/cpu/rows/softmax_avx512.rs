@@ -245,4 +245,29 @@ mod tests {
             assert_eq!(found.map(bf16::to_bits), expected.map(bf16::to_bits), "{numbers:?}");
         }
     }
+
+    /// Of queries that see all keys, some of them, one, and none; with scores so far apart that most probabilities round to nothing.
+    #[test]
+    fn blocks_have_the_same_bits_whatever_rounds_them() {
+        if !Isa::available().contains(&Isa::Avx512Bf16) {
+            return;
+        }
+        let (queries, blocks) = (19, 3);
+        let keys = (blocks * BLOCK_KEYS) as u32;
+        let seen: Vec<[u32; 2]> =
+            (0..queries as u32).map(|q| [[0, keys], [q, keys - q], [q, q + 1], [0, 0]][q as usize % 4]).collect();
+        for spread in [0.01, 1.0, 40.0] {
+            let scores: Vec<f32> =
+                (0..queries * blocks * BLOCK_KEYS).map(|i| ((i * 7919 % 1013) as f32 / 1013.0 - 0.5) * spread).collect();
+            let found = [native::attention_blocks, rounding::attention_blocks].map(|run| {
+                let (mut maxima, mut sums) = (vec![0.0; queries], vec![0.0; queries]);
+                let mut probabilities = vec![bf16::ZERO; scores.len()];
+                // SAFETY: the machine has the instructions.
+                unsafe { run(&scores, &seen, 0.3, &mut maxima, &mut sums, &mut probabilities) };
+                let bits: Vec<u32> = maxima.iter().chain(&sums).map(|v| v.to_bits()).collect();
+                (bits, probabilities.into_iter().map(bf16::to_bits).collect::<Vec<_>>())
+            });
+            assert_eq!(found[0], found[1], "{spread}");
+        }
+    }
 }
