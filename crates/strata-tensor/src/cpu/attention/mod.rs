@@ -68,11 +68,11 @@ pub(crate) fn scratch_bytes<T: Element + Plain>(g: &AttentionGeometry, num_threa
 }
 
 /// Rows of a tile of queries of a sequence of so many keys, at most. What a query finds does not depend on it.
-fn tile_rows(isa: Isa, keys: usize) -> usize {
+fn tile_rows(isa: Isa, kernel: &TileKernel, keys: usize) -> usize {
     match isa {
         Isa::Amx if keys < LONG_KEYS => UNIT_TILE_ROWS,
         Isa::Amx => LONG_UNIT_TILE_ROWS,
-        Isa::Avx512 => WIDENED_TILE_ROWS,
+        _ if kernel.wide_len(WIDENED_TILE_ROWS, 1) > 0 => WIDENED_TILE_ROWS,
         _ => TILE_ROWS,
     }
 }
@@ -182,9 +182,10 @@ pub(crate) fn forward<T: Element + Plain>(
     log_normalizers: &mut [f32],
 ) -> Result<()> {
     let group = g.heads / g.kv_heads;
+    let kernel = TileKernel::new(arithmetic, T::DTYPE);
     let mut tiles = Vec::new();
     for span in spans {
-        let tile_positions = (tile_rows(arithmetic.isa, span.past + span.tokens.len()) / group).max(1);
+        let tile_positions = (tile_rows(arithmetic.isa, &kernel, span.past + span.tokens.len()) / group).max(1);
         for kv_head in 0..g.kv_heads {
             let len = span.tokens.len();
             let positions = (0..len).step_by(tile_positions).map(|first| first..(first + tile_positions).min(len));
@@ -194,7 +195,6 @@ pub(crate) fn forward<T: Element + Plain>(
     // SAFETY: as in `write_pages`; nobody writes now.
     let words = unsafe { std::slice::from_raw_parts(pages.buffer.as_ptr().cast::<u32>(), pages.buffer.len() / 4) };
     let (out, log_normalizers) = (SharedMut::new(out), SharedMut::new(log_normalizers));
-    let kernel = TileKernel::new(arithmetic, T::DTYPE);
     let forward = Forward { isa: arithmetic.isa, kernel, g, q, sinks, words, out, log_normalizers };
     let enough = TASKS_PER_THREAD * pool.num_threads();
     if tiles.len() >= enough || tiles.iter().all(|tile| tile.splits(g).len() == 1) {
