@@ -19,8 +19,7 @@ use crate::cpu::scratch::Plain;
 /// Rows of a tile that waits for memory rather than for its arithmetic.
 const FEW_ROWS: usize = 16;
 /// Steps of a product between two fetches, of kernels that do not fetch meanwhile: whole granules, and so few that what is on its way lasts until the next.
-const STEPS_AT_A_TIME: usize = 32;
-pub(super) const FEW: Pace = Pace::Few { steps: STEPS_AT_A_TIME };
+pub(super) const STEPS_AT_A_TIME: usize = 32;
 /// Lines that are fetched before the first is read.
 const LEAD_LINES: usize = 256;
 
@@ -34,9 +33,9 @@ pub(super) fn are_few(rows: usize) -> bool {
 pub(super) enum Pace {
     /// Never.
     Nothing,
-    /// As much as they have read, after so many steps of a product; while these are computed, where a kernel can.
-    Few { steps: usize },
-    /// As much as they read, while they compute.
+    /// As much as they have read, every [`STEPS_AT_A_TIME`], or while these are computed, where a kernel can: tiles of few rows.
+    Few,
+    /// As much as they read, while they compute: tiles of many rows.
     Many,
 }
 
@@ -53,7 +52,7 @@ impl<'a> Ahead<'a> {
     pub(super) fn of_tiles<T: Element + Plain>(forward: &'a Forward<'_, T>, tiles: &'a [QueryTile<'_>]) -> Self {
         let splits = move |tile: &'a QueryTile<'_>| tile.splits(forward.g).flat_map(move |split| forward.areas(tile, split));
         if tiles.iter().all(|tile| forward.has_few_rows(tile)) {
-            Ahead::new(tiles.iter().flat_map(splits), FEW)
+            Ahead::new(tiles.iter().flat_map(splits), Pace::Few)
         } else if tiles.iter().all(|tile| forward.is_widened(tile)) {
             Ahead::new(tiles.iter().flat_map(splits), Pace::Many)
         } else {
@@ -63,7 +62,11 @@ impl<'a> Ahead<'a> {
 
     /// Of what a tile reads in one split of its keys.
     pub(super) fn of_split<T: Element + Plain>(forward: &Forward<'_, T>, tile: &QueryTile<'_>, split: usize) -> Self {
-        if forward.has_few_rows(tile) { Ahead::new(forward.areas(tile, split).into_iter(), FEW) } else { Ahead::nothing() }
+        if forward.has_few_rows(tile) {
+            Ahead::new(forward.areas(tile, split).into_iter(), Pace::Few)
+        } else {
+            Ahead::nothing()
+        }
     }
 
     pub(super) fn new(areas: impl Iterator<Item = Pieces> + 'a, pace: Pace) -> Self {
@@ -126,7 +129,7 @@ mod tests {
         };
         let expected = [4096, 4096 + 512, (1 << 21) + 64, (1 << 21) + 576, (1 << 21) + 1088];
         for at_a_time in 1..=6 {
-            let mut ahead = Ahead { areas: Box::new(areas()), pieces: Pieces::default(), pace: FEW };
+            let mut ahead = Ahead { areas: Box::new(areas()), pieces: Pieces::default(), pace: Pace::Few };
             let mut room = vec![0; at_a_time];
             let chunks: Vec<usize> = (0..6).flat_map(|_| ahead.chunks(&mut room).to_vec()).collect();
             assert_eq!(chunks, expected, "{at_a_time} at a time");

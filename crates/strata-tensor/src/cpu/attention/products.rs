@@ -1,7 +1,7 @@
 //! Products of a tile of queries and the pages of a cache, or what lies as they do.
 
 use super::SPLIT_PAGES;
-use super::ahead::{Ahead, Pace};
+use super::ahead::{Ahead, Pace, STEPS_AT_A_TIME};
 use crate::KV_PAGE_TOKENS as PAGE;
 use crate::cpu::matmul::{CHUNK_STEPS, Fetch, STREAM_STEPS, Tile, TileKernel};
 use crate::cpu::packed::{LANES, PANEL};
@@ -68,13 +68,13 @@ impl Products<'_, '_> {
     /// # Safety
     /// As there.
     pub(super) unsafe fn block(&mut self, rows: usize, tile: &Tile) {
-        let between = match self.ahead.pace {
-            Pace::Few { steps } => steps,
+        if self.ahead.pace != Pace::Few {
             // SAFETY: passed on from the caller.
-            Pace::Nothing | Pace::Many => return unsafe { self.block_in_parts(rows, &[tile.b], tile) },
-        };
+            return unsafe { self.block_in_parts(rows, &[tile.b], tile) };
+        }
         let streams = self.kernel.streams(rows, tile.columns);
-        let (at_a_time, mut room) = (if streams { STREAMED_STEPS } else { between }, [0; STREAMED_STEPS / STREAM_STEPS]);
+        let (at_a_time, mut room) =
+            (if streams { STREAMED_STEPS } else { STEPS_AT_A_TIME }, [0; STREAMED_STEPS / STREAM_STEPS]);
         let mut first = 0;
         loop {
             let steps = (tile.steps - first).min(at_a_time);
@@ -104,7 +104,7 @@ impl Products<'_, '_> {
         let lines = parts.len() * tile.steps * tile.columns.div_ceil(LANES);
         let chunks = match self.ahead.pace {
             Pace::Many => self.ahead.chunks(&mut room[..(lines / CHUNK_STEPS).min(CHUNKS_MAX)]),
-            Pace::Few { .. } | Pace::Nothing => &[],
+            Pace::Few | Pace::Nothing => &[],
         };
         let fetch = if chunks.is_empty() { Fetch::Nothing } else { Fetch::Chunks(chunks) };
         // SAFETY: passed on from the caller; the chunks are there until it is done.
@@ -142,7 +142,7 @@ impl Products<'_, '_> {
                 accumulate,
                 fetch: Fetch::Nothing,
             };
-            if matches!(self.ahead.pace, Pace::Nothing | Pace::Many) {
+            if self.ahead.pace != Pace::Few {
                 // SAFETY: within the packed matrices and the rows of the result.
                 unsafe { self.block_in_parts(left.rows, &panels[..parts], &tile) };
                 continue;
@@ -161,7 +161,6 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::cpu::attention::ahead::FEW;
     use crate::cpu::isa::{Arithmetic, Isa};
     use crate::cpu::matmul::Pieces;
     use crate::{Element, Numerics};
@@ -193,7 +192,7 @@ mod tests {
                 };
                 for accumulate in [false, true] {
                     let (at_once, _) = product(Ahead::nothing(), accumulate);
-                    for pace in [FEW, Pace::Many] {
+                    for pace in [Pace::Few, Pace::Many] {
                         let areas = std::iter::once(Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..])));
                         let (meanwhile, is_done) = product(Ahead::new(areas, pace), accumulate);
                         assert_eq!(meanwhile, at_once, "{isa}, {rows} rows of {parts} times {steps} steps");
