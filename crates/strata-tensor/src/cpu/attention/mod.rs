@@ -36,7 +36,7 @@ use crate::{Element, KV_PAGE_TOKENS as PAGE, KvValues, Result};
 
 /// Rows of a tile of queries, at most: with two query heads to a key head, 24 positions. A multiple of the rows of kernels' tiles.
 const TILE_ROWS: usize = 48;
-/// The same where keys and values are widened once for all of a tile, which takes as long as multiplying a sixth of 48 rows with them. (Emerald Rapids, prefill of 4,096 tokens, the time of attention
+/// The same where keys and values are widened once for all of a tile, which takes as long as multiplying a sixth of 48 rows with them. (Emerald Rapids, prefill of 4,096 tokens, the time of all else
 /// beside that of the large products of the layers: 0.73 with 48 rows, 0.70 with 96 or 128, 0.71 with 144; of 512 tokens 0.22, 0.21 with 96 or 128.)
 const WIDENED_TILE_ROWS: usize = 96;
 /// The same for a matrix unit, which takes 32 at a time, and waits for keys and values to come to the first-level cache unless many rows read them: of few keys, and of so many that what
