@@ -11,6 +11,8 @@ use half::bf16;
 /// Every pattern of bits must be a value, and the alignment at most that of a cache line.
 pub(crate) unsafe trait Plain: Copy {}
 // SAFETY: numbers without gaps or forbidden values.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
 unsafe impl Plain for [u32; 2] {}
@@ -60,12 +62,14 @@ impl<'a> Arena<'a> {
 
 thread_local! {
     static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    static OPERANDS: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Bytes that stay with this thread.
 #[cfg(test)]
 pub(crate) fn held_bytes() -> usize {
-    SCRATCH.with_borrow(|scratch| scratch.len().saturating_sub(ALIGN_BYTES))
+    let held = |scratch: &RefCell<Vec<u8>>| scratch.borrow().len().saturating_sub(ALIGN_BYTES);
+    SCRATCH.with(held) + OPERANDS.with(held)
 }
 
 /// Runs `body` with an arena of `bytes` bytes of this thread, which stay with it for the next task.
@@ -73,11 +77,22 @@ pub(crate) fn held_bytes() -> usize {
 /// # Panics
 /// If `body` asks for another.
 pub(crate) fn with_scratch<R>(bytes: usize, body: impl FnOnce(Arena<'_>) -> R) -> R {
-    SCRATCH.with_borrow_mut(|scratch| {
-        if scratch.len() < bytes + ALIGN_BYTES {
-            scratch.resize(bytes + ALIGN_BYTES, 0);
-        }
-        let offset = scratch.as_ptr().align_offset(ALIGN_BYTES);
-        body(Arena::new(&mut scratch[offset..offset + bytes]))
-    })
+    SCRATCH.with_borrow_mut(|scratch| with_bytes(scratch, bytes, body))
+}
+
+/// The same for what a thread copies of an operand, to read it again and again: `body` may ask for [`with_scratch`] too. In the cache of this core from one product to the next, where memory that goes from hand to hand would
+/// have to come from another's.
+///
+/// # Panics
+/// If `body` asks for another.
+pub(crate) fn with_operand<R>(bytes: usize, body: impl FnOnce(Arena<'_>) -> R) -> R {
+    OPERANDS.with_borrow_mut(|scratch| with_bytes(scratch, bytes, body))
+}
+
+fn with_bytes<R>(scratch: &mut Vec<u8>, bytes: usize, body: impl FnOnce(Arena<'_>) -> R) -> R {
+    if scratch.len() < bytes + ALIGN_BYTES {
+        scratch.resize(bytes + ALIGN_BYTES, 0);
+    }
+    let offset = scratch.as_ptr().align_offset(ALIGN_BYTES);
+    body(Arena::new(&mut scratch[offset..offset + bytes]))
 }

@@ -18,7 +18,7 @@ use crate::{DType, Error, PackedRef, Repeats, Result, Tensor};
 const OP: &str = "target_logprobs";
 /// Bytes of f32 logits in a chunk, about, unless someone says otherwise: enough rows that the product is bound by arithmetic, and far from
 /// the memory of a batch.
-pub const LOGITS_CHUNK_BYTES: usize = 160 << 20;
+pub const LOGITS_CHUNK_BYTES: usize = 320 << 20;
 /// Rows of a chunk at least, whatever the vocabulary, and at most.
 const CHUNK_ROWS: Range<usize> = TOKEN_GRANULE..512;
 

@@ -3,7 +3,6 @@
 pub(super) mod near;
 
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use self::near::NearFn;
@@ -13,11 +12,11 @@ use super::granules::{self, GranuleFn, GranuleTile};
 use super::kernel;
 use super::operands::{Out, Right, RightBlock, RowRuns, Rows, panel_columns, steps};
 use super::{Matmul, TASKS_PER_THREAD};
-use crate::Result;
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{LANES, PANEL, PackedRef};
-use crate::cpu::scratch::{taken_bytes, with_scratch};
+use crate::cpu::scratch::{taken_bytes, with_operand, with_scratch};
 use crate::cpu::threads::{Pool, SharedMut};
+use crate::{DType, Result};
 
 /// Steps of a block of a product in granules that a few rows read once.
 pub(super) const GRANULE_BLOCK_STEPS: usize = 256;
@@ -25,11 +24,18 @@ pub(super) const GRANULE_BLOCK_STEPS: usize = 256;
 const NEAR_GRANULE_BLOCK_STEPS: usize = 128;
 /// Rows of a left side in tiles at a time, at most.
 const TILED_ROWS_MAX: usize = 512;
-/// Bytes of a left side in tiles at a time, at most. From beyond the second-level cache they come as fast, one behind the other; sums of a part of the reduction would come and go through the result.
+/// Bytes of a left side in tiles at a time, at most.
 const TILED_BYTES_MAX: usize = 4 << 20;
+/// The same where sums of parts of a reduction are kept in tiles, and need not come and go through the result: a second-level cache of 2 MiB holds both them and the sums of a panel.
+const NEAR_TILED_BYTES_MAX: usize = 1 << 20;
+/// Bytes of such sums for each thread, at most.
+const SUMS_BYTES_MAX: usize = 4 << 20;
 /// Rows of its own that a thread copies, at least: each thread reads the whole right side then.
-const OWN_ROWS_MIN: usize = 256;
-/// Bytes of them, at most, if they are not fewer rows than that: a second-level cache has 2 MiB, into which the right side and the sums come too.
+const OWN_ROWS_MIN: usize = 128;
+/// And of a right side beyond [`FAR_BYTES`], which comes from memory each time.
+const OWN_ROWS_OF_FAR_MIN: usize = 256;
+const FAR_BYTES: usize = 64 << 20;
+/// Bytes of them in one part of a reduction, at most, if they are not fewer rows than [`OWN_ROWS_OF_FAR_MIN`]: a second-level cache has 2 MiB, into which the right side and the sums come too.
 const OWN_BYTES_MAX: usize = 3 << 19;
 /// Panels that are left of other rows, at least, for which they are copied once more.
 const OTHERS_PANELS_MIN: usize = 4;
@@ -58,7 +64,7 @@ impl Matmul<'_> {
     ) -> Result<()> {
         let block_steps = if all.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_GRANULE_BLOCK_STEPS) };
         let (num_steps, near) = (steps(left.width, left.dtype), near::kernel(self.isa));
-        self.over_tiles((left, all), out.columns, |tiles, panels, part| {
+        self.over_tiles((left, all), (out.columns, true), |tiles, panels, part| {
             let accumulate = out.accumulate || tiles.steps.start > 0;
             let product = PanelProduct { run, left: tiles, out, accumulate, block_steps, right };
             let addends = (tiles.steps.end == num_steps).then_some(addends);
@@ -71,7 +77,8 @@ impl Matmul<'_> {
     pub(super) fn has_pairs(&self, rows: usize, w: &PackedRef<'_>) -> bool {
         // What one panel alone reads is not copied.
         let fits = w.out_features.is_multiple_of(2 * PANEL) && w.out_features > 2 * PANEL && rows >= NEAR_ROWS_MIN;
-        fits && near::kernel(self.isa).is_some() && step_ranges(TILED_ROWS_MAX, steps(w.in_features, w.dtype)).nth(1).is_none()
+        let mut parts = step_ranges(TILED_ROWS_MAX, steps(w.in_features, w.dtype), TILED_BYTES_MAX);
+        fits && near::kernel(self.isa).is_some() && parts.nth(1).is_none()
     }
 
     /// Pairs of panels of a result, for `sink`: a row, the first column of the first panel, and the numbers of both, which are nowhere else.
@@ -90,7 +97,7 @@ impl Matmul<'_> {
             Paired::Halves => [pair, half + pair],
             Paired::Neighbours => [2 * pair, 2 * pair + 1],
         };
-        self.over_tiles((left, all), columns / 2, |tiles, (pair, next_pair), part| {
+        self.over_tiles((left, all), (columns / 2, false), |tiles, (pair, next_pair), part| {
             let bytes = pair_bytes(part.len()) + near::scratch_bytes(part.len(), block_steps) + addends.scratch_bytes();
             with_scratch(bytes, |mut arena| {
                 let side = arena.take::<f32>(part.len() * 2 * PANEL);
@@ -110,11 +117,11 @@ impl Matmul<'_> {
         })
     }
 
-    /// Runs `body` with tiles of a part of the left side, a panel of so many columns, of which it may have some rows, and the next to come.
+    /// Runs `body` with tiles of a part of the left side, a panel of so many columns, of which it may have some rows, and the next to come. Sums may be kept between parts of the reduction if `body` can.
     fn over_tiles(
         &self,
         (left, all): (Rows<'_>, RowRuns<'_>),
-        columns: usize,
+        (columns, may_keep): (usize, bool),
         body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>) + Sync,
     ) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
@@ -122,27 +129,24 @@ impl Matmul<'_> {
         let near = near::kernel(self.isa);
         let panels = columns.div_ceil(PANEL);
         if near.is_some()
-            && let Some(chunk_rows) = self.own_rows(num_rows, num_steps, panels)
+            && let Some(own) = self.own_rows(num_rows, num_steps, panels, may_keep)
         {
-            let of_chunk = |first| RowChunk::new(all.parts(first..(first + chunk_rows).min(num_rows)).collect());
-            let chunks: Vec<RowChunk> = (0..num_rows).step_by(chunk_rows).map(of_chunk).collect();
-            return step_ranges(chunk_rows, num_steps).try_for_each(|steps| {
-                self.over_chunks(&chunks, panels, |rows, next_panel| {
-                    let tiles = TiledLeft::of(self.pool, &left, rows, steps.clone())?;
-                    while let Some(panel) = next_panel() {
-                        body(&tiles, (panel, panel + 1), 0..rows.len());
-                    }
-                    Ok(())
-                })
-            });
+            return self.over_own_tiles((left, all), own, panels, body);
         }
         for first in (0..num_rows).step_by(TILED_ROWS_MAX) {
             let rows: Vec<Range<usize>> = all.parts(first..(first + TILED_ROWS_MAX).min(num_rows)).collect();
             let rows = RowRuns::new(&rows);
-            for steps in step_ranges(rows.len(), num_steps) {
+            for steps in step_ranges(rows.len(), num_steps, TILED_BYTES_MAX) {
+                let mut buffer;
                 // What one panel alone reads is not worth a copy.
                 let in_place = if panels == 1 { TiledLeft::in_place(&left, rows, steps.clone()) } else { None };
-                let tiles = in_place.map_or_else(|| TiledLeft::of(self.pool, &left, rows, steps.clone()), Ok)?;
+                let tiles = match in_place {
+                    Some(tiles) => tiles,
+                    None => {
+                        buffer = Buffer::recycled(TiledLeft::bytes(rows.len(), steps.len()))?;
+                        TiledLeft::copied(self.pool, &left, rows, steps.clone(), &mut buffer)
+                    }
+                };
                 self.over_panels(rows.len(), columns, granules::ROWS_MAX, |panel, part| {
                     // Threads take panels in turns.
                     body(&tiles, (panel, panel + self.pool.num_threads()), part);
@@ -152,32 +156,80 @@ impl Matmul<'_> {
         Ok(())
     }
 
-    /// How many rows of so many steps a thread copies at a time for itself alone, if there are enough for all threads: it would have to ask the others for what they have written. Of one panel, many rows are
-    /// copied too; as they lie, they are read more slowly than that.
-    fn own_rows(&self, rows: usize, num_steps: usize, panels: usize) -> Option<usize> {
-        let threads = self.pool.num_threads();
-        let chunks = match panels {
-            1 if rows < NEAR_ROWS_MIN => 0,
-            1 => (TASKS_PER_THREAD * threads).min(rows / granules::ROWS_MAX),
-            _ => {
-                let near_rows =
-                    (OWN_BYTES_MAX / tiles_bytes(num_steps).max(1) * granules::TILE_ROWS).clamp(OWN_ROWS_MIN, TILED_ROWS_MAX);
-                let of_each_thread = rows.div_ceil(near_rows).div_ceil(threads).min(rows / OWN_ROWS_MIN / threads);
-                of_each_thread * threads
-            }
+    /// As [`Matmul::over_tiles`], of rows that each thread copies for itself.
+    fn over_own_tiles(
+        &self,
+        (left, all): (Rows<'_>, RowRuns<'_>),
+        own: OwnRows,
+        panels: usize,
+        body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>) + Sync,
+    ) -> Result<()> {
+        let (num_rows, num_steps) = (all.len(), steps(left.width, left.dtype));
+        let of_chunk = |first| RowChunk::new(all.parts(first..(first + own.rows).min(num_rows)).collect());
+        let chunks: Vec<RowChunk> = (0..num_rows).step_by(own.rows).map(of_chunk).collect();
+        let parts: Vec<Range<usize>> = step_ranges(own.rows, num_steps, own.bytes_max).collect();
+        let (sums_of_chunk, at_once) = if own.keeps_sums && parts.len() > 1 {
+            let of_chunk = sums_of_chunk(own.rows, panels);
+            let at_once = SUMS_BYTES_MAX / (of_chunk * size_of::<f32>()) * self.pool.num_threads();
+            (of_chunk, at_once.min(chunks.len()))
+        } else {
+            (0, chunks.len())
         };
-        (chunks > 0).then(|| rows.div_ceil(chunks).next_multiple_of(granules::ROWS_MAX).min(TILED_ROWS_MAX))
+        let mut kept = match sums_of_chunk {
+            0 => None,
+            _ => Some(Buffer::recycled(at_once * sums_of_chunk * size_of::<f32>())?),
+        };
+        let kept = kept.as_mut().map(|kept| SharedMut::new(kept.numbers_mut::<f32>(at_once * sums_of_chunk)));
+        for chunks in chunks.chunks(at_once.max(1)) {
+            for steps in &parts {
+                self.over_chunks(chunks, panels, |chunk, rows, next_panel| {
+                    let bytes = TiledLeft::bytes(rows.len(), steps.len());
+                    with_operand(bytes, |mut arena| {
+                        let mut tiles = TiledLeft::copied(self.pool, &left, rows, steps.clone(), arena.take(bytes));
+                        tiles.sums = kept.as_ref().map(|kept| (kept, chunk * sums_of_chunk));
+                        while let Some(panel) = next_panel() {
+                            body(&tiles, (panel, panel + 1), 0..rows.len());
+                        }
+                    });
+                });
+            }
+        }
+        Ok(())
     }
 
-    /// Runs `body` with rows of each chunk on some thread, and with what answers the next of their panels that nobody has. A thread whose own chunks are done helps with others.
+    /// The rows of so many steps that a thread copies at a time for itself alone, if there are enough for all threads: it would have to ask the others for what they have written. Of one panel, many rows are
+    /// copied too; as they lie, they are read more slowly than that.
+    fn own_rows(&self, rows: usize, num_steps: usize, panels: usize, may_keep: bool) -> Option<OwnRows> {
+        let threads = self.pool.num_threads();
+        if panels == 1 {
+            let chunks = (TASKS_PER_THREAD * threads).min(rows / granules::ROWS_MAX);
+            let is_many = rows >= NEAR_ROWS_MIN && chunks > 0;
+            return is_many.then(|| OwnRows::of(rows.div_ceil(chunks), TILED_BYTES_MAX, false));
+        }
+        // Sums of so many rows have room.
+        let kept_rows = SUMS_BYTES_MAX / size_of::<f32>() / (panels * PANEL) / granules::ROWS_MAX * granules::ROWS_MAX;
+        let keeps_sums = may_keep && kept_rows >= OWN_ROWS_OF_FAR_MIN;
+        let rows_max = match keeps_sums {
+            true => kept_rows.min(TILED_ROWS_MAX),
+            false => {
+                (OWN_BYTES_MAX / tiles_bytes(num_steps).max(1) * granules::TILE_ROWS).clamp(OWN_ROWS_OF_FAR_MIN, TILED_ROWS_MAX)
+            }
+        };
+        let is_far = num_steps * 4 * panels * PANEL > FAR_BYTES;
+        let rows_min = if is_far { OWN_ROWS_OF_FAR_MIN } else { OWN_ROWS_MIN };
+        let chunks = rows.div_ceil(rows_max).div_ceil(threads).min(rows / rows_min / threads) * threads;
+        let bytes_max = if keeps_sums { NEAR_TILED_BYTES_MAX } else { TILED_BYTES_MAX };
+        (chunks > 0).then(|| OwnRows::of(rows.div_ceil(chunks).min(rows_max), bytes_max, keeps_sums))
+    }
+
+    /// Runs `body` with the number and rows of each chunk on some thread, and with what answers the next of their panels that nobody has. A thread whose own chunks are done helps with others.
     fn over_chunks(
         &self,
         chunks: &[RowChunk],
         panels: usize,
-        body: impl Fn(RowRuns<'_>, &mut dyn FnMut() -> Option<usize>) -> Result<()> + Sync,
-    ) -> Result<()> {
+        body: impl Fn(usize, RowRuns<'_>, &mut dyn FnMut() -> Option<usize>) + Sync,
+    ) {
         let threads = self.pool.num_threads();
-        let failed = Mutex::new(Ok(()));
         chunks.iter().for_each(|chunk| chunk.next_panel.store(0, Ordering::Relaxed));
         self.pool.run(threads, &|thread| {
             let is_own = |chunk: &usize| chunk % threads == thread;
@@ -189,13 +241,9 @@ impl Matmul<'_> {
                     continue;
                 }
                 let mut next = || Some(next_panel.fetch_add(1, Ordering::Relaxed)).filter(|panel| *panel < panels);
-                if let Err(error) = body(RowRuns::new(rows), &mut next) {
-                    *failed.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Err(error);
-                    return;
-                }
+                body(chunk, RowRuns::new(rows), &mut next);
             }
         });
-        failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// A panel for rows `part` of the tiles, and what is added to it.
@@ -213,7 +261,7 @@ impl Matmul<'_> {
         let (left, out) = (product.left, product.out);
         let is_whole = panel_columns(panel, out.columns).next_multiple_of(LANES) == PANEL;
         let added_bytes = addends.map_or(0, Addends::scratch_bytes);
-        if let Some(near) = near.filter(|_| is_whole && part.len() >= NEAR_ROWS_MIN && left.is_copied()) {
+        if let Some(near) = near.filter(|_| is_whole && part.len() >= NEAR_ROWS_MIN && left.is_copied) {
             return with_scratch(near::scratch_bytes(part.len(), product.block_steps) + added_bytes, |arena| {
                 // SAFETY: the caller's promise.
                 unsafe { product.near_panel((self, near), (panel, next_panel), part, addends, arena) };
@@ -231,6 +279,29 @@ impl Matmul<'_> {
     }
 }
 
+/// How threads copy rows for themselves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct OwnRows {
+    /// So many at a time.
+    rows: usize,
+    /// Bytes of a part of the reduction of them, at most.
+    bytes_max: usize,
+    /// Whether sums are kept in tiles between parts.
+    keeps_sums: bool,
+}
+
+impl OwnRows {
+    fn of(rows: usize, bytes_max: usize, keeps_sums: bool) -> Self {
+        let rows = rows.next_multiple_of(granules::ROWS_MAX).min(TILED_ROWS_MAX);
+        OwnRows { rows, bytes_max, keeps_sums }
+    }
+}
+
+/// Numbers of the sums of a chunk of so many rows, a whole tile for the last of them too.
+fn sums_of_chunk(rows: usize, panels: usize) -> usize {
+    rows.div_ceil(granules::TILE_ROWS) * near::SUMS * panels
+}
+
 /// Some rows of a left side, which one thread copies and multiplies, and others that have nothing else to do.
 struct RowChunk {
     rows: Vec<Range<usize>>,
@@ -244,10 +315,10 @@ impl RowChunk {
     }
 }
 
-/// The steps of a reduction, as many at a time as there is room for of so many rows.
-fn step_ranges(rows: usize, num_steps: usize) -> impl Iterator<Item = Range<usize>> {
+/// The steps of a reduction, as many at a time as so many rows have in `bytes_max` bytes.
+fn step_ranges(rows: usize, num_steps: usize, bytes_max: usize) -> impl Iterator<Item = Range<usize>> {
     let step_bytes = rows.next_multiple_of(granules::TILE_ROWS) * 4;
-    let steps_max = (TILED_BYTES_MAX / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
+    let steps_max = (bytes_max / step_bytes / GRANULE_BLOCK_STEPS).max(1) * GRANULE_BLOCK_STEPS;
     (0..num_steps).step_by(steps_max).map(move |first| first..(first + steps_max).min(num_steps))
 }
 
@@ -262,8 +333,10 @@ struct TiledLeft<'r> {
     /// Which rows and steps these are.
     rows: RowRuns<'r>,
     steps: Range<usize>,
-    /// Where they lie, if they were copied.
-    buffer: Option<Buffer>,
+    /// Whether they were copied: there is room for whole tiles.
+    is_copied: bool,
+    /// Sums between parts of the reduction, and where those of these rows begin: of each whole panel, tile after tile.
+    sums: Option<(&'r SharedMut<f32>, usize)>,
 }
 
 // SAFETY: the numbers are read alone.
@@ -274,13 +347,19 @@ impl<'r> TiledLeft<'r> {
     /// Granules that are copied of a row at a time: what processors fetch ahead of by themselves.
     const GRANULES_AT_ONCE: usize = 4;
 
+    /// Bytes of so many rows in tiles.
+    fn bytes(rows: usize, steps: usize) -> usize {
+        rows.div_ceil(granules::TILE_ROWS) * tiles_bytes(steps)
+    }
+
     /// `[tiles of rows][granules][16 rows][64 bytes]`, side by side wherever they come from: rows of a matrix lie a multiple of a large power of two apart, where they would push each other out of the cache.
     /// The last granule of a row is filled up with zeros; rows of the last tile that there are none of are unspecified.
-    fn of(pool: &Pool, left: &Rows<'_>, rows: RowRuns<'r>, steps: Range<usize>) -> Result<Self> {
+    fn copied(pool: &Pool, left: &Rows<'_>, rows: RowRuns<'r>, steps: Range<usize>, room: &'r mut [u8]) -> Self {
         let num_tiles = rows.len().div_ceil(granules::TILE_ROWS);
         let stride = tiles_bytes(steps.len());
-        let mut buffer = Buffer::recycled(num_tiles * stride)?;
-        let bytes = SharedMut::new(&mut buffer[..num_tiles * stride]);
+        let room = &mut room[..num_tiles * stride];
+        let first = room.as_ptr();
+        let bytes = SharedMut::new(room);
         let tile = |tile: usize| {
             // SAFETY: each task has a tile of its own.
             let tiled = unsafe { bytes.part(tile * stride..(tile + 1) * stride) };
@@ -312,12 +391,7 @@ impl<'r> TiledLeft<'r> {
             pool.run(num_tiles, &tile)
         }
         let (row, granule) = (granules::ROW_BYTES, Self::TILE_BYTES);
-        Ok(TiledLeft { first: buffer.as_ptr(), row, granule, tile: stride, rows, steps, buffer: Some(buffer) })
-    }
-
-    /// Whether there is room for whole tiles.
-    fn is_copied(&self) -> bool {
-        self.buffer.is_some()
+        TiledLeft { first, row, granule, tile: stride, rows, steps, is_copied: true, sums: None }
     }
 
     /// The rows as they lie, if a kernel can read them so: one run, whole granules.
@@ -330,7 +404,7 @@ impl<'r> TiledLeft<'r> {
         }
         let bytes = &left.bytes[run.start * left.stride + steps.start * 4..(run.end - 1) * left.stride + steps.end * 4];
         let (first, row, granule) = (bytes.as_ptr(), left.stride, granules::ROW_BYTES);
-        Some(TiledLeft { first, row, granule, tile: granules::TILE_ROWS * row, rows, steps, buffer: None })
+        Some(TiledLeft { first, row, granule, tile: granules::TILE_ROWS * row, rows, steps, is_copied: false, sums: None })
     }
 }
 
@@ -339,10 +413,12 @@ fn tiles_bytes(steps: usize) -> usize {
     steps.div_ceil(granules::STEPS) * TiledLeft::TILE_BYTES
 }
 
-/// Bytes of a left side of `rows` rows of `width` numbers of bf16 in tiles, as many as there are at a time.
+/// Bytes of a left side of `rows` rows of `width` numbers of bf16 in tiles, as many as there are at a time, and of sums between parts of the reduction.
 pub(super) fn left_bytes(rows: usize, width: usize) -> usize {
-    (rows.min(TILED_ROWS_MAX).next_multiple_of(granules::TILE_ROWS) * width.next_multiple_of(granules::INPUTS) * 2)
-        .min(TILED_BYTES_MAX)
+    let rows = rows.min(TILED_ROWS_MAX);
+    let tiled = rows.next_multiple_of(granules::TILE_ROWS) * width.next_multiple_of(granules::INPUTS) * 2;
+    let is_split = step_ranges(rows, steps(width, DType::BF16), NEAR_TILED_BYTES_MAX).nth(1).is_some();
+    tiled.min(TILED_BYTES_MAX) + if is_split { SUMS_BYTES_MAX } else { 0 }
 }
 
 /// Bytes that a panel of `rows` rows takes on its thread: two blocks, the result on the side, and that of a pair of panels.
@@ -470,7 +546,6 @@ mod tests {
 
     use super::*;
     use crate::cpu::isa::Isa;
-    use crate::{DType, Error};
 
     fn chunks(count: usize) -> Vec<RowChunk> {
         (0..count).map(|i| RowChunk::new(std::iter::once(i..i + 1).collect())).collect()
@@ -486,13 +561,13 @@ mod tests {
             // As for each range of a reduction.
             for _ in 0..2 {
                 let given: Vec<AtomicUsize> = (0..count * panels).map(|_| AtomicUsize::new(0)).collect();
-                let take = |rows: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
+                let take = |chunk: usize, rows: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
+                    assert_eq!(rows.end() - 1, chunk);
                     while let Some(panel) = next_panel() {
-                        given[(rows.end() - 1) * panels + panel].fetch_add(1, Ordering::Relaxed);
+                        given[chunk * panels + panel].fetch_add(1, Ordering::Relaxed);
                     }
-                    Ok(())
                 };
-                matmul.over_chunks(&chunks, panels, take).unwrap();
+                matmul.over_chunks(&chunks, panels, take);
                 let what = format!("{threads} threads, {count} chunks, {panels} panels");
                 let wrong = given.iter().position(|given| given.load(Ordering::Relaxed) != 1);
                 assert_eq!(wrong, None, "{what}");
@@ -502,48 +577,53 @@ mod tests {
 
     #[test]
     fn a_thread_has_as_many_rows_of_its_own_as_stay_near_it() {
-        let of = |threads: usize, rows: usize, inputs: usize| {
+        let of = |threads: usize, rows: usize, inputs: usize, panels: usize, may_keep: bool| {
             let pool = Pool::new(threads);
-            Matmul::new(&pool, Isa::detect().into(), DType::BF16).own_rows(rows, inputs / 2, 16)
+            let own = Matmul::new(&pool, Isa::detect().into(), DType::BF16).own_rows(rows, inputs / 2, panels, may_keep);
+            own.map(|own| (own.rows, own.keeps_sums))
         };
-        assert_eq!([of(2, 512, 1024), of(2, 512, 3072), of(2, 1024, 1024)], [Some(256), Some(256), Some(512)]);
-        // 512 rows of 3,072 inputs are 3 MiB.
-        assert_eq!([of(2, 1024, 3072), of(2, 1024, 2048), of(1, 512, 3072)], [Some(256); 3]);
-        assert_eq!([of(2, 511, 1024), of(4, 1000, 1024), of(1, 255, 64)], [None; 3]);
-        // Not a chunk more than rows are enough for, though each is more than stays near.
-        assert_eq!(of(2, 1100, 3072), Some(288));
-        for (threads, rows) in (1..6).flat_map(|threads| (1..3000).step_by(77).map(move |rows| (threads, rows))) {
-            if let Some(own) = of(threads, rows, 3072) {
-                let chunks = rows.div_ceil(own);
-                assert!(own <= TILED_ROWS_MAX && chunks <= rows / OWN_ROWS_MIN, "{threads} threads, {rows} rows: {own}");
+        // In one part of the reduction: 512 rows of 3,072 inputs are 3 MiB.
+        let whole = |threads, rows, inputs| of(threads, rows, inputs, 16, false);
+        assert_eq!([whole(2, 512, 1024), whole(2, 512, 3072), whole(2, 1024, 1024)], [256, 256, 512].map(|n| Some((n, false))));
+        assert_eq!([whole(2, 1024, 3072), whole(2, 1024, 2048), whole(1, 512, 3072)], [Some((256, false)); 3]);
+        // In several, with sums of 1,024 columns, of 4,096, and of more than there is room for.
+        assert_eq!([of(2, 1024, 3072, 16, true), of(2, 1024, 3072, 64, true)], [Some((512, true)), Some((256, true))]);
+        assert_eq!(of(2, 1024, 3072, 96, true), Some((256, false)));
+        // Few rows, and few of what lies in memory.
+        assert_eq!([of(2, 256, 1024, 16, true), of(2, 255, 1024, 16, true)], [Some((128, true)), None]);
+        assert_eq!([of(2, 511, 1024, 2374, true), of(2, 512, 1024, 2374, true)], [None, Some((256, false))]);
+        assert_eq!([of(4, 511, 1024, 16, true), of(1, 127, 64, 16, true)], [None; 2]);
+        // Not a chunk more than rows are enough for.
+        assert_eq!(whole(2, 550, 8192), Some((160, false)));
+        let cases = (1..6).flat_map(|threads| (1..3000).step_by(77).map(move |rows| (threads, rows)));
+        for ((threads, rows), keep) in cases.flat_map(|case| [(case, false), (case, true)]) {
+            for panels in [1, 16, 64, 2374] {
+                if let Some((own, keeps)) = of(threads, rows, 3072, panels, keep) {
+                    let what = format!("{threads} threads, {rows} rows, {panels} panels: {own}");
+                    assert!(own <= TILED_ROWS_MAX && (panels == 1 || rows.div_ceil(own) <= rows / OWN_ROWS_MIN), "{what}");
+                    assert!(!keeps || sums_of_chunk(own, panels) * 4 <= SUMS_BYTES_MAX, "{what}");
+                }
             }
         }
     }
 
     #[test]
-    fn who_is_done_helps_and_a_failure_is_the_answer() {
+    fn who_is_done_helps() {
         let pool = Pool::new(2);
         let matmul = Matmul::new(&pool, Isa::detect().into(), DType::BF16);
         let in_first = AtomicUsize::new(0);
         // Whoever has the first chunk waits there until the other has come too.
-        let meet = |rows: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
+        let meet = |chunk: usize, _: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
             next_panel();
-            if rows.end() == 1 {
+            if chunk == 0 {
                 in_first.fetch_add(1, Ordering::Relaxed);
                 let end = Instant::now() + Duration::from_secs(20);
                 while in_first.load(Ordering::Relaxed) < 2 && Instant::now() < end {
                     std::thread::yield_now();
                 }
             }
-            Ok(())
         };
-        matmul.over_chunks(&chunks(2), OTHERS_PANELS_MIN + 2, meet).unwrap();
+        matmul.over_chunks(&chunks(2), OTHERS_PANELS_MIN + 2, meet);
         assert_eq!(in_first.into_inner(), 2);
-
-        let fail = |rows: RowRuns<'_>, _: &mut dyn FnMut() -> Option<usize>| match rows.end() {
-            2 => Err(Error::OutOfMemory { bytes: 7 }),
-            _ => Ok(()),
-        };
-        assert!(matches!(matmul.over_chunks(&chunks(2), 1, fail), Err(Error::OutOfMemory { bytes: 7 })));
     }
 }

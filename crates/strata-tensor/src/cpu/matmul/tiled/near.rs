@@ -17,7 +17,7 @@ use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::scratch::{Arena, taken_bytes};
 
 /// Numbers of a tile of sums: `[4 vectors][16 rows][16]`.
-const SUMS: usize = TILE_ROWS * PANEL;
+pub(super) const SUMS: usize = TILE_ROWS * PANEL;
 const LINE_BYTES: usize = 64;
 /// Lines that are fetched during a granule, at most.
 const LINES_EACH_MAX: usize = 16;
@@ -99,14 +99,23 @@ impl<R: Right> PanelProduct<'_, R> {
         let PanelProduct { left, out, accumulate, block_steps, right, .. } = *self;
         let (block_words, num_tiles) = (block_steps * PANEL, part.len().div_ceil(TILE_ROWS));
         let (written, filled_up) = (arena.take(block_words), arena.take(block_words));
-        let sums = arena.take::<f32>(num_tiles * SUMS);
+        // Sums are there from the parts of the reduction before this one, and stay for those behind it.
+        let kept = left.sums.map(|(kept, first)| {
+            assert_eq!(part, 0..left.rows.len());
+            let first = first + panel * num_tiles * SUMS;
+            // SAFETY: nobody else has this panel of these rows.
+            unsafe { kept.part(first..first + num_tiles * SUMS) }
+        });
+        let (is_kept, goes_on, is_done) = (kept.is_some(), kept.is_some() && left.steps.start > 0, addends.is_some());
+        let sums = kept.unwrap_or_else(|| arena.take::<f32>(num_tiles * SUMS));
         let side = arena.take::<f32>(ROWS_MAX * PANEL);
         let mut added = addends.map(|addends| PanelAddends::new(addends, &matmul.kernel, matmul.isa, panel, &mut arena));
         let is_streamed =
             addends.is_some() && !out.stays_near && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
         let mut runs = left.rows.parts(part.clone());
         let result = out.at(runs.next().expect("there are rows").start, panel * PANEL);
-        let is_fetched = !is_streamed && !out.stays_near && !accumulate && runs.next().is_none();
+        let is_near = out.stays_near || accumulate && !is_kept;
+        let is_fetched = (is_done || !is_kept) && !is_streamed && !is_near && runs.next().is_none();
         drop(runs);
         let tile = |tile: usize, granules_before: usize| {
             let at = (part.start / TILE_ROWS + tile) * left.tile + granules_before * left.granule;
@@ -129,7 +138,7 @@ impl<R: Right> PanelProduct<'_, R> {
             // Of the rows of a tile as many during each block.
             let written_before = |step: usize| TILE_ROWS * (step - left.steps.start) / left.steps.len();
             let written_rows = if is_fetched { written_before(steps.end) - written_before(steps.start) } else { 0 };
-            if is_first && accumulate {
+            if is_first && accumulate && !goes_on {
                 // SAFETY: rows of the result, which are this task's.
                 unsafe { self.fill_in(panel, part.clone(), sums) };
             }
@@ -154,7 +163,8 @@ impl<R: Right> PanelProduct<'_, R> {
                 written_tile: TILE_ROWS * out.stride * size_of::<f32>(),
             };
             // The last block's are finished while they are in the first-level cache.
-            let at_once = if is_last { ROWS_MAX / TILE_ROWS } else { num_tiles };
+            let is_finished = is_last && (is_done || !is_kept);
+            let at_once = if is_finished { ROWS_MAX / TILE_ROWS } else { num_tiles };
             for tiles in (0..num_tiles).step_by(at_once).map(|first| first..(first + at_once).min(num_tiles)) {
                 let mut next = tiles.start;
                 while next < tiles.end {
@@ -163,7 +173,7 @@ impl<R: Right> PanelProduct<'_, R> {
                     if let Some(coming) = coming {
                         (these.coming, these.coming_each) = (std::ptr::without_provenance(coming), coming_each);
                     }
-                    if is_last {
+                    if is_finished {
                         these.to = side[(next - tiles.start) * SUMS..].as_mut_ptr();
                         (these.to_row, these.to_vector) = (PANEL * size_of::<f32>(), LANES * size_of::<f32>());
                     }
@@ -171,7 +181,7 @@ impl<R: Right> PanelProduct<'_, R> {
                     unsafe { run(these) };
                     next += count;
                 }
-                if is_last {
+                if is_finished {
                     let places = part.start + tiles.start * TILE_ROWS..(part.start + tiles.end * TILE_ROWS).min(part.end);
                     // SAFETY: the caller's promise.
                     unsafe { self.finish(panel, places, side, added.as_mut(), is_streamed) };
@@ -265,63 +275,104 @@ fn written_past_caches() {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use half::bf16;
 
+    use super::super::{SUMS_BYTES_MAX, step_ranges, sums_of_chunk};
     use crate::cpu::isa::Arithmetic;
     use crate::cpu::matmul::operands::RightOn;
     use crate::cpu::matmul::tests::{all, into, packed, values};
     use crate::cpu::matmul::{Addend, Addends, Matmul, RightSide, RowRuns};
+    use crate::cpu::packed::PackedStack;
     use crate::cpu::threads::Pool;
     use crate::{DType, Isa, Numerics};
 
-    /// Products of many rows with a bias and a low-rank product, on a matrix unit and with vectors: each of one block and of several, of steps that are copied at once and of more, of rows that
-    /// one thread has and that all share, and of a result that goes past the caches.
+    /// A product of rows `runs` with a bias and a low-rank product.
+    struct Case {
+        shape: [usize; 3],
+        w: PackedStack,
+        b: PackedStack,
+        x: Vec<bf16>,
+        low: Vec<bf16>,
+        bias: Vec<f32>,
+    }
+
+    impl Case {
+        const RANK: usize = 7;
+
+        fn new(shape: [usize; 3]) -> Self {
+            let ([m, k, n], rank, one) = (shape, Self::RANK, Pool::new(1));
+            Case {
+                shape,
+                w: packed::<bf16>(&one, &values(1, n * k), k, n),
+                b: packed::<bf16>(&one, &values(2, n * rank), rank, n),
+                x: values(3, m * k),
+                low: values(4, 40 * rank),
+                bias: (0..n).map(|i| i as f32 * 0.1).collect(),
+            }
+        }
+
+        fn bits(&self, isa: Isa, threads: usize, runs: &[Range<usize>], accumulate: bool) -> Vec<u32> {
+            let [m, k, n] = self.shape;
+            let pool = Pool::new(threads);
+            let matmul = Matmul::new(&pool, Arithmetic { isa, numerics: Numerics::Portable }, DType::BF16);
+            let mut padded = None;
+            let left = all(&self.low, Self::RANK).whole_steps(&mut padded).unwrap();
+            let addend = Addend { first_row: 10, first_column: 0, left, right: RightSide::Weights(self.b.layer(0)) };
+            let addends = Addends::new(Some(&self.bias), vec![addend]);
+            let mut y = vec![0.5; m * n];
+            let right = RightOn(isa, RightSide::Weights(self.w.layer(0)));
+            let rows = (all(&self.x, k), RowRuns::new(runs));
+            matmul.product(rows, into(&mut y, n, accumulate), matmul.block_steps(), right, &addends).unwrap();
+            y.into_iter().map(f32::to_bits).collect()
+        }
+    }
+
+    /// Each of one block and of several, of steps that are copied at once and of more, of rows that one thread has and that all share, and of a result that goes past the caches.
     #[test]
     fn a_matrix_unit_has_the_bits_of_vectors() {
         if !Isa::Amx.is_available() {
             return;
         }
-        let rank = 7;
         let shapes = [
-            (64, 32, 64),
-            (90, 90, 64),
-            (300, 3000, 40),
-            (100, 100, 200),
-            (130, 1040, 200),
-            (700, 6000, 130),
-            (1100, 32, 2100),
-            (2000, 40, 1100),
+            [64, 32, 64],
+            [90, 90, 64],
+            [300, 3000, 40],
+            [100, 100, 200],
+            [130, 1040, 200],
+            [700, 6000, 130],
+            [1100, 32, 2100],
+            [2000, 40, 1100],
         ];
-        for (m, k, n) in shapes {
-            let one = Pool::new(1);
-            let (w, b) = (packed::<bf16>(&one, &values(1, n * k), k, n), packed::<bf16>(&one, &values(2, n * rank), rank, n));
-            let (x, low) = (values::<bf16>(3, m * k), values::<bf16>(4, 40 * rank));
-            let bias: Vec<f32> = (0..n).map(|i| i as f32 * 0.1).collect();
+        for shape in shapes {
+            let (case, m) = (Case::new(shape), shape[0]);
             // Every row, and some: a run of few, one from within a tile to within another, and the last.
             let (every, some) = (0..m, [0..3, 20..m - 5, m - 1..m]);
             for runs in [std::slice::from_ref(&every), &some] {
                 for accumulate in [false, true] {
-                    let product = |isa: Isa, threads: usize| {
-                        let pool = Pool::new(threads);
-                        let matmul = Matmul::new(&pool, Arithmetic { isa, numerics: Numerics::Portable }, DType::BF16);
-                        let mut padded = None;
-                        let left = all(&low, rank).whole_steps(&mut padded).unwrap();
-                        let addend = Addend { first_row: 10, first_column: 0, left, right: RightSide::Weights(b.layer(0)) };
-                        let addends = Addends::new(Some(&bias), vec![addend]);
-                        let mut y = vec![0.5; m * n];
-                        let right = RightOn(isa, RightSide::Weights(w.layer(0)));
-                        let rows = (all(&x, k), RowRuns::new(runs));
-                        matmul.product(rows, into(&mut y, n, accumulate), matmul.block_steps(), right, &addends).unwrap();
-                        y.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-                    };
-                    let expected = product(Isa::Avx512, 1);
+                    let expected = case.bits(Isa::Avx512, 1, runs, accumulate);
                     for threads in [1, 2, 3] {
-                        let what =
-                            format!("m={m} k={k} n={n}, {} runs, accumulate {accumulate}, {threads} threads", runs.len());
-                        assert!(product(Isa::Amx, threads) == expected, "{what}");
+                        let what = format!("{shape:?}, {} runs, accumulate {accumulate}, {threads} threads", runs.len());
+                        assert!(case.bits(Isa::Amx, threads, runs, accumulate) == expected, "{what}");
                     }
                 }
             }
         }
+    }
+
+    #[test]
+    fn rows_whose_sums_have_no_room_together_come_in_turns() {
+        if !Isa::Amx.is_available() {
+            return;
+        }
+        let (case, rows) = (Case::new([560, 1540, 2000]), 0..560);
+        let pool = Pool::new(1);
+        let own = Matmul::new(&pool, Isa::Amx.into(), DType::BF16).own_rows(560, 770, 32, true).expect("there are enough");
+        // Two parts of the reduction of two chunks of rows, of which the sums of one have room.
+        assert!(step_ranges(own.rows, 770, own.bytes_max).count() == 2 && rows.len().div_ceil(own.rows) == 2);
+        assert!(own.keeps_sums && 2 * sums_of_chunk(own.rows, 32) * 4 > SUMS_BYTES_MAX);
+        let runs = std::slice::from_ref(&rows);
+        assert!(case.bits(Isa::Amx, 1, runs, false) == case.bits(Isa::Avx512, 1, runs, false));
     }
 }
