@@ -168,25 +168,22 @@ impl Matmul<'_> {
         let of_chunk = |first| RowChunk::new(all.parts(first..(first + own.rows).min(num_rows)).collect());
         let chunks: Vec<RowChunk> = (0..num_rows).step_by(own.rows).map(of_chunk).collect();
         let parts: Vec<Range<usize>> = step_ranges(own.rows, num_steps, own.bytes_max).collect();
-        let (sums_of_chunk, at_once) = if own.keeps_sums && parts.len() > 1 {
-            let of_chunk = sums_of_chunk(own.rows, panels);
-            let at_once = SUMS_BYTES_MAX / (of_chunk * size_of::<f32>()) * self.pool.num_threads();
-            (of_chunk, at_once.min(chunks.len()))
+        let sums_each = if own.keeps_sums && parts.len() > 1 { sums_of_chunk(own.rows, panels) } else { 0 };
+        let (at_once, mut kept) = if sums_each > 0 {
+            let have_room = SUMS_BYTES_MAX / (sums_each * size_of::<f32>()) * self.pool.num_threads();
+            let at_once = have_room.min(chunks.len());
+            (at_once, Some(Buffer::recycled(at_once * sums_each * size_of::<f32>())?))
         } else {
-            (0, chunks.len())
+            (chunks.len(), None)
         };
-        let mut kept = match sums_of_chunk {
-            0 => None,
-            _ => Some(Buffer::recycled(at_once * sums_of_chunk * size_of::<f32>())?),
-        };
-        let kept = kept.as_mut().map(|kept| SharedMut::new(kept.numbers_mut::<f32>(at_once * sums_of_chunk)));
-        for chunks in chunks.chunks(at_once.max(1)) {
+        let kept = kept.as_mut().map(|kept| SharedMut::new(kept.numbers_mut::<f32>(at_once * sums_each)));
+        for chunks in chunks.chunks(at_once) {
             for steps in &parts {
                 self.over_chunks(chunks, panels, |chunk, rows, next_panel| {
                     let bytes = TiledLeft::bytes(rows.len(), steps.len());
                     with_operand(bytes, |mut arena| {
                         let mut tiles = TiledLeft::copied(self.pool, &left, rows, steps.clone(), arena.take(bytes));
-                        tiles.sums = kept.as_ref().map(|kept| (kept, chunk * sums_of_chunk));
+                        tiles.sums = kept.as_ref().map(|kept| (kept, chunk * sums_each));
                         while let Some(panel) = next_panel() {
                             body(&tiles, (panel, panel + 1), 0..rows.len());
                         }
@@ -206,7 +203,7 @@ impl Matmul<'_> {
             let is_many = rows >= NEAR_ROWS_MIN && chunks > 0;
             return is_many.then(|| OwnRows::of(rows.div_ceil(chunks), TILED_BYTES_MAX, false));
         }
-        // Sums of so many rows have room.
+        // So many rows have room for their sums.
         let kept_rows = SUMS_BYTES_MAX / size_of::<f32>() / (panels * PANEL) / granules::ROWS_MAX * granules::ROWS_MAX;
         let keeps_sums = may_keep && kept_rows >= OWN_ROWS_OF_FAR_MIN;
         let rows_max = match keeps_sums {
