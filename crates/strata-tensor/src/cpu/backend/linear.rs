@@ -6,10 +6,12 @@ use std::sync::{Arc, Mutex};
 use super::memory::weights;
 use super::{CpuBackend, with_element};
 use crate::backend::{AttentionGeometry, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary};
-use crate::cpu::matmul::{Addend, Addends, Out, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target, fetch_to_write};
+use crate::cpu::matmul::{
+    Addend, Addends, Out, PairSink, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target, fetch_to_write,
+};
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{PANEL, PackedRef};
-use crate::cpu::rows::rope::{self, HeadNormRope};
+use crate::cpu::rows::rope::{self, HeadsNormRope};
 use crate::cpu::rows::{convert, swiglu};
 use crate::cpu::threads::SharedMut;
 use crate::live::live_runs;
@@ -17,8 +19,8 @@ use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
 use crate::{DType, KvValues, Result, Tensor, TensorMut};
 
-/// How many rows ahead lines are fetched that an op after a product writes.
-const ROWS_AHEAD: usize = 8;
+/// Rows that an op after a product computes at a time, while lines of the next are fetched, which it writes then.
+const ROWS_AT_A_TIME: usize = 8;
 
 /// Some rows and columns of a matrix `[rows, columns]`, as numbers of its dtype.
 pub(super) fn block(tensor: &Tensor, rows: Range<usize>, columns: Range<usize>) -> Result<Rows<'_>> {
@@ -67,6 +69,26 @@ impl Pending<'_> {
     fn target(&self) -> Target {
         Target { first_row: self.first_row, first_column: self.first_column, accumulate: true }
     }
+}
+
+/// Some columns of at most [`ROWS_AT_A_TIME`] rows of a matrix of rows of `width`, while those of the next rows are fetched.
+///
+/// # Safety
+/// Nobody else has them.
+unsafe fn parts_of_rows<'m, T>(
+    matrix: &'m SharedMut<T>,
+    width: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+) -> [&'m mut [T]; ROWS_AT_A_TIME] {
+    for row in rows.end..rows.end + ROWS_AT_A_TIME {
+        fetch_to_write(matrix.as_ptr().wrapping_add(row * width + columns.start), columns.len());
+    }
+    std::array::from_fn(|i| match rows.start + i {
+        // SAFETY: the caller's promise; rows are apart.
+        row if row < rows.end => unsafe { matrix.part(row * width + columns.start..row * width + columns.end) },
+        _ => &mut [][..],
+    })
 }
 
 /// `scale · left · right`, from or to a rank.
@@ -195,10 +217,11 @@ impl CpuBackend {
         with_element!(y.dtype(), T => {
             let y = SharedMut::new(y.slice_mut::<T>()?);
             self.forward_pairs(x, layer, Paired::Halves, &|row, column, gate_up| {
-                let first = row * n + column;
-                fetch_to_write(y.as_ptr().wrapping_add(first + ROWS_AHEAD * n), PANEL);
-                // SAFETY: each row and panel comes once.
-                swiglu::swiglu(self.isa, gate_up, PANEL, unsafe { y.part(first..first + PANEL) });
+                for (row, gate_up) in (row..).step_by(ROWS_AT_A_TIME).zip(gate_up.chunks(ROWS_AT_A_TIME)) {
+                    // SAFETY: each row and panel comes once.
+                    let mut y = unsafe { parts_of_rows(&y, n, row..row + gate_up.len(), column..column + PANEL) };
+                    swiglu::swiglu_pairs(self.isa, gate_up, &mut y[..gate_up.len()]);
+                }
             })
         })
     }
@@ -240,34 +263,32 @@ impl CpuBackend {
             self.forward_pairs(x, layer, Paired::Neighbours, &|row, column, sums| {
                 let Some((part, head)) = heads[column / HEAD] else { return };
                 let (out, count) = &parts[part];
-                let first = (row * count + head) * HEAD;
-                fetch_to_write(out.as_ptr().wrapping_add(first + ROWS_AHEAD * count * HEAD), HEAD);
-                // SAFETY: each row and head comes once.
-                let out = unsafe { out.part(first..first + HEAD) };
-                if part == 2 {
-                    return convert::scale(self.isa, sums, 1.0, out);
+                for (row, sums) in (row..).step_by(ROWS_AT_A_TIME).zip(sums.chunks(ROWS_AT_A_TIME)) {
+                    let rows = row..row + sums.len();
+                    // SAFETY: each row and head comes once.
+                    let mut out = unsafe { parts_of_rows(out, count * HEAD, rows.clone(), head * HEAD..(head + 1) * HEAD) };
+                    let out = &mut out[..sums.len()];
+                    if part == 2 {
+                        out.iter_mut().zip(sums).for_each(|(out, sums)| convert::scale(self.isa, sums, 1.0, out));
+                        continue;
+                    }
+                    let angles = rows.start * half..rows.end * half;
+                    let turning = HeadsNormRope {
+                        norm: norms.map(|norms| norms[part]),
+                        eps: g.eps,
+                        style: layout.rotary_style,
+                        half,
+                        cos: &cos[angles.clone()],
+                        sin: &sin[angles],
+                    };
+                    rope::heads_norm_rope(self.isa, &turning, sums, out);
                 }
-                let of_row = row * half..(row + 1) * half;
-                let turning = HeadNormRope {
-                    norm: norms.map(|norms| norms[part]),
-                    eps: g.eps,
-                    style: layout.rotary_style,
-                    cos: &cos[of_row.clone()],
-                    sin: &sin[of_row],
-                };
-                rope::head_norm_rope(self.isa, &turning, sums, out);
             })
         })
     }
 
     /// The result of a layer in pairs of panels, each of which is for `sink` alone; answers whether there are such.
-    fn forward_pairs(
-        &self,
-        x: &Tensor,
-        layer: &Linear<'_>,
-        paired: Paired,
-        sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
-    ) -> Result<bool> {
+    fn forward_pairs(&self, x: &Tensor, layer: &Linear<'_>, paired: Paired, sink: &PairSink<'_>) -> Result<bool> {
         let w = weights(layer.weight)?;
         let matmul = self.matmul_for(w.dtype);
         let mut rights = Vec::new();

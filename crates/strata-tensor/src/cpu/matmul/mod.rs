@@ -52,8 +52,8 @@ pub(crate) use operands::{Out, RightSide, RowRuns, Rows, Target, panel_bytes};
 use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{Given, bytes_of, pack_columns, pack_int4, pack_layers, pack_rows, pack_step, unpack_row};
 pub(crate) use panels::write_rows as write_panel_rows;
-pub(crate) use tiled::Paired;
 use tiled::{GRANULE_BLOCK_STEPS, NEAR_ROWS_MIN};
+pub(crate) use tiled::{PairSink, Paired};
 pub(crate) use transpose::block as transpose_block;
 
 use super::isa::{Arithmetic, Isa};
@@ -162,15 +162,14 @@ impl<'a> Matmul<'a> {
         matches!(self.kernel, TileKernel::Granules(_)) && self.has_pairs(rows, w)
     }
 
-    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`: of each row and each pair of panels the first column of the first, and the numbers of both. They are
-    /// nowhere else.
+    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`: each row of each pair of panels once.
     pub(crate) fn forward_pairs(
         &self,
         x: Rows<'_>,
         w: PackedRef<'_>,
         addends: &Addends<'_>,
         paired: Paired,
-        sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
+        sink: &PairSink<'_>,
     ) -> Result<()> {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
         assert!(addends.fit(x.rows, w.out_features, self.dtype));

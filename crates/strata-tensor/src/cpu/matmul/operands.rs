@@ -137,7 +137,7 @@ pub(crate) struct Out {
     pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) accumulate: bool,
-    /// Whether it lies in a cache, where it is read again.
+    /// Whether it lies in a cache, where it is read again, with room for whole tiles.
     pub(super) stays_near: bool,
 }
 

@@ -42,6 +42,9 @@ const OTHERS_PANELS_MIN: usize = 4;
 /// From so many rows on a block of the right side is read often enough to be kept near.
 pub(super) const NEAR_ROWS_MIN: usize = 64;
 
+/// Takes pairs of panels of some rows: the first row, the first column of the first panel, and the numbers of both, which are nowhere else.
+pub(crate) type PairSink<'s> = dyn Fn(usize, usize, &[[f32; 2 * PANEL]]) + Sync + 's;
+
 /// Which panels of a result are computed together.
 #[derive(Clone, Copy)]
 pub(crate) enum Paired {
@@ -81,7 +84,7 @@ impl Matmul<'_> {
         fits && near::kernel(self.isa).is_some() && parts.nth(1).is_none()
     }
 
-    /// Pairs of panels of a result, for `sink`: a row, the first column of the first panel, and the numbers of both, which are nowhere else.
+    /// Pairs of panels of a result, for `sink`.
     pub(super) fn pairs_of_granules(
         &self,
         run: GranuleFn,
@@ -89,7 +92,7 @@ impl Matmul<'_> {
         right: &impl Right,
         (columns, paired): (usize, Paired),
         addends: &Addends<'_>,
-        sink: &(dyn Fn(usize, usize, &[f32; 2 * PANEL]) + Sync),
+        sink: &PairSink<'_>,
     ) -> Result<()> {
         let near = near::kernel(self.isa).expect("it was asked for");
         let (block_steps, half) = (NEAR_GRANULE_BLOCK_STEPS, columns / 2 / PANEL);
@@ -100,7 +103,7 @@ impl Matmul<'_> {
         self.over_tiles((left, all), (columns / 2, false), |tiles, (pair, next_pair), part| {
             let bytes = pair_bytes(part.len()) + near::scratch_bytes(part.len(), block_steps) + addends.scratch_bytes();
             with_scratch(bytes, |mut arena| {
-                let side = arena.take::<f32>(part.len() * 2 * PANEL);
+                let side = arena.take::<f32>(part.len().next_multiple_of(granules::TILE_ROWS) * 2 * PANEL);
                 let first_row = tiles.rows.parts(part.clone()).next().expect("there are rows").start;
                 let ([first, second], [next, _]) = (panels_of(pair), panels_of(next_pair));
                 for (i, panels) in [(first, second), (second, next)].into_iter().enumerate() {
@@ -110,9 +113,7 @@ impl Matmul<'_> {
                     // SAFETY: the side has these rows of both panels, and the left side is copied if several panels read it.
                     unsafe { product.near_panel((self, near), panels, part.clone(), Some(addends), arena.reborrow()) };
                 }
-                for (row, sums) in (first_row..).zip(side.as_chunks().0) {
-                    sink(row, first * PANEL, sums);
-                }
+                sink(first_row, first * PANEL, &side.as_chunks().0[..part.len()]);
             });
         })
     }
@@ -425,7 +426,7 @@ pub(super) fn panel_scratch_bytes(rows: usize) -> usize {
 
 /// Bytes of so many rows of a pair of panels.
 fn pair_bytes(rows: usize) -> usize {
-    taken_bytes::<f32>(rows * 2 * PANEL)
+    taken_bytes::<f32>(rows.next_multiple_of(granules::TILE_ROWS) * 2 * PANEL)
 }
 
 /// A product of granules with some rows and steps of its left side.

@@ -9,11 +9,12 @@ use super::norm::{backward_factors, inverse_rms, normalize};
 use crate::Element;
 use crate::backend::{AxisFrequency, HeadColumns, HeadMove, QkvLayout, RotaryStyle, Turn};
 use crate::cpu::isa::{Fma, multiversion};
+use crate::cpu::packed::PANEL;
 
 /// The largest head that the kernels' scratch on the stack has room for.
 pub(crate) const MAX_HEAD_DIM: usize = 1024;
-/// The same where each head is a call, which clears that room.
-const SHORT_HEAD_DIM: usize = 128;
+/// Elements of a head that is two panels of a product.
+const PAIR_HEAD_DIM: usize = 2 * PANEL;
 
 /// Cosines and sines of the positions of `tokens` times `factor`, both `[tokens, turns]`; each axis has a position for every token of the batch. The angle is an f32
 /// product, as in the reference; its cosine and sine are rounded once, and so is their product with the factor.
@@ -72,31 +73,54 @@ multiversion! {
     ) = qkv_norm_rope_body;
 }
 
-/// What is done to one head of a row.
+/// What is done to a head of each of some rows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HeadNormRope<'a> {
+pub(crate) struct HeadsNormRope<'a> {
     /// Weight of its norm, if it has one.
     pub(crate) norm: Option<&'a [f32]>,
     /// Added to the mean square.
     pub(crate) eps: f32,
     /// What turns against each other.
     pub(crate) style: RotaryStyle,
-    /// Cosines and sines of the row's position, `[rotary_dim / 2]`.
+    /// Pairs that turn.
+    pub(crate) half: usize,
+    /// Cosines and sines of the rows' positions, `[rows, half]`.
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
 }
 
 multiversion! {
-    /// Norms and rotates one head, of up to [`SHORT_HEAD_DIM`] numbers, as [`qkv_norm_rope`] does each.
-    pub(crate) fn head_norm_rope<T: Element>(params: &HeadNormRope<'_>, x: &[f32], out: &mut [T]) = head_norm_rope_body;
+    /// Norms and rotates a head of each row, as [`qkv_norm_rope`] does, into what lies apart.
+    pub(crate) fn heads_norm_rope<T: Element>(params: &HeadsNormRope<'_>, x: &[[f32; PAIR_HEAD_DIM]], out: &mut [&mut [T]]) = heads_norm_rope_body;
 }
 
 #[inline(always)]
-fn head_norm_rope_body<T: Element>(fma: impl Fma, params: &HeadNormRope<'_>, x: &[f32], out: &mut [T]) {
-    let mut scratch = [0.0; SHORT_HEAD_DIM];
-    let (columns, scratch) = (HeadColumns { first: 0, stride: x.len() }, &mut scratch[..x.len()]);
-    let angles = Angles { style: params.style, cos: params.cos, sin: params.sin };
-    heads_forward(fma, x, columns, params.norm, params.eps, angles, scratch, out);
+fn heads_norm_rope_body<T: Element>(
+    fma: impl Fma,
+    params: &HeadsNormRope<'_>,
+    x: &[[f32; PAIR_HEAD_DIM]],
+    out: &mut [&mut [T]],
+) {
+    const HALF: usize = PAIR_HEAD_DIM / 2;
+    let p = *params;
+    let columns = HeadColumns { first: 0, stride: PAIR_HEAD_DIM };
+    let mut scratch = [0.0; PAIR_HEAD_DIM];
+    let norm: Option<&[f32; PAIR_HEAD_DIM]> = p.norm.map(|norm| norm.try_into().expect("a weight for each element"));
+    for (row, (x, out)) in x.iter().zip(out).enumerate() {
+        let out: &mut [T; PAIR_HEAD_DIM] = (&mut **out).try_into().expect("a head");
+        let range = row * p.half..(row + 1) * p.half;
+        let (cos, sin) = (&p.cos[range.clone()], &p.sin[range]);
+        // Twice the same, once of a length that the compiler knows.
+        if let (Some(norm), RotaryStyle::Halves, Ok(cos), Ok(sin)) =
+            (norm, p.style, <&[f32; HALF]>::try_from(cos), <&[f32; HALF]>::try_from(sin))
+        {
+            let angles = Angles { style: RotaryStyle::Halves, cos, sin };
+            heads_forward(fma, x, columns, Some(norm), p.eps, angles, &mut scratch, out);
+        } else {
+            let angles = Angles { style: p.style, cos, sin };
+            heads_forward(fma, x, columns, norm.map(|norm| &norm[..]), p.eps, angles, &mut scratch, out);
+        }
+    }
 }
 
 multiversion! {

@@ -3,10 +3,16 @@
 use super::exp::exp_f32;
 use crate::Element;
 use crate::cpu::isa::{Fma, multiversion};
+use crate::cpu::packed::PANEL;
 
 multiversion! {
     /// `silu(gate) * up` of rows `gate_up: [rows, 2 * n]`, gate first, into `out: [rows, n]`.
     pub(crate) fn swiglu<T: Element>(gate_up: &[f32], n: usize, out: &mut [T]) = swiglu_body;
+}
+
+multiversion! {
+    /// The same of rows that lie apart, `[gate: 64, up: 64]` each.
+    pub(crate) fn swiglu_pairs<T: Element>(gate_up: &[[f32; 2 * PANEL]], out: &mut [&mut [T]]) = swiglu_pairs_body;
 }
 
 multiversion! {
@@ -22,6 +28,14 @@ fn swiglu_body<T: Element>(fma: impl Fma, gate_up: &[f32], n: usize, out: &mut [
         for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
             *out = T::from_f32(gate / (1.0 + exp_f32(fma, -gate)) * up);
         }
+    }
+}
+
+#[inline(always)]
+fn swiglu_pairs_body<T: Element>(fma: impl Fma, gate_up: &[[f32; 2 * PANEL]], out: &mut [&mut [T]]) {
+    for (gate_up, out) in gate_up.iter().zip(out) {
+        let out: &mut [T; PANEL] = (&mut **out).try_into().expect("a panel");
+        swiglu_body(fma, gate_up, PANEL, out);
     }
 }
 

@@ -43,8 +43,10 @@ pub(in crate::cpu::matmul) struct NearTiles {
     pub b_step: usize,
     /// Sums that the product is added to, tile after tile: a null pointer for zeros.
     pub from: *const f32,
-    /// Where the result goes, which may be the same. From one tile to the next it is as many bytes as a tile has.
+    /// Where the result goes, which may be the same.
     pub to: *mut f32,
+    /// From one of its tiles to the next.
+    pub to_tile: usize,
     /// From one of its rows to the next.
     pub to_row: usize,
     /// From one of its vectors to the next.
@@ -113,8 +115,11 @@ impl<R: Right> PanelProduct<'_, R> {
         let is_streamed =
             addends.is_some() && !out.stays_near && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
         let mut runs = left.rows.parts(part.clone());
-        let result = out.at(runs.next().expect("there are rows").start, panel * PANEL);
-        let is_near = out.stays_near || accumulate && !is_kept;
+        let first_row = runs.next().expect("there are rows").start;
+        let result = out.at(first_row, panel * PANEL);
+        let in_place = out.stays_near;
+        assert!(!in_place || is_done && !accumulate && runs.next().is_none(), "a result on the side is made whole");
+        let is_near = in_place || accumulate && !is_kept;
         let is_fetched = (is_done || !is_kept) && !is_streamed && !is_near && runs.next().is_none();
         drop(runs);
         let tile = |tile: usize, granules_before: usize| {
@@ -152,6 +157,7 @@ impl<R: Right> PanelProduct<'_, R> {
                 b_step,
                 from: if is_first && !accumulate { std::ptr::null() } else { sums.as_ptr() },
                 to: sums.as_mut_ptr(),
+                to_tile: SUMS * size_of::<f32>(),
                 to_row: LANES * size_of::<f32>(),
                 to_vector: TILE_ROWS * LANES * size_of::<f32>(),
                 sums: sums.as_ptr(),
@@ -174,8 +180,11 @@ impl<R: Right> PanelProduct<'_, R> {
                         (these.coming, these.coming_each) = (std::ptr::without_provenance(coming), coming_each);
                     }
                     if is_finished {
-                        these.to = side[(next - tiles.start) * SUMS..].as_mut_ptr();
-                        (these.to_row, these.to_vector) = (PANEL * size_of::<f32>(), LANES * size_of::<f32>());
+                        (these.to, these.to_row) = match in_place {
+                            true => (out.at(first_row + next * TILE_ROWS, panel * PANEL), out.stride * size_of::<f32>()),
+                            false => (side[(next - tiles.start) * SUMS..].as_mut_ptr(), PANEL * size_of::<f32>()),
+                        };
+                        (these.to_tile, these.to_vector) = (TILE_ROWS * these.to_row, LANES * size_of::<f32>());
                     }
                     // SAFETY: the tiles have these rows and granules, the block its steps, the side its rows.
                     unsafe { run(these) };
@@ -184,7 +193,10 @@ impl<R: Right> PanelProduct<'_, R> {
                 if is_finished {
                     let places = part.start + tiles.start * TILE_ROWS..(part.start + tiles.end * TILE_ROWS).min(part.end);
                     // SAFETY: the caller's promise.
-                    unsafe { self.finish(panel, places, side, added.as_mut(), is_streamed) };
+                    match &mut added {
+                        Some(added) if in_place => unsafe { added.add(out, left.rows.parts(places).next().expect("one run")) },
+                        added => unsafe { self.finish(panel, places, side, added.as_mut(), is_streamed) },
+                    }
                 }
             }
         }
