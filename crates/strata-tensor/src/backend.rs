@@ -154,10 +154,16 @@ pub trait Backend: Memory + Send + Sync {
     /// `y[tokens, columns] += (scale · x·Aᵀ)·Bᵀ`, the product in brackets rounded to the dtype of `x`. Without `y` only what its way back needs.
     fn linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts>;
 
-    /// [`Backend::swiglu`] of [`Backend::linear`] into `y: [tokens, out_features / 2]`, to the bit, for where nothing goes back; answers whether it did. A device that has no faster way than
-    /// both in turn leaves them to its caller, and `y` as it is.
-    fn linear_swiglu(&self, _x: &Tensor, _layer: &Linear<'_>, _y: &mut Tensor) -> Result<bool> {
-        Ok(false)
+    /// [`Backend::swiglu`] of [`Backend::linear`] into `y: [tokens, out_features / 2]`, to the bit, and if something goes back the value of the layer into `kept: [tokens, out_features]`; answers what
+    /// the layer's way back needs. A device that has no faster way than both in turn leaves them to its caller, and `y` and `kept` as they are.
+    fn linear_swiglu(
+        &self,
+        _x: &Tensor,
+        _layer: &Linear<'_>,
+        _kept: Option<&mut Tensor>,
+        _y: &mut Tensor,
+    ) -> Result<Option<LowProducts>> {
+        Ok(None)
     }
 
     /// The way back of [`Backend::linear`], for `dy: [tokens, out_features]` in the dtype of `x`: `dx = dy·W + Σ (scale · dy[tokens, columns]·B)·A`, f32
@@ -237,9 +243,10 @@ pub trait Backend: Memory + Send + Sync {
         _rotary: &Rotary,
         _g: &AttentionGeometry,
         _layout: &QkvLayout,
+        _kept: Option<&mut Tensor>,
         _out: &mut Qkv,
-    ) -> Result<bool> {
-        Ok(false)
+    ) -> Result<Option<LowProducts>> {
+        Ok(None)
     }
 
     /// Gradient of [`Backend::norm_rotate`] by its input, into the dtype of `dqkv`; `gradient` is f32. Columns of gates are left alone.

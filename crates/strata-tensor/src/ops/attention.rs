@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::linear::{check_layer, forward};
+use super::linear::check_layer;
 use super::{check, check_f32, check_vector};
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, Qkv, QkvLayout, Rotary, Sight};
 use crate::tape::{Linear, Tape, Var, in_f32};
@@ -67,6 +67,20 @@ impl<'a> Tape<'a> {
         self.check_queries(input.queries.as_deref(), &input.spans, &kv, records)?;
         let mut split = room_for_heads(backend, &g, tokens, dtype)?;
         backend.norm_rotate(qkv.value(), input.norms, &input.rotary, &g, &layout, &mut split)?;
+        self.attention_of_heads(qkv, split, input, kv, dtype, records)
+    }
+
+    /// Attention of what a projection was split into, and the way back through the split.
+    fn attention_of_heads(
+        &mut self,
+        qkv: &Var,
+        split: Qkv,
+        input: &AttentionInput<'a>,
+        kv: KvAccess<'_>,
+        dtype: DType,
+        records: bool,
+    ) -> Result<Var> {
+        let (g, layout, tokens, backend) = (input.geometry, input.layout, qkv.value().rows(), self.backend());
         let Attended { out, log_normalizers } =
             attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.copies(tokens))?;
         let mut y = out.clone();
@@ -95,7 +109,7 @@ impl<'a> Tape<'a> {
         }))
     }
 
-    /// [`Tape::attention`] of [`Tape::linear`], to the bit. Where nothing goes back what is between them need not be kept, nor written to memory.
+    /// [`Tape::attention`] of [`Tape::linear`], to the bit. Where nothing goes back what is between them need not be kept, nor written to memory, and elsewhere not be read again.
     ///
     /// # Errors
     /// As both.
@@ -108,8 +122,9 @@ impl<'a> Tape<'a> {
         dtype: DType,
     ) -> Result<Var> {
         let (tokens, backend, g) = (x.value().rows(), self.backend(), input.geometry);
+        let records = self.is_recording();
         // Gates are read once more, when there is something to gate.
-        if self.is_recording() || self.repeats(tokens).is_some() || input.layout.gate.is_some() {
+        if self.repeats(tokens).is_some() || input.layout.gate.is_some() {
             let qkv = self.linear(x, layer)?;
             return self.attention(&qkv, input, kv, dtype);
         }
@@ -119,13 +134,32 @@ impl<'a> Tape<'a> {
             let (expected, actual) = (input.layout.width.to_string(), layer.weight.out_features().to_string());
             return Err(Error::Shape { op: OP, expected, actual });
         }
-        check_access(&input.spans, &g, dtype, &kv, false)?;
-        self.check_queries(input.queries.as_deref(), &input.spans, &kv, false)?;
+        if !records {
+            check_access(&input.spans, &g, dtype, &kv, false)?;
+            self.check_queries(input.queries.as_deref(), &input.spans, &kv, false)?;
+        }
         let mut split = room_for_heads(backend, &g, tokens, dtype)?;
         let (norms, rotary, layout) = (input.norms, &input.rotary, &input.layout);
-        if !backend.linear_norm_rotate(x.value(), &layer, norms, rotary, &g, layout, &mut split)? {
-            let (qkv, _) = forward(backend, x.value(), &layer)?;
-            backend.norm_rotate(&qkv, norms, rotary, &g, layout, &mut split)?;
+        let mut kept = records.then(|| backend.scratch(&[tokens, layout.width], DType::F32)).transpose()?;
+        let at_once = backend.linear_norm_rotate(x.value(), &layer, norms, rotary, &g, layout, kept.as_mut(), &mut split)?;
+        let low = match at_once {
+            Some(low) => low,
+            None => {
+                let qkv = match &mut kept {
+                    Some(kept) => kept,
+                    none => none.insert(backend.scratch(&[tokens, layout.width], DType::F32)?),
+                };
+                let low = backend.linear(x.value(), &layer, Some(qkv))?;
+                backend.norm_rotate(qkv, norms, rotary, &g, layout, &mut split)?;
+                low
+            }
+        };
+        if let Some(kept) = kept.filter(|_| records) {
+            let qkv = self.push_linear(None, x, layer, Rc::new(kept), low)?;
+            let records = self.records(&[&qkv], false);
+            check_access(&input.spans, &g, dtype, &kv, records)?;
+            self.check_queries(input.queries.as_deref(), &input.spans, &kv, records)?;
+            return self.attention_of_heads(&qkv, split, input, kv, dtype, records);
         }
         let attended =
             attend(backend, &split, &g, (input.sinks, &input.spans, input.queries.as_deref()), kv, self.copies(tokens))?;

@@ -54,7 +54,7 @@ impl<'a> Tape<'a> {
     }
 
     /// The value of a layer, and the way back from it.
-    fn push_linear(
+    pub(super) fn push_linear(
         &mut self,
         residual: Option<&Var>,
         x: &Var,

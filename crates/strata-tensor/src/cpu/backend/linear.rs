@@ -211,12 +211,18 @@ impl CpuBackend {
         self.low_products(&lows, x.dtype())
     }
 
-    /// `silu(gate) * up` of a layer, gate first, where the sums of both come together; answers whether they do.
-    pub(super) fn forward_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<bool> {
+    /// `silu(gate) * up` of a layer, gate first, where the sums of both come together; answers what [`CpuBackend::forward_linear`] does if so.
+    pub(super) fn forward_swiglu(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        kept: Option<&mut Tensor>,
+        y: &mut Tensor,
+    ) -> Result<Option<LowProducts>> {
         let n = y.shape().row_len();
         with_element!(y.dtype(), T => {
             let y = SharedMut::new(y.slice_mut::<T>()?);
-            self.forward_pairs(x, layer, Paired::Halves, &|row, column, gate_up| {
+            self.forward_pairs(x, layer, Paired::Halves, kept, &|row, column, gate_up| {
                 for (row, gate_up) in (row..).step_by(ROWS_AT_A_TIME).zip(gate_up.chunks(ROWS_AT_A_TIME)) {
                     // SAFETY: each row and panel comes once.
                     let mut y = unsafe { parts_of_rows(&y, n, row..row + gate_up.len(), column..column + PANEL) };
@@ -226,7 +232,8 @@ impl CpuBackend {
         })
     }
 
-    /// The heads of a layer with those of queries, keys and values, normalised and rotated, where the sums of a whole one come together; answers whether they do.
+    /// The heads of a layer with those of queries, keys and values, normalised and rotated, where the sums of a whole one come together; answers what
+    /// [`CpuBackend::forward_linear`] does if so.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn forward_heads(
         &self,
@@ -236,11 +243,12 @@ impl CpuBackend {
         rotary: &Rotary,
         g: &AttentionGeometry,
         layout: &QkvLayout,
+        kept: Option<&mut Tensor>,
         out: &mut Qkv,
-    ) -> Result<bool> {
+    ) -> Result<Option<LowProducts>> {
         const HEAD: usize = 2 * PANEL;
         let Some(v) = out.v.as_mut().filter(|_| g.head_dim == HEAD && g.values == KvValues::Own(HEAD)) else {
-            return Ok(false);
+            return Ok(None);
         };
         // Which part of the result each pair of panels is, and which head of it.
         let mut heads = vec![None; layout.width / HEAD];
@@ -249,7 +257,7 @@ impl CpuBackend {
                 let first = columns.first + head * columns.stride;
                 match heads.get_mut(first / HEAD).filter(|_| first.is_multiple_of(HEAD)) {
                     Some(place) => *place = Some((part, head)),
-                    None => return Ok(false),
+                    None => return Ok(None),
                 }
             }
         }
@@ -260,7 +268,7 @@ impl CpuBackend {
                 (SharedMut::new(out.k.slice_mut::<T>()?), g.kv_heads),
                 (SharedMut::new(v.slice_mut::<T>()?), g.kv_heads),
             ];
-            self.forward_pairs(x, layer, Paired::Neighbours, &|row, column, sums| {
+            self.forward_pairs(x, layer, Paired::Neighbours, kept, &|row, column, sums| {
                 let Some((part, head)) = heads[column / HEAD] else { return };
                 let (out, count) = &parts[part];
                 for (row, sums) in (row..).step_by(ROWS_AT_A_TIME).zip(sums.chunks(ROWS_AT_A_TIME)) {
@@ -287,8 +295,15 @@ impl CpuBackend {
         })
     }
 
-    /// The result of a layer in pairs of panels, each of which is for `sink` alone; answers whether there are such.
-    fn forward_pairs(&self, x: &Tensor, layer: &Linear<'_>, paired: Paired, sink: &PairSink<'_>) -> Result<bool> {
+    /// The result of a layer in pairs of panels, for `sink` and for whoever keeps it; answers what [`CpuBackend::forward_linear`] does, if there are such.
+    fn forward_pairs(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        paired: Paired,
+        kept: Option<&mut Tensor>,
+        sink: &PairSink<'_>,
+    ) -> Result<Option<LowProducts>> {
         let w = weights(layer.weight)?;
         let matmul = self.matmul_for(w.dtype);
         let mut rights = Vec::new();
@@ -296,14 +311,15 @@ impl CpuBackend {
             rights.push((p.first_column, RightSide::Weights(weights(p.b)?)));
         }
         if !matmul.has_forward_pairs(x.rows(), &w) || !rights.iter().all(|(first, right)| Addend::can_join(*first, right)) {
-            return Ok(false);
+            return Ok(None);
         }
         let low_products = self.forward_low(x, layer)?;
         let mut padded = Vec::new();
         let products = addends(&forward_pending(layer, &low_products)?, &mut padded)?;
         let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
-        matmul.forward_pairs(whole(x)?, w, &Addends::new(bias, products), paired, sink)?;
-        Ok(true)
+        let kept = kept.map(|kept| all_of(kept, &Target::overwrite(), x.rows(), w.out_features)).transpose()?;
+        matmul.forward_pairs(whole(x)?, w, &Addends::new(bias, products), paired, kept.as_ref(), sink)?;
+        Ok(Some(low_products))
     }
 
     pub(super) fn backward_linear(

@@ -249,9 +249,10 @@ impl Backend for CpuBackend {
         rotary: &Rotary,
         g: &AttentionGeometry,
         layout: &QkvLayout,
+        kept: Option<&mut Tensor>,
         out: &mut Qkv,
-    ) -> Result<bool> {
-        self.forward_heads(x, layer, norm_slices(norms)?, rotary, g, layout, out)
+    ) -> Result<Option<LowProducts>> {
+        self.forward_heads(x, layer, norm_slices(norms)?, rotary, g, layout, kept, out)
     }
 
     fn norm_rotate(
@@ -333,8 +334,14 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn linear_swiglu(&self, x: &Tensor, layer: &Linear<'_>, y: &mut Tensor) -> Result<bool> {
-        self.forward_swiglu(x, layer, y)
+    fn linear_swiglu(
+        &self,
+        x: &Tensor,
+        layer: &Linear<'_>,
+        kept: Option<&mut Tensor>,
+        y: &mut Tensor,
+    ) -> Result<Option<LowProducts>> {
+        self.forward_swiglu(x, layer, kept, y)
     }
 
     fn swiglu(&self, gate_up: &Tensor, y: &mut Tensor) -> Result<()> {

@@ -162,22 +162,24 @@ impl<'a> Matmul<'a> {
         matches!(self.kernel, TileKernel::Granules(_)) && self.has_pairs(rows, w)
     }
 
-    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`: each row of each pair of panels once.
+    /// `x·Wᵀ`, and what is added to it, whose bits are those of [`Matmul::forward`], for `sink`, each row of each pair of panels once, and into `kept`.
     pub(crate) fn forward_pairs(
         &self,
         x: Rows<'_>,
         w: PackedRef<'_>,
         addends: &Addends<'_>,
         paired: Paired,
+        kept: Option<&Out>,
         sink: &PairSink<'_>,
     ) -> Result<()> {
         assert!(x.width == w.in_features && x.dtype == self.dtype && w.dtype == self.dtype);
         assert!(addends.fit(x.rows, w.out_features, self.dtype));
+        assert!(kept.is_none_or(|kept| (kept.rows, kept.columns, kept.accumulate) == (x.rows, w.out_features, false)));
         let TileKernel::Granules(run) = self.kernel else { unreachable!("it was asked for") };
         let mut padded = None;
         let (x, all) = (x.whole_steps(&mut padded)?, 0..x.rows);
         let right = RightOn(self.isa, RightSide::Weights(w));
-        self.pairs_of_granules(run, (x, RowRuns::of(&all)), &right, (w.out_features, paired), addends, sink)
+        self.pairs_of_granules(run, (x, RowRuns::of(&all)), &right, (w.out_features, paired), addends, kept, sink)
     }
 
     /// Whether `x·Wᵀ` is one that [`Matmul::single_rows`] computes, and what it must have in common with others: steps and vectors of columns.

@@ -42,7 +42,7 @@ const OTHERS_PANELS_MIN: usize = 4;
 /// From so many rows on a block of the right side is read often enough to be kept near.
 pub(super) const NEAR_ROWS_MIN: usize = 64;
 
-/// Takes pairs of panels of some rows: the first row, the first column of the first panel, and the numbers of both, which are nowhere else.
+/// Takes pairs of panels of some rows: the first row, the first column of the first panel, and the numbers of both.
 pub(crate) type PairSink<'s> = dyn Fn(usize, usize, &[[f32; 2 * PANEL]]) + Sync + 's;
 
 /// Which panels of a result are computed together.
@@ -84,7 +84,8 @@ impl Matmul<'_> {
         fits && near::kernel(self.isa).is_some() && parts.nth(1).is_none()
     }
 
-    /// Pairs of panels of a result, for `sink`.
+    /// Pairs of panels of a result, for `sink` and into `kept`.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn pairs_of_granules(
         &self,
         run: GranuleFn,
@@ -92,6 +93,7 @@ impl Matmul<'_> {
         right: &impl Right,
         (columns, paired): (usize, Paired),
         addends: &Addends<'_>,
+        kept: Option<&Out>,
         sink: &PairSink<'_>,
     ) -> Result<()> {
         let near = near::kernel(self.isa).expect("it was asked for");
@@ -113,7 +115,12 @@ impl Matmul<'_> {
                     // SAFETY: the side has these rows of both panels, and the left side is copied if several panels read it.
                     unsafe { product.near_panel((self, near), panels, part.clone(), Some(addends), arena.reborrow()) };
                 }
-                sink(first_row, first * PANEL, &side.as_chunks().0[..part.len()]);
+                let sums = &side.as_chunks().0[..part.len()];
+                if let Some(kept) = kept {
+                    // SAFETY: these rows of both panels are this task's.
+                    unsafe { near::keep(sums, kept, first_row, [first, second]) };
+                }
+                sink(first_row, first * PANEL, sums);
             });
         })
     }

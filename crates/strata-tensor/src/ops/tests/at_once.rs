@@ -61,41 +61,71 @@ fn on_backends(check: impl Fn(&CpuBackend, &str)) {
     }
 }
 
-fn gated<'a>(mut tape: Tape<'a>, layer: &'a Wide, x: &Tensor, dtype: DType, at_once: bool) -> Vec<u32> {
-    let (x, linear) = (tape.constant(x.clone()), layer.linear(x.rows()));
-    let y = match at_once {
-        true => tape.linear_swiglu(&x, linear, dtype),
-        false => tape.linear(&x, linear).and_then(|gate_up| tape.swiglu(&gate_up, dtype)),
-    };
-    bits(y.unwrap().value())
+/// The bits of `op` where nothing goes back.
+fn there<'a>(b: &'a CpuBackend, x: &Tensor, op: impl Fn(&mut Tape<'a>, &Var) -> Result<Var>) -> Vec<u32> {
+    let mut tape = Tape::inference(b);
+    let x = tape.constant(x.clone());
+    bits(op(&mut tape, &x).unwrap().value())
 }
 
-/// Few tokens and many, which one thread copies or all share; columns that are whole panels of both halves and not; and more inputs than are added up at once.
+/// Those of it, of the gradient of `x` and of those of the pairs.
+fn there_and_back<'a>(
+    b: &'a CpuBackend,
+    layer: &Wide,
+    x: &Tensor,
+    op: impl Fn(&mut Tape<'a>, &Var) -> Result<Var>,
+) -> [Vec<u32>; 3] {
+    let mut gradients = Gradients::default();
+    for p in layer.linear(x.rows()).lora.iter().flat_map(|group| &group.projections) {
+        gradients.open(p.site, p.a.out_features(), layer.inputs, p.b.out_features());
+    }
+    let (y, dx) = go_back(b, x, &mut gradients, op);
+    let of_pairs = (0..2).flat_map(|group| gradients.of_group(group)).map(f32::to_bits).collect();
+    [bits(&y), dx.into_iter().map(f32::to_bits).collect(), of_pairs]
+}
+
+fn gated<'a>(layer: &'a Wide, dtype: DType, at_once: bool) -> impl Fn(&mut Tape<'a>, &Var) -> Result<Var> {
+    move |tape, x| {
+        let linear = layer.linear(x.value().rows());
+        match at_once {
+            true => tape.linear_swiglu(x, linear, dtype),
+            false => tape.linear(x, linear).and_then(|gate_up| tape.swiglu(&gate_up, dtype)),
+        }
+    }
+}
+
+/// Few tokens and many, which one thread copies or all share; columns that are whole panels of both halves and not; more inputs than are added up at once; and a result that goes past the caches.
 #[test]
 fn a_layer_that_is_gated_at_once_has_the_bits_of_both_ops_in_turn() {
-    for (inputs, n) in [(40, 64), (40, 128), (1100, 192), (33, 40), (4200, 128)] {
+    const MANY: usize = 1100;
+    for (inputs, n) in [(40, 64), (40, 128), (1100, 192), (33, 40), (4200, 128), (32, 1024)] {
         let layer = Wide::new(inputs, &[n, n]);
-        for tokens in [1, 70, 300, 600] {
+        for tokens in [1, 70, 300, 600, MANY] {
+            if (tokens == MANY) != (n == 1024) {
+                continue;
+            }
             let x = tensor(&[tokens, layer.inputs], DType::BF16, 3);
             on_backends(|b, on| {
                 for dtype in [DType::BF16, DType::F32] {
-                    let in_turn = gated(Tape::inference(b), &layer, &x, dtype, false);
+                    let op = |at_once| gated(&layer, dtype, at_once);
                     let what = format!("{on}, {tokens} tokens, {inputs} → 2·{n}, {dtype:?}");
-                    assert!(gated(Tape::inference(b), &layer, &x, dtype, true) == in_turn, "{what}");
-                    assert!(gated(Tape::recording(b), &layer, &x, dtype, true) == in_turn, "{what}, recorded");
+                    let in_turn = there_and_back(b, &layer, &x, op(false));
+                    assert!(there(b, &x, op(true)) == in_turn[0], "{what}");
+                    assert!(there_and_back(b, &layer, &x, op(true)) == in_turn, "{what}, recorded");
                 }
             });
         }
     }
 }
 
-fn attended<'a>(mut tape: Tape<'a>, layer: &'a Wide, x: &Tensor, input: &AttentionInput<'a>, at_once: bool) -> Vec<u32> {
-    let (x, linear) = (tape.constant(x.clone()), layer.linear(x.rows()));
-    let y = match at_once {
-        true => tape.linear_attention(&x, linear, input, KvAccess::None, DType::BF16),
-        false => tape.linear(&x, linear).and_then(|qkv| tape.attention(&qkv, input, KvAccess::None, DType::BF16)),
-    };
-    bits(y.unwrap().value())
+fn attended<'a>(layer: &'a Wide, input: &AttentionInput<'a>, at_once: bool) -> impl Fn(&mut Tape<'a>, &Var) -> Result<Var> {
+    move |tape, x| {
+        let linear = layer.linear(x.value().rows());
+        match at_once {
+            true => tape.linear_attention(x, linear, input, KvAccess::None, DType::BF16),
+            false => tape.linear(x, linear).and_then(|qkv| tape.attention(&qkv, input, KvAccess::None, DType::BF16)),
+        }
+    }
 }
 
 /// Heads that are pairs of panels and others; with norms and without, of one layout and another, that turn whole and in part.
@@ -129,10 +159,11 @@ fn attention_to_a_layer_at_once_has_the_bits_of_both_ops_in_turn() {
                     },
                 ];
                 for (i, input) in [plain].iter().chain(&others).enumerate() {
-                    let in_turn = attended(Tape::inference(b), &layer, &x, input, false);
+                    let op = |at_once| attended(&layer, input, at_once);
                     let what = format!("{on}, {tokens} tokens, {heads} heads of {head_dim}, input {i}");
-                    assert!(attended(Tape::inference(b), &layer, &x, input, true) == in_turn, "{what}");
-                    assert!(attended(Tape::recording(b), &layer, &x, input, true) == in_turn, "{what}, recorded");
+                    let in_turn = there_and_back(b, &layer, &x, op(false));
+                    assert!(there(b, &x, op(true)) == in_turn[0], "{what}");
+                    assert!(there_and_back(b, &layer, &x, op(true)) == in_turn, "{what}, recorded");
                 }
             });
         }

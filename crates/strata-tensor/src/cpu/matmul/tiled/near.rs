@@ -12,7 +12,7 @@ use crate::cpu::isa::Isa;
 use crate::cpu::matmul::Matmul;
 use crate::cpu::matmul::addends::{Addends, PanelAddends};
 use crate::cpu::matmul::granules::{ROWS_MAX, STEPS, TILE_ROWS};
-use crate::cpu::matmul::operands::{Right, panel_columns};
+use crate::cpu::matmul::operands::{Out, Right, panel_columns};
 use crate::cpu::packed::{LANES, PANEL};
 use crate::cpu::scratch::{Arena, taken_bytes};
 
@@ -112,8 +112,7 @@ impl<R: Right> PanelProduct<'_, R> {
         let sums = kept.unwrap_or_else(|| arena.take::<f32>(num_tiles * SUMS));
         let side = arena.take::<f32>(ROWS_MAX * PANEL);
         let mut added = addends.map(|addends| PanelAddends::new(addends, &matmul.kernel, matmul.isa, panel, &mut arena));
-        let is_streamed =
-            addends.is_some() && !out.stays_near && out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN;
+        let is_streamed = addends.is_some() && !out.stays_near && goes_past_caches(out);
         let mut runs = left.rows.parts(part.clone());
         let first_row = runs.next().expect("there are rows").start;
         let result = out.at(first_row, panel * PANEL);
@@ -247,6 +246,28 @@ impl<R: Right> PanelProduct<'_, R> {
                 sums[tile * SUMS + (vector * TILE_ROWS + in_tile) * LANES..][..there.len()].copy_from_slice(there);
             }
         }
+    }
+}
+
+/// Whether a result would not stay in a second-level cache.
+fn goes_past_caches(out: &Out) -> bool {
+    out.rows * out.columns * size_of::<f32>() >= STREAMED_BYTES_MIN
+}
+
+/// Writes pairs of panels of rows from `first_row` on where they belong.
+///
+/// # Safety
+/// They are in bounds, and nobody else's.
+pub(super) unsafe fn keep(sums: &[[f32; 2 * PANEL]], out: &Out, first_row: usize, panels: [usize; 2]) {
+    let is_streamed = goes_past_caches(out);
+    for (row, sums) in (first_row..).zip(sums) {
+        for (panel, sums) in panels.into_iter().zip(sums.chunks_exact(PANEL)) {
+            // SAFETY: the caller's promise.
+            unsafe { write(sums, out.at(row, panel * PANEL), is_streamed) };
+        }
+    }
+    if is_streamed {
+        written_past_caches();
     }
 }
 
