@@ -56,6 +56,11 @@ impl Keeping {
     /// What goes into each layer.
     pub const ALL_CHECKPOINTS: Keeping = Keeping { layers: 1, every: 1 };
 
+    /// Whether kept layers keep what the first products of their experts make, too: all of them, unless the least is kept.
+    pub(crate) fn keeps_experts(self) -> bool {
+        self.layers > 1
+    }
+
     /// The most values of the residual stream that are in memory at the same time, those that go into layers, if only the last is kept.
     pub(crate) fn checkpoints(self, num_layers: usize) -> usize {
         // Those of runs of layers, and those within the one that is gone back through, or that of the last.
@@ -324,8 +329,9 @@ impl Model {
     /// [`Model::least_kept`].
     pub fn kept_bytes(&self, keeping: Keeping, tokens: usize, rank: usize) -> u64 {
         let further = keeping.layers.min(self.config.num_layers).saturating_sub(1) as u64;
-        let of_token = self.checkpoint_bytes_per_token(keeping) + self.layer_bytes_per_token(rank).saturating_mul(further);
-        of_token.saturating_mul(tokens as u64)
+        let layers = self.layer_bytes_per_token(rank).saturating_mul(further);
+        let experts = if further > 0 { self.experts_bytes_per_token().saturating_mul(further + 1) } else { 0 };
+        self.checkpoint_bytes_per_token(keeping).saturating_add(layers).saturating_add(experts).saturating_mul(tokens as u64)
     }
 
     /// What takes the least time of what has [`Model::kept_bytes`] within `bytes`: what goes into each layer, and then whole layers.
@@ -336,8 +342,10 @@ impl Model {
         if keeping.every > 1 {
             return keeping;
         }
-        let spare = bytes - self.kept_bytes(keeping, tokens, rank);
-        let of_layer = (tokens as u64).saturating_mul(self.layer_bytes_per_token(rank)).max(1);
+        // The experts of the last layer keep something, too, if those of others do.
+        let of_last = (tokens as u64).saturating_mul(self.experts_bytes_per_token());
+        let spare = (bytes - self.kept_bytes(keeping, tokens, rank)).saturating_sub(of_last);
+        let of_layer = (tokens as u64).saturating_mul(self.layer_bytes_per_token(rank) + self.experts_bytes_per_token()).max(1);
         let layers = usize::try_from(spare / of_layer).unwrap_or(usize::MAX).saturating_add(1);
         Keeping { layers: layers.min(self.config.num_layers), ..keeping }
     }
@@ -352,6 +360,10 @@ impl Model {
     fn layer_bytes_per_token(&self, rank: usize) -> u64 {
         let products = rank.next_multiple_of(2) * self.lora_modules().len() * self.dtype.size_bytes();
         with_rounding(self.decoder.layer_bytes_per_token(self.backend()).kept + products) as u64
+    }
+
+    fn experts_bytes_per_token(&self) -> u64 {
+        with_rounding(self.decoder.experts_bytes_per_token()) as u64
     }
 
     /// Bytes that a pass takes whatever its tokens: logits of a chunk (see [`Model::set_logits_chunk_bytes`]) and their gradient, and the

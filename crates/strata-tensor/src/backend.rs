@@ -8,7 +8,7 @@ mod attention;
 mod delta;
 
 use crate::memory::Memory;
-use crate::moe::{Dispatch, Experts, Routing};
+use crate::moe::{Dispatch, Experts, KeptExperts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, KvPages, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 
@@ -380,11 +380,18 @@ pub trait Backend: Memory + Send + Sync {
     ) -> Result<()>;
 
     /// What the experts make of `x: [tokens, hidden]` in their dtype, f32 `y: [tokens, hidden]`: for each token the sum over those that it has chosen, in the order of
-    /// experts. `weights` is f32 `[tokens, top_k]`.
-    fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()>;
+    /// experts. `weights` is f32 `[tokens, top_k]`. Answers what is kept of it, if the layer keeps something and the device can.
+    fn experts(
+        &self,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        y: &mut Tensor,
+    ) -> Result<Option<KeptExperts>>;
 
     /// The way back of [`Backend::experts`], for `dy: [tokens, hidden]` in the dtype of `x`: writes f32 `dweights: [tokens, top_k]`, and f32 `dx: [tokens, hidden]` if it is
-    /// wanted. Adds to the gradients of the pairs, `[num_experts, rank, width]`, one for each group and projection of `gate_up` and then of `down`, in order.
+    /// wanted. What was not kept is computed again, to the same bits. Adds to the gradients of the pairs, `[num_experts, rank, width]`, one for each group and projection of `gate_up` and then of `down`, in order.
     #[allow(clippy::too_many_arguments)]
     fn experts_backward(
         &self,
@@ -393,6 +400,7 @@ pub trait Backend: Memory + Send + Sync {
         weights: &Tensor,
         dispatch: &Dispatch,
         layer: &Experts<'_>,
+        kept: Option<&KeptExperts>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dweights: &mut Tensor,
         dx: Option<&mut Tensor>,

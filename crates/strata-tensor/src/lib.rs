@@ -51,7 +51,7 @@ pub use int4_rows::Int4Rows;
 pub use kv::{KV_PAGE_TOKENS, KvLayout, KvPages, KvValues};
 pub use live::live_runs;
 pub use memory::{Layers, Memory, PACKED_PIECE_BYTES};
-pub use moe::{Dispatch, ExpertActivation, Experts, Routed, RouterScores, Routing, SigmoidScores};
+pub use moe::{Dispatch, ExpertActivation, Experts, KeptExperts, Routed, RouterScores, Routing, SigmoidScores};
 pub use ops::{
     AttentionInput, AttentionSight, DeltaNetInput, EmbeddingTable, KvAccess, LOGITS_CHUNK_BYTES, LatentAttention, LatentRotary,
     LogprobPass, TargetLoss, attention_pages_bytes, experts_bytes_per_token, logits_chunk_rows, read_logits, target_logprobs,

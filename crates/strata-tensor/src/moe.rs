@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::tape::{Linear, LoraGroup, LoraProjection, LoraSite, Var};
-use crate::{Error, Result, TensorRef};
+use crate::{Error, Result, Tensor, TensorRef};
 
 /// How a router makes choices and weights of its logits, all in f32. Of equal experts the one of the lower index is chosen.
 #[derive(Clone, Copy)]
@@ -80,7 +80,12 @@ pub struct Experts<'a> {
     pub activation: ExpertActivation,
     /// `intermediate → hidden`. A bias is f32 `[num_experts, hidden]`.
     pub down: Linear<'a>,
+    /// Whether what `gate_up` makes is kept for the way back, f32 `[2 · intermediate]` for each choice, rather than made again. Devices may do without.
+    pub keeps: bool,
 }
+
+/// What the first layers of experts have made of their rows, f32 `[rows, 2 · intermediate]`, in the order of experts that have rows.
+pub struct KeptExperts(pub(crate) Vec<Tensor>);
 
 /// The rows of a batch by expert: a row for each token and each of its choices, in the order of tokens within an expert. No expert without rows is in it.
 pub struct Dispatch {

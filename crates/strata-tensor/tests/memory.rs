@@ -43,6 +43,7 @@ fn experts_take_what_they_say() {
             gate_up: linear(gate_up.layer(0)),
             activation: ExpertActivation::SwiGlu,
             down: linear(down.layer(0)),
+            keeps: false,
         };
         let y = tape.experts(&h, &routed, experts).unwrap();
         // Of a token to which no gradient comes nothing is taken.

@@ -26,6 +26,8 @@ pub(crate) struct Pass<'a> {
     pub rows: Option<Rc<[usize]>>,
     /// Which it is to have once the tokens of the layer have been brought together, if not all.
     pub answered: Option<Rc<[usize]>>,
+    /// Whether layers that are kept for the way back keep what the first products of their experts make, too.
+    pub keeps_experts: bool,
 }
 
 impl<'a> Pass<'a> {

@@ -59,6 +59,11 @@ pub(crate) trait DecoderLayers: Send + Sync {
 
     /// Bytes that a layer of a training pass takes for each token, the residual stream aside: of the layer that takes most.
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes;
+
+    /// Bytes for each token of what the experts of a layer keep beside that, where they do; 0 without experts.
+    fn experts_bytes_per_token(&self) -> usize {
+        0
+    }
 }
 
 /// Bytes that a layer of a training pass takes for each token.
@@ -176,7 +181,15 @@ impl Decoder {
         between: &mut Between<'_>,
     ) -> Result<Var> {
         let weights = &*self.weights;
-        let mut pass = Pass { weights, inputs: inputs.clone(), dtype: self.dtype, eps: self.eps, rows: None, answered: None };
+        let mut pass = Pass {
+            weights,
+            inputs: inputs.clone(),
+            dtype: self.dtype,
+            eps: self.eps,
+            rows: None,
+            answered: None,
+            keeps_experts: false,
+        };
         let table = match self.weights.table() {
             Some(table) => EmbeddingTable::Rows(table),
             None => EmbeddingTable::Tied(self.unembedding().0),
@@ -215,6 +228,7 @@ impl Decoder {
                     } else {
                         l += 1;
                         pass.answered = answered.clone().filter(|_| l == self.num_layers);
+                        pass.keeps_experts = keeping.keeps_experts();
                         let x = tape.keep(&x, |tape, x| self.layers_from(first, &pass)(0, tape, x))?;
                         pass = pass.after_mixing();
                         after(0, x.value())?;
@@ -311,6 +325,11 @@ impl Decoder {
     /// Bytes that a layer of a training pass takes for each token, the residual stream aside.
     pub(crate) fn layer_bytes_per_token(&self, backend: &dyn Backend) -> LayerBytes {
         self.plan.layers.bytes_per_token(backend, self.hidden_size, self.dtype)
+    }
+
+    /// Bytes for each token of what the experts of a layer keep where [`Keeping::keeps_experts`].
+    pub(crate) fn experts_bytes_per_token(&self) -> usize {
+        self.plan.layers.experts_bytes_per_token()
     }
 
     /// What a pass takes whatever its tokens, logits aside.

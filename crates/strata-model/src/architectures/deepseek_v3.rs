@@ -203,6 +203,10 @@ impl DecoderLayers for DeepseekV3Layers {
         Mixer::Attention(self.attention.geometry())
     }
 
+    fn experts_bytes_per_token(&self) -> usize {
+        self.mlp.kept_bytes_per_token()
+    }
+
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let attention = self.attention.token_bytes(backend, hidden, dtype);
         self.mlp.token_bytes(hidden, dtype).map(|mlp| attention.then(&mlp)).fold(LayerBytes::default(), LayerBytes::max)

@@ -180,6 +180,10 @@ impl DecoderLayers for GptOssLayers {
         Mixer::Attention(self.attention.geometry(l))
     }
 
+    fn experts_bytes_per_token(&self) -> usize {
+        self.moe.kept_bytes_per_token()
+    }
+
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let (attention, moe) = (self.attention.token_bytes(backend, hidden, dtype), self.moe.token_bytes(hidden, dtype));
         attention.then(&moe)

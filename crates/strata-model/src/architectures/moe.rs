@@ -224,12 +224,18 @@ impl Moe {
             gate_up: pass.linear((self.gate_up_proj, first), None, &self.gate_up_modules),
             activation: c.activation,
             down: pass.linear((self.down_proj, first), None, &[(self.down_module, 0)]),
+            keeps: pass.keeps_experts,
         };
         if let Some(biases) = &self.biases {
             let of_layer = |id| Some(pass.weights.vectors(id, first..first + c.num_experts));
             (experts.gate_up.bias, experts.down.bias) = (of_layer(biases.gate_up), of_layer(biases.down));
         }
         tape.add_experts(beside.as_ref().unwrap_or(residual), h, &routed, experts)
+    }
+
+    /// Bytes for each token of what a layer keeps where [`Pass::keeps_experts`].
+    pub(super) fn kept_bytes_per_token(&self) -> usize {
+        self.config.experts_per_token * 2 * self.config.intermediate_size * DType::F32.size_bytes()
     }
 
     /// Bytes for each token of a training pass, the norm before it included.
@@ -300,6 +306,11 @@ impl MlpOrMoe {
             (_, Some(mlp)) => mlp.forward(pass, tape, place, residual, h),
             (_, None) => unreachable!("a layer has a stack that it is in"),
         }
+    }
+
+    /// As [`Moe::kept_bytes_per_token`].
+    pub(super) fn kept_bytes_per_token(&self) -> usize {
+        self.moe.as_ref().map_or(0, Moe::kept_bytes_per_token)
     }
 
     /// Bytes for each token of a training pass in layers of either kind, the norm before it included.

@@ -324,6 +324,13 @@ impl DecoderLayers for Qwen3_5Layers {
         }
     }
 
+    fn experts_bytes_per_token(&self) -> usize {
+        match &self.mlp {
+            Mlp::Dense(_) => 0,
+            Mlp::Experts(moe) => moe.kept_bytes_per_token(),
+        }
+    }
+
     fn bytes_per_token(&self, backend: &dyn Backend, hidden: usize, dtype: DType) -> LayerBytes {
         let mlp = match &self.mlp {
             Mlp::Dense(mlp) => mlp.token_bytes(hidden, dtype),

@@ -33,7 +33,7 @@ impl<'a> Tape<'a> {
     }
 
     /// `x: [tokens, hidden]` in the experts' dtype, through the experts that each token has chosen; f32 `[tokens, hidden]`. Nothing but its inputs is kept for its way back, which
-    /// computes the first of their layers again.
+    /// computes the first of their layers again, unless the layer says otherwise.
     ///
     /// # Errors
     /// If shapes or dtypes do not fit, a stack has not as many experts, or the choices are not different experts of the layer.
@@ -67,10 +67,14 @@ impl<'a> Tape<'a> {
         let (tokens, backend) = (x.value().rows(), self.backend());
         let dispatch = check_experts(op, x, routed, &layer)?;
         let mut y = backend.scratch(&[tokens, layer.down.weight.out_features()], DType::F32)?;
+        let mut kept = None;
         if self.wants_next_value() {
             match self.repeats(tokens) {
                 Some(repeats) => y = experts_once(backend, op, x.value(), routed, &layer, &repeats)?,
-                None => backend.experts(x.value(), routed.weights.value(), &dispatch, &layer, &mut y)?,
+                None => {
+                    let layer = Experts { keeps: layer.keeps && self.is_recording(), ..layer.clone() };
+                    kept = backend.experts(x.value(), routed.weights.value(), &dispatch, &layer, &mut y)?;
+                }
             }
             if let Some(residual) = residual {
                 backend.add(residual.value().as_ref(), y.as_mut())?;
@@ -96,8 +100,9 @@ impl<'a> Tape<'a> {
                 dx = Some(backend.scratch(input.shape().dims(), DType::F32)?);
             }
             let mut gradients = if sites.is_empty() { Vec::new() } else { pass.lora.layers_at(&sites, layer.num_experts) };
-            backend.experts_backward(&dy, &input, &weights, &dispatch, &layer, &mut gradients, &mut dweights, dx.as_mut())?;
-            drop((gradients, dy));
+            let (kept, gradients) = (kept.as_ref(), &mut gradients);
+            backend.experts_backward(&dy, &input, &weights, &dispatch, &layer, kept, gradients, &mut dweights, dx.as_mut())?;
+            drop(dy);
             pass.accumulate(weights_node, Rc::new(dweights))?;
             match dx {
                 Some(dx) => pass.accumulate(node, Rc::new(dx)),
@@ -138,7 +143,7 @@ impl<'a> Tape<'a> {
     }
 }
 
-/// Bytes that [`Tape::experts`] takes for each token of a pass at most, beside its inputs, its output's gradient and what low-rank pairs take: if all tokens have chosen the same experts, on the way back.
+/// Bytes that [`Tape::experts`] takes for each token of a pass at most, beside its inputs, its output's gradient, what it keeps and what low-rank pairs take: if all tokens have chosen the same experts, on the way back.
 /// `intermediate` is the width of an expert.
 pub fn experts_bytes_per_token(hidden: usize, intermediate: usize, top_k: usize, dtype: DType) -> usize {
     let (wide, narrow) = (DType::F32.size_bytes(), dtype.size_bytes());
@@ -165,6 +170,7 @@ fn experts_once(
     let layer = Experts {
         gate_up: Linear { lora: repeats.groups(&layer.gate_up.lora), ..layer.gate_up.clone() },
         down: Linear { lora: repeats.groups(&layer.down.lora), ..layer.down.clone() },
+        keeps: false,
         ..layer.clone()
     };
     let mut y = backend.scratch(&[x.rows(), layer.down.weight.out_features()], DType::F32)?;

@@ -3,7 +3,7 @@
 //! At Qwen3-30B-A3B's shape (hidden 2048, 128 experts of 768, 8 of them for each token) 1,024 tokens are 64 rows an expert, whose two layers read 9.4 MB of bf16 for
 //! 0.6 GFLOP: bound by arithmetic. A decode step is a row or two for each expert that is chosen, and reads each once: bound by memory.
 //!
-//! What an expert makes of its rows is small enough to stay in cache, and it is gone before the next begins: on the way back it is made again.
+//! What an expert makes of its rows is small enough to stay in cache, and it is gone before the next begins: on the way back it is made again, unless the layer keeps what its first product makes.
 //! Experts follow each other in order, and so do a token's sums over them.
 
 use super::{CpuBackend, rows_mut, with_element};
@@ -11,7 +11,7 @@ use crate::backend::LoraGradient;
 use crate::cpu::rows::{convert, experts, route};
 use crate::cpu::threads::SharedMut;
 use crate::memory::Memory;
-use crate::moe::{Dispatch, ExpertActivation, ExpertRows, Experts, RouterScores, Routing, Sequences};
+use crate::moe::{Dispatch, ExpertActivation, ExpertRows, Experts, KeptExperts, RouterScores, Routing, Sequences};
 use crate::tape::Linear;
 use crate::{DType, Result, Tensor};
 
@@ -87,9 +87,10 @@ impl CpuBackend {
         dispatch: &Dispatch,
         layer: &Experts<'_>,
         y: &mut Tensor,
-    ) -> Result<()> {
+    ) -> Result<Option<KeptExperts>> {
         self.fill_zero(y.as_mut())?;
         let weights = weights.slice::<f32>()?;
+        let mut kept = layer.keeps.then(Vec::new);
         let intermediate = layer.down.weight.in_features();
         for rows in dispatch.experts() {
             let own_weights = weights_of(&rows, weights);
@@ -98,14 +99,17 @@ impl CpuBackend {
             self.forward_linear(&own_x, &rows.layer(&layer.gate_up, Sequences::Untold), Some(&mut gate_up))?;
             drop(own_x);
             let activated = self.activate(layer.activation, &gate_up, &own_weights, x.dtype())?;
-            drop(gate_up);
+            match &mut kept {
+                Some(kept) => kept.push(gate_up),
+                None => drop(gate_up),
+            }
             let mut down = rows.layer(&layer.down, Sequences::Untold);
             let bias = down.bias.take().map(|bias| bias.slice::<f32>()).transpose()?;
             let mut out = self.scratch(&[rows.len(), down.weight.out_features()], DType::F32)?;
             self.forward_linear(&activated, &down, Some(&mut out))?;
             self.scatter_add(&out, &rows, bias.map(|bias| (bias, &own_weights[..])), y)?;
         }
-        Ok(())
+        Ok(kept.map(KeptExperts))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -116,6 +120,7 @@ impl CpuBackend {
         weights: &Tensor,
         dispatch: &Dispatch,
         layer: &Experts<'_>,
+        kept: Option<&KeptExperts>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dweights: &mut Tensor,
         mut dx: Option<&mut Tensor>,
@@ -127,33 +132,51 @@ impl CpuBackend {
         dweights.fill(0.0);
         // Tokens to which no gradient comes have no part in any.
         let width = dy.shape().row_len();
-        let dispatch = with_element!(dy.dtype(), T => {
+        let live = with_element!(dy.dtype(), T => {
             let dy = dy.slice::<T>()?;
             dispatch.of_tokens(|token| !convert::is_zero(self.isa, &dy[token * width..][..width]))
         });
         let pairs_of_gate_up = layer.gate_up.lora.iter().map(|g| g.projections.len()).sum();
         let (of_gate_up, of_down) = gradients.split_at_mut(pairs_of_gate_up);
-        for rows in dispatch.experts() {
+        let mut kept = kept.map(|KeptExperts(kept)| dispatch.experts().zip(kept));
+        for rows in live.experts() {
             let own_weights = weights_of(&rows, weights);
             let own_x = self.gather_tokens(x, &rows)?;
             let intermediate = layer.down.weight.in_features();
-            let mut gate_up = self.scratch(&[rows.len(), 2 * intermediate], DType::F32)?;
             let gate_up_layer = rows.layer(&layer.gate_up, Sequences::Told);
-            let low_of_gate_up = self.forward_linear(&own_x, &gate_up_layer, Some(&mut gate_up))?;
+            let mut made = None;
+            let (gate_up, low_of_gate_up): (&Tensor, _) = match &mut kept {
+                Some(kept) => {
+                    // Both are in the order of experts.
+                    let (all, values) = kept.find(|(all, _)| all.expert == rows.expert).expect("all that have rows");
+                    let low = self.forward_linear(&own_x, &gate_up_layer, None)?;
+                    if all.len() == rows.len() {
+                        (values, low)
+                    } else {
+                        let row_of = |row: usize| all.places.partition_point(|&place| place < rows.places[row]);
+                        (made.insert(self.gather_rows(values, rows.len(), row_of)?), low)
+                    }
+                }
+                None => {
+                    let made = made.insert(self.scratch(&[rows.len(), 2 * intermediate], DType::F32)?);
+                    let low = self.forward_linear(&own_x, &gate_up_layer, Some(&mut *made))?;
+                    (made, low)
+                }
+            };
 
             let down_layer = rows.layer(&layer.down, Sequences::Told);
             let own_dy = self.gather_tokens(dy, &rows)?;
             let mut dactivated = self.scratch(&[rows.len(), intermediate], DType::F32)?;
             {
-                let activated = self.activate(layer.activation, &gate_up, &own_weights, x.dtype())?;
+                let activated = self.activate(layer.activation, gate_up, &own_weights, x.dtype())?;
                 let low = self.forward_linear(&activated, &down_layer, None)?;
                 let mut own = own_gradients(&rows, &layer.down, of_down);
                 self.backward_linear(&own_dy, &activated, &low, &down_layer, &mut own, Some(&mut dactivated))?;
             }
             let mut own_dweights = vec![0.0; rows.len()];
             let dgate_up =
-                self.activate_backward(layer.activation, &dactivated, &gate_up, &own_weights, x.dtype(), &mut own_dweights)?;
-            drop((gate_up, dactivated));
+                self.activate_backward(layer.activation, &dactivated, gate_up, &own_weights, x.dtype(), &mut own_dweights)?;
+            drop((made, dactivated));
             if let Some(bias) = down_layer.bias {
                 self.add_dots(&own_dy, bias.slice()?, &mut own_dweights)?;
             }
@@ -175,15 +198,20 @@ impl CpuBackend {
 
     /// The rows of tokens that chose an expert.
     fn gather_tokens(&self, x: &Tensor, rows: &ExpertRows<'_>) -> Result<Tensor> {
+        self.gather_rows(x, rows.len(), |row| rows.token(row))
+    }
+
+    /// So many rows, each from where it lies.
+    fn gather_rows(&self, x: &Tensor, count: usize, from: impl Fn(usize) -> usize + Sync) -> Result<Tensor> {
         let n = x.shape().row_len();
-        let mut own = self.scratch(&[rows.len(), n], x.dtype())?;
+        let mut own = self.scratch(&[count, n], x.dtype())?;
         with_element!(x.dtype(), T => {
             let (x, own) = (x.slice::<T>()?, SharedMut::new(own.slice_mut::<T>()?));
-            self.over_rows(rows.len(), n, |range| {
+            self.over_rows(count, n, |range| {
                 // SAFETY: tasks have rows of their own.
                 let own = unsafe { rows_mut(&own, &range, n) };
                 for (row, own) in range.zip(own.chunks_exact_mut(n)) {
-                    own.copy_from_slice(&x[rows.token(row) * n..][..n]);
+                    own.copy_from_slice(&x[from(row) * n..][..n]);
                 }
             });
         });

@@ -75,12 +75,13 @@ impl Pending<'_> {
 ///
 /// # Safety
 /// Nobody else has them.
-unsafe fn parts_of_rows<'m, T>(
-    matrix: &'m SharedMut<T>,
+#[allow(clippy::mut_from_ref)]
+unsafe fn parts_of_rows<T>(
+    matrix: &SharedMut<T>,
     width: usize,
     rows: Range<usize>,
     columns: Range<usize>,
-) -> [&'m mut [T]; ROWS_AT_A_TIME] {
+) -> [&mut [T]; ROWS_AT_A_TIME] {
     for row in rows.end..rows.end + ROWS_AT_A_TIME {
         fetch_to_write(matrix.as_ptr().wrapping_add(row * width + columns.start), columns.len());
     }

@@ -22,7 +22,7 @@ use super::rows::rope::MAX_HEAD_DIM;
 use super::rows::{adamw, convert, norm, swiglu};
 use super::threads::{Pool, SharedMut};
 use crate::backend::*;
-use crate::moe::{Dispatch, Experts, Routing};
+use crate::moe::{Dispatch, Experts, KeptExperts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 use memory::{pages, pages_mut};
@@ -512,7 +512,14 @@ impl Backend for CpuBackend {
         self.gradient_of_choice(dweights, logits, routing, experts, dlogits)
     }
 
-    fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()> {
+    fn experts(
+        &self,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        y: &mut Tensor,
+    ) -> Result<Option<KeptExperts>> {
         self.forward_experts(x, weights, dispatch, layer, y)
     }
 
@@ -523,11 +530,12 @@ impl Backend for CpuBackend {
         weights: &Tensor,
         dispatch: &Dispatch,
         layer: &Experts<'_>,
+        kept: Option<&KeptExperts>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dweights: &mut Tensor,
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
-        self.backward_experts(dy, x, weights, dispatch, layer, gradients, dweights, dx)
+        self.backward_experts(dy, x, weights, dispatch, layer, kept, gradients, dweights, dx)
     }
 
     fn sigmoid_gate(&self, x: &Tensor, gates: &Tensor, y: &mut Tensor) -> Result<()> {

@@ -368,6 +368,7 @@ impl Block {
             gate_up: linear(&self.gate_up, &self.gate_up_bias, 0..last),
             activation: case.activation,
             down: linear(&self.down, &self.down_bias, last..last + 1),
+            keeps: true,
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::{RemoteBackend, delta_params, views};
 use crate::backend::*;
-use crate::moe::{Dispatch, Experts, Routing};
+use crate::moe::{Dispatch, Experts, KeptExperts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, KvPages, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
 
@@ -322,10 +322,23 @@ impl Backend for RemoteBackend {
         })
     }
 
-    fn experts(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch, layer: &Experts<'_>, y: &mut Tensor) -> Result<()> {
+    /// Keeps nothing.
+    fn experts(
+        &self,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        layer: &Experts<'_>,
+        y: &mut Tensor,
+    ) -> Result<Option<KeptExperts>> {
         self.rows.fetch_add(x.rows(), Ordering::Relaxed);
         let (x, weights, biases) = (self.fetch(x.as_ref())?, self.fetch(weights.as_ref())?, self.fetch_biases(layer)?);
-        self.change(y, |y| self.cpu.experts(&x, &weights, dispatch, &self.far.table().experts(layer, &biases)?, y))
+        self.change(y, |y| {
+            let table = self.far.table();
+            let layer = Experts { keeps: false, ..table.experts(layer, &biases)? };
+            self.cpu.experts(&x, &weights, dispatch, &layer, y).map(drop)
+        })?;
+        Ok(None)
     }
 
     fn experts_backward(
@@ -335,17 +348,19 @@ impl Backend for RemoteBackend {
         weights: &Tensor,
         dispatch: &Dispatch,
         layer: &Experts<'_>,
+        kept: Option<&KeptExperts>,
         gradients: &mut [Option<LoraGradient<'_>>],
         dweights: &mut Tensor,
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
+        assert!(kept.is_none(), "nothing was kept");
         let (dy, x, weights) = (self.fetch(dy.as_ref())?, self.fetch(x.as_ref())?, self.fetch(weights.as_ref())?);
         let biases = self.fetch_biases(layer)?;
         let mut dx_here = dx.as_ref().map(|dx| self.fetch((**dx).as_ref())).transpose()?;
         self.change(dweights, |dweights| {
             self.change_pairs(gradients, |table, gradients| {
                 let layer = table.experts(layer, &biases)?;
-                self.cpu.experts_backward(&dy, &x, &weights, dispatch, &layer, gradients, dweights, dx_here.as_mut())
+                self.cpu.experts_backward(&dy, &x, &weights, dispatch, &layer, None, gradients, dweights, dx_here.as_mut())
             })
         })?;
         match (dx_here, dx) {
