@@ -509,6 +509,34 @@ fn passes_take_no_more_memory_than_the_model_says() {
     assert!(tightest < 2.0, "a bound that is never near wastes memory: at best it is {tightest} times what was taken");
 }
 
+/// All that is wide is what experts have between their layers, for each of the four that a token chooses.
+#[test]
+fn layers_that_are_kept_keep_what_their_experts_make() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let backend = Arc::new(CpuBackend::with_isa(Isa::detect(), 2));
+    backend.limit_memory(0);
+    let config = mixture(32, [4, 4, 300]);
+    let model = Model::random(backend, config.clone(), 1, DType::F32).unwrap();
+    let lora = lora(4, false);
+    let params = LoraParams::init(model.backend(), model.lora_modules(), &lora, 3).unwrap();
+    let adapter = model.pack_adapter(lora.clone(), &params).unwrap();
+    let mut gradients = LoraParams::zeros(model.backend(), model.lora_modules(), &lora).unwrap();
+    let mut batch = PackedBatch::new();
+    batch.begin_group(Some(&adapter));
+    batch.push_sequence(&(0..2000).map(|i| i * 7 % 300).collect::<Vec<_>>());
+    let n = batch.len();
+    let targets = Targets { ids: batch.tokens.clone(), offsets: (0..=n).collect() };
+    let mut peak = |keeping: Keeping| {
+        let (gradients, between) = (&mut [Some(&mut gradients)], &mut || std::ops::ControlFlow::Continue(()));
+        peak_bytes(|| drop(model.forward_backward_with(&batch, &targets, &CrossEntropy, gradients, keeping, between)))
+    };
+    let all = Keeping { layers: config.num_layers, every: 1 };
+    let taken = peak(all).saturating_sub(peak(Keeping::ALL_CHECKPOINTS)) as u64;
+    let said = model.kept_bytes(all, n, 4) - model.kept_bytes(Keeping::ALL_CHECKPOINTS, n, 4);
+    // One of three layers has no experts.
+    assert!(taken > said / 2 && taken <= said, "{taken} bytes of {said}");
+}
+
 #[test]
 fn long_sequences_through_gated_delta_nets_take_little_less_than_the_model_says() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
