@@ -1,7 +1,7 @@
 //! Rows of a batch that need not be computed, because an earlier one has the same value.
 
 use std::ops::Range;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::backend::AttentionSpan;
 use crate::tape::LoraGroup;
@@ -100,7 +100,7 @@ impl Repeats {
     }
 
     /// The same runs of low-rank pairs, of rows counted among those that are computed.
-    pub(crate) fn groups<'a>(&self, lora: &[LoraGroup<'a>]) -> Rc<[LoraGroup<'a>]> {
+    pub(crate) fn groups<'a>(&self, lora: &[LoraGroup<'a>]) -> Arc<[LoraGroup<'a>]> {
         lora.iter()
             .map(|group| LoraGroup {
                 tokens: self.own(&group.tokens),

@@ -6,6 +6,7 @@
 
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::{Backend, DType, Error, LoraGradient, PackedRef, Repeats, Result, Tensor, TensorRef};
 
@@ -83,7 +84,7 @@ pub struct LoraGroup<'a> {
     /// The tokens.
     pub tokens: Range<usize>,
     /// The sequences they belong to, as tokens of the batch.
-    pub sequences: Rc<[Range<usize>]>,
+    pub sequences: Arc<[Range<usize>]>,
     /// The pairs.
     pub projections: Vec<LoraProjection<'a>>,
 }
@@ -91,7 +92,7 @@ pub struct LoraGroup<'a> {
 impl<'a> LoraGroup<'a> {
     /// Groups as they are over some of the rows alone, which rise. Where something goes back these are whole granules of sequences, so that gradients have the bits that
     /// they have over all rows with zeros for the others.
-    pub fn of_rows(groups: &[Self], rows: &[usize]) -> Rc<[Self]> {
+    pub fn of_rows(groups: &[Self], rows: &[usize]) -> Arc<[Self]> {
         let among = |tokens: &Range<usize>| {
             let [start, end] = [tokens.start, tokens.end].map(|token| rows.partition_point(|&row| row < token));
             Some(start..end).filter(|rows| !rows.is_empty())
@@ -112,7 +113,7 @@ pub struct EmbeddingLora<'a> {
     /// The tokens.
     pub tokens: Range<usize>,
     /// The sequences they belong to, as tokens of the batch.
-    pub sequences: Rc<[Range<usize>]>,
+    pub sequences: Arc<[Range<usize>]>,
     /// `[vocab_size, rank]` in the table's dtype.
     pub a: TensorRef<'a>,
     /// `rank → hidden_size`.
@@ -134,7 +135,7 @@ pub struct Linear<'a> {
     /// f32 `[out]`.
     pub bias: Option<TensorRef<'a>>,
     /// The low-rank additions.
-    pub lora: Rc<[LoraGroup<'a>]>,
+    pub lora: Arc<[LoraGroup<'a>]>,
 }
 
 /// Called between two parts of a pass, with nothing locked and no more held than the pass needs to go on: it may run other passes on the same

@@ -1,6 +1,6 @@
 //! What ops take, measured. The counters are those of the whole process: this test is alone in it.
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use strata_tensor::{
     Backend, CpuBackend, DType, ExpertActivation, Experts, Linear, LoraGradient, LoraGradients, LoraGroup, LoraProjection,
@@ -29,15 +29,15 @@ fn experts_take_what_they_say() {
         // A pair makes of the input something that wants a gradient.
         let site = LoraSite { group: 0, module: 0, layer: 0 };
         let projection = LoraProjection { a: a.layer(0), b: pair_b.layer(0), scale: 1.0, first_column: 0, site };
-        let group = LoraGroup { tokens: 0..TOKENS, sequences: Rc::from([]), projections: vec![projection] };
+        let group = LoraGroup { tokens: 0..TOKENS, sequences: Arc::from([]), projections: vec![projection] };
         let mut tape = Tape::recording(&b);
         let x = tape.constant(zeros(hidden, dtype));
-        let x = tape.linear(&x, Linear { weight: first.layer(0), bias: None, lora: Rc::from([group]) }).unwrap();
+        let x = tape.linear(&x, Linear { weight: first.layer(0), bias: None, lora: Arc::from([group]) }).unwrap();
         let h = tape.rms_norm(&x, norm.as_ref(), 1e-6, dtype).unwrap();
         // Every token chooses every expert.
         let logits = tape.constant(zeros(2, DType::F32));
         let routed = tape.route(&logits, Routing { top_k: 2, scores: RouterScores::Softmax }).unwrap();
-        let linear = |w| Linear { weight: w, bias: None, lora: Rc::from([]) };
+        let linear = |w| Linear { weight: w, bias: None, lora: Arc::from([]) };
         let experts = Experts {
             num_experts: 2,
             gate_up: linear(gate_up.layer(0)),

@@ -26,6 +26,7 @@ mod repeats;
 mod vision_tower;
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use strata_tensor::{
@@ -418,7 +419,7 @@ pub(crate) struct BatchInputs<'a> {
     /// Tokens that follow the same tokens as others do.
     pub repeats: Option<Rc<Repeats>>,
     /// For each group of the batch, its sequences as tokens of the batch.
-    group_sequences: Vec<Rc<[std::ops::Range<usize>]>>,
+    group_sequences: Vec<Arc<[std::ops::Range<usize>]>>,
 }
 
 impl<'a> BatchInputs<'a> {
@@ -484,7 +485,7 @@ impl<'a> BatchInputs<'a> {
     }
 
     /// The low-rank pairs of one layer of a fused linear layer: `projections` are its modules and their first output columns.
-    pub(crate) fn lora(&self, layer: usize, projections: &[(usize, usize)]) -> Rc<[LoraGroup<'a>]> {
+    pub(crate) fn lora(&self, layer: usize, projections: &[(usize, usize)]) -> Arc<[LoraGroup<'a>]> {
         self.batch
             .groups
             .iter()
@@ -508,7 +509,7 @@ impl<'a> BatchInputs<'a> {
     }
 
     /// The low-rank pairs of the embedding, which is this module.
-    pub(crate) fn embedding_lora(&self, module: usize) -> Rc<[EmbeddingLora<'a>]> {
+    pub(crate) fn embedding_lora(&self, module: usize) -> Arc<[EmbeddingLora<'a>]> {
         self.batch
             .groups
             .iter()

@@ -4,6 +4,7 @@
 //! It is frozen: nothing goes back through it, and it computes on the same ops as the decoder, with no tape to record them.
 
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::OnceLock;
 
 use strata_tensor::{
@@ -416,7 +417,7 @@ impl VisionTower {
 }
 
 fn frozen<'a>(weights: &'a Weights, layer: &Layer, i: usize) -> Linear<'a> {
-    Linear { weight: weights.matrix(layer.weight, i), bias: Some(weights.vector(layer.bias, i)), lora: Rc::new([]) }
+    Linear { weight: weights.matrix(layer.weight, i), bias: Some(weights.vector(layer.bias, i)), lora: Arc::new([]) }
 }
 
 /// Row and column of each patch, in the order of patches: those that are merged are neighbours.

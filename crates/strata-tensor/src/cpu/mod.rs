@@ -2,11 +2,12 @@
 //!
 //! Map: [`backend`](CpuBackend) splits ops over [`threads`]; [`matmul`], [`attention`] and [`delta`] are the hard kernels, [`rows`] the operations on
 //! rows of elements; [`isa`] chooses instructions at run time. [`memory`] is where tensors lie, [`packed`], [`kv`] and [`recurrent`] how weights, pages and states lie in it,
-//! [`views`] what makes slices of tensors, [`scratch`] what a task works in.
+//! [`in_order`] jobs of which each thread has whole ones, [`views`] what makes slices of tensors, [`scratch`] what a task works in.
 
 mod attention;
 mod backend;
 mod delta;
+mod in_order;
 pub(crate) mod isa;
 mod kv;
 mod matmul;

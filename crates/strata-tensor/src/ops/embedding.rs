@@ -1,6 +1,7 @@
 //! Token embedding. The table is frozen; what goes back goes to the low-rank pairs of groups that have one, see [`EmbeddingLora`].
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::check_run;
 use crate::tape::{EmbeddingLora, LoraSite, Tape, Var, in_dtype};
@@ -39,7 +40,7 @@ impl<'a> Tape<'a> {
     ///
     /// # Errors
     /// If an id is not in the vocabulary, or a pair does not fit the table.
-    pub fn embedding(&mut self, table: EmbeddingTable<'_>, lora: Rc<[EmbeddingLora<'a>]>, ids: &'a [u32]) -> Result<Var> {
+    pub fn embedding(&mut self, table: EmbeddingTable<'_>, lora: Arc<[EmbeddingLora<'a>]>, ids: &'a [u32]) -> Result<Var> {
         let [vocab, hidden] = table.shape();
         if let Some(&id) = ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::Index { op: OP, what: "vocabulary", index: id as usize, size: vocab });

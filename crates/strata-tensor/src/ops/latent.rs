@@ -3,6 +3,7 @@
 //! with a rotated part behind it. Training, prefill and decode all go this way, so that their bits agree.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::attention::{Attended, AttentionSight, KvAccess, attend, check_access, check_spans, like, like_qkv};
 use super::linear::check_groups;
@@ -182,9 +183,9 @@ fn add_pair_gradients(
         let (of_group, others) = rest.split_at_mut(group.projections.len());
         rest = others;
         for sequence in group.sequences.iter() {
-            let (tokens, sequences) = (sequence.clone(), Rc::from([sequence.clone()]));
+            let (tokens, sequences) = (sequence.clone(), Arc::from([sequence.clone()]));
             let one = LoraGroup { tokens, sequences, projections: group.projections.clone() };
-            let layer = Linear { lora: Rc::from([one]), ..*layer };
+            let layer = Linear { lora: Arc::from([one]), ..*layer };
             for (heads, latents, part) in &parts {
                 backend.head_linear_gradients(heads, latents, &layer, part, of_group)?;
             }

@@ -82,7 +82,7 @@ impl CpuBackend {
             let tokens = pair.tokens.clone();
             let sequences: Vec<_> = pair.sequences.iter().map(|s| s.start - tokens.start..s.end - tokens.start).collect();
             let dy = || block(dy, tokens.clone(), 0..dy.shape().row_len());
-            self.backward_weights(dy()?, &sequences, vec![(low, b.reborrow())])?;
+            self.backward_weights(dy()?, &sequences, vec![(low, b.reborrow().into_slice()?)])?;
             // No product reads it: it stays exact.
             let dlow = self.low_product(dy()?, RightSide::Transposed(weights(pair.b)?), pair.scale, DType::F32)?;
             self.add_to_rows(&dlow, &sequences, &ids[tokens], a.reborrow())?;

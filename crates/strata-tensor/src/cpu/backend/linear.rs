@@ -17,7 +17,7 @@ use crate::cpu::threads::SharedMut;
 use crate::live::live_runs;
 use crate::memory::Memory;
 use crate::tape::{Linear, LoraGroup, LoraProjection};
-use crate::{DType, KvValues, Result, Tensor, TensorMut};
+use crate::{DType, KvValues, Result, Tensor};
 
 /// Rows that an op after a product computes at a time, while lines of the next are fetched, which it writes then.
 const ROWS_AT_A_TIME: usize = 8;
@@ -111,11 +111,23 @@ type LowJob<'l, 'a> = (&'l LowProduct<'a>, ([usize; 2], Range<usize>));
 /// A product of one row, its right side, and the rest.
 type SingleRow<'l, 'a> = (&'l LowProduct<'a>, PackedRef<'a>, ([usize; 2], Range<usize>));
 
+/// The accumulators of one pair: A's, `[rank, in]`, and those of B transposed, `[rank, out]`.
+pub(super) struct PairGradient<'g> {
+    pub(super) a: &'g mut [f32],
+    pub(super) b: &'g mut [f32],
+}
+
+impl<'g> PairGradient<'g> {
+    pub(super) fn new(g: &'g mut LoraGradient<'_>) -> Result<Self> {
+        Ok(PairGradient { a: g.a.reborrow().into_slice()?, b: g.b.reborrow().into_slice()? })
+    }
+}
+
 /// Gradients of one side of some pairs: see [`CpuBackend::backward_weights`].
 struct WeightSums<'a, 'g> {
     x: Rows<'a>,
     sequences: Arc<[Range<usize>]>,
-    pairs: Vec<(Rows<'a>, TensorMut<'g>)>,
+    pairs: Vec<(Rows<'a>, &'g mut [f32])>,
 }
 
 impl WeightSums<'_, '_> {
@@ -329,12 +341,12 @@ impl CpuBackend {
         x: &Tensor,
         low: &LowProducts,
         layer: &Linear<'_>,
-        gradients: &mut [Option<LoraGradient<'_>>],
+        gradients: Vec<Option<PairGradient<'_>>>,
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
         let live = self.live_rows(dy, &layer.lora)?;
         let mut wanted = Vec::new();
-        for ((group, p), gradient) in pairs(&layer.lora).zip(&*gradients) {
+        for ((group, p), gradient) in pairs(&layer.lora).zip(&gradients) {
             if gradient.is_some() || dx.is_some() {
                 let left = block(dy, group.tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
                 wanted.push(LowProduct { left, right: RightSide::Transposed(weights(p.b)?), scale: p.scale });
@@ -370,12 +382,12 @@ impl CpuBackend {
                 within.map(move |run| run.start.max(s.start) - tokens.start..run.end.min(s.end) - tokens.start)
             };
             let sequences: Arc<[Range<usize>]> = group.sequences.iter().flat_map(alive).collect();
-            let mut of_a: Vec<(Rows<'_>, TensorMut<'_>)> = Vec::new();
+            let mut of_a: Vec<(Rows<'_>, &mut [f32])> = Vec::new();
             for (p, ((low, dlow), gradient)) in group.projections.iter().zip(&mut pairs) {
-                let (Some(dlow), Some(LoraGradient { a, b })) = (dlow, gradient) else { continue };
+                let (Some(dlow), Some(PairGradient { a, b })) = (dlow, gradient) else { continue };
                 let dy = block(dy, tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
-                sums.push(WeightSums { x: dy, sequences: sequences.clone(), pairs: vec![(low, b.reborrow())] });
-                of_a.push((*dlow, a.reborrow()));
+                sums.push(WeightSums { x: dy, sequences: sequences.clone(), pairs: vec![(low, b)] });
+                of_a.push((*dlow, a));
             }
             // All projections read the same rows.
             if !of_a.is_empty() {
@@ -502,13 +514,13 @@ impl CpuBackend {
         &self,
         x: Rows<'_>,
         sequences: &[Range<usize>],
-        pairs: Vec<(Rows<'_>, TensorMut<'_>)>,
+        pairs: Vec<(Rows<'_>, &mut [f32])>,
     ) -> Result<()> {
         let target = Target { accumulate: true, ..Target::overwrite() };
         let (width, dtype) = (x.width(), x.dtype());
         let mut operands = Vec::with_capacity(pairs.len());
         for (low, dw) in pairs {
-            operands.push((low, Out::new(dw.into_slice::<f32>()?, width, &target, low.width(), width)));
+            operands.push((low, Out::new(dw, width, &target, low.width(), width)));
         }
         with_element!(dtype, T => self.matmul_for(dtype).backward_weights::<T>(x, sequences, &mut operands))
     }

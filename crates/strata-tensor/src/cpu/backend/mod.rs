@@ -25,6 +25,7 @@ use crate::backend::*;
 use crate::moe::{Dispatch, Experts, KeptExperts, Routing};
 use crate::tape::{EmbeddingLora, Linear};
 use crate::{DType, Element, Error, KvPages, KvValues, PackedRef, RecurrentStates, Result, Tensor, TensorMut, TensorRef};
+use linear::PairGradient;
 use memory::{pages, pages_mut};
 use rotation::norm_slices;
 
@@ -180,7 +181,8 @@ impl Backend for CpuBackend {
         gradients: &mut [Option<LoraGradient<'_>>],
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
-        self.backward_linear(dy, x, low, layer, gradients, dx)
+        let gradients = gradients.iter_mut().map(|g| g.as_mut().map(PairGradient::new).transpose());
+        self.backward_linear(dy, x, low, layer, gradients.collect::<Result<_>>()?, dx)
     }
 
     fn embedding(&self, table: TensorRef<'_>, ids: &[u32], out: &mut Tensor) -> Result<()> {

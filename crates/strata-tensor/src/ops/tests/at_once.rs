@@ -183,7 +183,7 @@ fn what_is_done_at_once_refuses_what_its_parts_refuse() {
     assert!(refuses(tensor(&[3, 39], DType::BF16, 1), layer.linear(3)));
     assert!(refuses(tensor(&[3, 40], DType::F32, 1), layer.linear(3)));
     assert!(refuses(tensor(&[2, 40], DType::BF16, 1), layer.linear(3)));
-    assert!(refuses(tensor(&[3, 40], DType::BF16, 1), Linear { weight: odd.layer(0), bias: None, lora: Rc::from([]) }));
+    assert!(refuses(tensor(&[3, 40], DType::BF16, 1), Linear { weight: odd.layer(0), bias: None, lora: Arc::from([]) }));
 
     let g = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 128, values: KvValues::Own(128), ..GEOMETRY };
     let norms = [tensor(&[128], DType::F32, 5), tensor(&[128], DType::F32, 6)];

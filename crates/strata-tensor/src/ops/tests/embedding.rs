@@ -52,8 +52,8 @@ impl Embedding {
     }
 
     /// For twelve tokens.
-    fn lora(&self) -> Rc<[EmbeddingLora<'_>]> {
-        Rc::from([self.pair(0, &[0..1, 1..5]), self.pair(1, &[5..5]), self.pair(2, &[7..10, 10..12])])
+    fn lora(&self) -> Arc<[EmbeddingLora<'_>]> {
+        Arc::from([self.pair(0, &[0..1, 1..5]), self.pair(1, &[5..5]), self.pair(2, &[7..10, 10..12])])
     }
 }
 
@@ -95,10 +95,10 @@ fn embeddings_are_rows_of_the_table_whether_it_is_tied_or_not() {
         let expected: Vec<f32> = ids.iter().flat_map(|&id| e.table.row(id as usize).to_f32_vec()).collect();
         for table in [EmbeddingTable::Rows(e.table.as_ref()), EmbeddingTable::Tied(e.tied.layer(0))] {
             let mut tape = Tape::recording(&b);
-            let embedded = tape.embedding(table, Rc::from([]), &ids).unwrap();
+            let embedded = tape.embedding(table, Arc::from([]), &ids).unwrap();
             assert_eq!(embedded.value().to_f32_vec(), expected);
             assert!(embedded.node().is_none(), "nothing goes back to a table without pairs");
-            assert!(Tape::inference(&b).embedding(table, Rc::from([]), &[3, 37]).is_err());
+            assert!(Tape::inference(&b).embedding(table, Arc::from([]), &[3, 37]).is_err());
         }
     }
 }
@@ -215,7 +215,7 @@ fn an_embedding_with_pairs_has_the_same_bits_far_away() {
             [(VOCAB, RANKS[0]), (RANKS[0], HIDDEN)].map(|(rows, width)| b.zeros(&[1, rows, width], DType::F32).unwrap());
         let mut gradients = One(gradient);
         let mut tape = Tape::recording(b);
-        let y = tape.embedding(EmbeddingTable::Rows(table.as_ref()), Rc::from([pair]), &IDS).unwrap();
+        let y = tape.embedding(EmbeddingTable::Rows(table.as_ref()), Arc::from([pair]), &IDS).unwrap();
         let out = b.to_f32_vec(y.value().as_ref()).unwrap();
         tape.backward(y, there(&tensor(&[IDS.len(), HIDDEN], DType::F32, 99)), &mut gradients).unwrap();
         let [da, db] = gradients.0.map(|t| b.to_f32_vec(t.as_ref()).unwrap());
@@ -249,13 +249,13 @@ fn pairs_that_do_not_fit_a_table_are_errors() {
     let refused = |change: &dyn Fn(&mut EmbeddingLora<'_>)| {
         let mut pair = EmbeddingLora { ..e.pair(0, &[0..1, 1..5]) };
         change(&mut pair);
-        Tape::inference(&b).embedding(EmbeddingTable::Rows(e.table.as_ref()), Rc::from([pair]), &IDS).is_err()
+        Tape::inference(&b).embedding(EmbeddingTable::Rows(e.table.as_ref()), Arc::from([pair]), &IDS).is_err()
     };
     assert!(!refused(&|_| ()));
     assert!(refused(&|pair| pair.tokens = 0..13) && refused(&|pair| pair.tokens = 0..4));
     let with = |a: &Tensor, pair_b: &PackedStack| {
         let pair = EmbeddingLora { a: a.as_ref(), b: pair_b.layer(0), ..e.pair(0, &[0..5]) };
-        Tape::inference(&b).embedding(EmbeddingTable::Rows(e.table.as_ref()), Rc::from([pair]), &IDS).is_err()
+        Tape::inference(&b).embedding(EmbeddingTable::Rows(e.table.as_ref()), Arc::from([pair]), &IDS).is_err()
     };
     assert!(!with(&e.a[0], &e.b[0]));
     assert!(with(&e.a[1], &e.b[0]) && with(&short, &e.b[0]) && with(&e.a[0], &narrow) && with(&none, &from_none));

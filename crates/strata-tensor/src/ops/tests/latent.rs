@@ -179,7 +179,7 @@ impl On {
         };
         LatentAttention {
             sight: AttentionSight { geometry: s.geometry(), sinks: None, spans: spans.into(), queries: None },
-            layer: Linear { weight: self.weight.layer(0), bias: None, lora: Rc::from([group(0, 0..7), group(1, 7..11)]) },
+            layer: Linear { weight: self.weight.layer(0), bias: None, lora: Arc::from([group(0, 0..7), group(1, 7..11)]) },
             nope_dim: s.nope,
             value_dim: s.value,
             rotary: LatentRotary { angles, style: s.style },

@@ -1,7 +1,7 @@
 //! Rows without targets are left out, and on the way back those whose targets do not count.
 
 use std::ops::{ControlFlow, Range};
-use std::rc::Rc;
+use std::sync::Arc;
 
 use super::toy::{Gradients, Quadratic};
 use super::{Layer, PAIRS, backend, layer_gradients, tensor};
@@ -44,7 +44,7 @@ fn what_is_left_out_changes_no_bit_of_what_is_computed() {
         site: LoraSite { group: 0, module: i, layer: 0 },
     };
     let group = |tokens: Range<usize>, pairs: &[usize]| LoraGroup {
-        sequences: Rc::from([tokens.clone()]),
+        sequences: Arc::from([tokens.clone()]),
         tokens,
         projections: pairs.iter().map(|&i| projection(i)).collect(),
     };

@@ -36,7 +36,7 @@ fn what_does_not_fit_is_an_error() {
     assert!(linear(x(), &f32s(&[10]), &|_| ()) && linear(x(), &bf16s(&[11]), &|_| ()));
     assert!(linear(x(), &bias, &|g| g[2].projections[0].first_column = 3));
     assert!(linear(x(), &bias, &|g| g[2].projections[0].first_column = 12));
-    assert!(linear(x(), &bias, &|g| g[2].sequences = Rc::from([3..9])));
+    assert!(linear(x(), &bias, &|g| g[2].sequences = Arc::from([3..9])));
     assert!(linear(x(), &bias, &|g| g[0].projections[0].a = g[2].projections[0].a));
     let (narrow, none) = (packed(&[0.0; 21], 7, 3, DType::BF16), PackedStack::zeros(1, 7, 0, DType::F32));
     let from_none = PackedStack::zeros(1, 0, 5, DType::F32);

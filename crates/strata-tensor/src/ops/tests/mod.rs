@@ -19,6 +19,7 @@ mod toy;
 use std::cell::RefCell;
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::*;
 use crate::backend::{
@@ -156,7 +157,7 @@ impl Layer {
         Linear { weight: self.w.layer(0), bias: Some(self.bias.as_ref()), lora: self.groups() }
     }
 
-    fn groups(&self) -> Rc<[LoraGroup<'_>]> {
+    fn groups(&self) -> Arc<[LoraGroup<'_>]> {
         let projection = |i: usize| LoraProjection {
             a: self.packed[i][0].layer(0),
             b: self.packed[i][1].layer(0),
@@ -169,7 +170,7 @@ impl Layer {
             sequences: sequences.into(),
             projections: pairs.iter().map(|&i| projection(i)).collect(),
         };
-        Rc::from([group(0..3, &[0..1, 1..3], &[0, 1]), group(3..4, &[3..4], &[]), group(4..9, &[4..7, 7..9], &[2])])
+        Arc::from([group(0..3, &[0..1, 1..3], &[0, 1]), group(3..4, &[3..4], &[]), group(4..9, &[4..7, 7..9], &[2])])
     }
 }
 
@@ -267,7 +268,7 @@ fn rows_without_a_gradient_are_left_out_of_the_way_back_of_linear() {
                 site: site(number),
             }],
         };
-        let lora: Rc<[LoraGroup<'_>]> = [group(0, &sequences[..3]), group(1, &sequences[3..])].into();
+        let lora: Arc<[LoraGroup<'_>]> = [group(0, &sequences[..3]), group(1, &sequences[3..])].into();
         let (x, dense) = (tensor(&[500, 40], dtype, 4), normal(500 * 70, 5));
         for arithmetic in Arithmetic::available() {
             let b = CpuBackend::with_isa(arithmetic, 2);

@@ -5,6 +5,7 @@ mod refusals;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::toy::Gradients;
 use super::{Nowhere, assert_close, normal};
@@ -373,7 +374,7 @@ impl Block {
     }
 
     fn run<'a>(&'a self, tape: &mut Tape<'a>, x: &Var, batch: &[Sequence]) -> Result<Var> {
-        let plain = |w: &'a PackedStack| Linear { weight: w.layer(LAYER), bias: None, lora: Rc::from([]) };
+        let plain = |w: &'a PackedStack| Linear { weight: w.layer(LAYER), bias: None, lora: Arc::from([]) };
         let h = tape.rms_norm(x, self.norm.as_ref(), EPS, self.dtype)?;
         let logits = tape.linear(&h, plain(&self.router))?;
         let routed = tape.route(&logits, self.case.routing(&self.correction))?;
@@ -543,6 +544,23 @@ fn experts_have_the_same_bits_alone_in_company_and_on_any_number_of_threads() {
                     assert!(gradient_bits(&own_gradients, g) == gradient_bits(&gradients, g), "{arithmetic} {dtype} {own:?}");
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn experts_side_by_side_have_the_bits_of_experts_in_turn() {
+    let batch = large_batch();
+    // Few rows for each of many experts; and some that have a third of all tokens, between them.
+    for top_k in [3, 8] {
+        let case = Case { num_experts: 30, top_k, ..LARGE_CASES[1] };
+        let block = Block::random(&cpu(Isa::Portable, 1), case, DType::BF16);
+        // So many threads have no whole experts each.
+        let (in_turn, gradients) = train_fresh(&block, &cpu(Isa::detect(), 16), &batch, Keep::Everything);
+        for (threads, keep) in [(1, Keep::Everything), (2, Keep::Everything), (2, Keep::Checkpoint), (3, Keep::Everything)] {
+            let (side_by_side, own_gradients) = train_fresh(&block, &cpu(Isa::detect(), threads), &batch, keep);
+            assert!(side_by_side == in_turn, "{threads} threads, {top_k} experts of a token");
+            assert!((0..2).all(|g| gradient_bits(&own_gradients, g) == gradient_bits(&gradients, g)), "{threads} threads");
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ops::{ControlFlow, Range};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::frequencies;
 use crate::backend::{AttentionGeometry, AttentionSpan, Backend, LogprobTargets, LoraGradient, QkvLayout, RowRequest, Sight};
@@ -220,7 +221,7 @@ impl Toy {
     }
 
     /// The pairs of one linear layer, for runs of sequences with one adapter.
-    fn groups(&self, batch: &[(Sequence, Range<usize>)], linear: usize, layer: usize) -> Rc<[LoraGroup<'_>]> {
+    fn groups(&self, batch: &[(Sequence, Range<usize>)], linear: usize, layer: usize) -> Arc<[LoraGroup<'_>]> {
         let group = |run: &[(Sequence, Range<usize>)]| {
             let projections = run[0].0.adapter.into_iter().flat_map(|group| {
                 let own = sites().enumerate().filter(move |(_, (l, module))| *l == layer && MODULES[*module].0 == linear);
@@ -242,7 +243,7 @@ impl Toy {
     }
 
     /// The pairs of the embedding, for runs of sequences with one adapter.
-    fn embedding_pairs(&self, batch: &[(Sequence, Range<usize>)]) -> Rc<[EmbeddingLora<'_>]> {
+    fn embedding_pairs(&self, batch: &[(Sequence, Range<usize>)]) -> Arc<[EmbeddingLora<'_>]> {
         let pair = |run: &[(Sequence, Range<usize>)]| {
             let group = run[0].0.adapter?;
             Some(EmbeddingLora {
