@@ -183,12 +183,19 @@ mod tests {
         let (taken, begun) = failing(10);
         assert!(taken <= 10 && begun <= 10 + 8, "{taken} of {begun}");
         for in_job in [true, false] {
-            let run =
-                || in_order(&pool, &[1; 1000], 4, |i| Ok(assert!(!in_job || i != 20)), |i, ()| Ok(assert!(in_job || i != 20)));
+            let panics = |here: bool, i: usize| {
+                assert!(!here || i != 20);
+                Ok(())
+            };
+            let run = || in_order(&pool, &[1; 1000], 4, |i| panics(in_job, i), |i, ()| panics(!in_job, i));
             assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
         }
         let mut taken = 0;
-        in_order(&pool, &[1; 10], 4, Ok, |i, j| Ok(taken += usize::from(i == j))).unwrap();
+        let take = |i, j| {
+            taken += usize::from(i == j);
+            Ok(())
+        };
+        in_order(&pool, &[1; 10], 4, Ok, take).unwrap();
         assert_eq!(taken, 10);
     }
 }
