@@ -551,10 +551,12 @@ fn experts_have_the_same_bits_alone_in_company_and_on_any_number_of_threads() {
 #[test]
 fn experts_side_by_side_have_the_bits_of_experts_in_turn() {
     let batch = large_batch();
-    // Few rows for each of many experts; and some that have a third of all tokens, between them.
-    for top_k in [3, 8] {
+    // Few rows for each of many experts; and one that half of the tokens choose between them, which is nobody's alone of three threads.
+    for (top_k, chosen) in [(3, 1.0), (3, 20.0), (8, 1.0)] {
         let case = Case { num_experts: 30, top_k, ..LARGE_CASES[1] };
-        let block = Block::random(&cpu(Isa::Portable, 1), case, DType::BF16);
+        let mut numbers = Numbers::random(&case);
+        numbers.router[10 * case.hidden..11 * case.hidden].iter_mut().for_each(|w| *w *= chosen);
+        let block = Block::new(&cpu(Isa::Portable, 1), case, &numbers, DType::BF16);
         // So many threads have no whole experts each.
         let (in_turn, gradients) = train_fresh(&block, &cpu(Isa::detect(), 16), &batch, Keep::Everything);
         for (threads, keep) in [(1, Keep::Everything), (2, Keep::Everything), (2, Keep::Checkpoint), (3, Keep::Everything)] {
