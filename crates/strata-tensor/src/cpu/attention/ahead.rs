@@ -39,10 +39,15 @@ pub(super) enum Pace {
     Many,
 }
 
+/// Lists what is read in the next split, if there is one. A decode step goes through some ten thousand pages of a few microseconds each: they are listed a split at a time, and not one by one.
+type ListNext<'a> = dyn FnMut(&mut Vec<Pieces>) -> bool + 'a;
+
 /// Goes through the keys and values that some tiles read, in the order in which they are read, ahead of their being read.
 pub(super) struct Ahead<'a> {
-    /// Those of which nothing has been fetched.
-    areas: Box<dyn Iterator<Item = Pieces> + 'a>,
+    list_next: Box<ListNext<'a>>,
+    /// Those of a split; from the `next`-th on nothing has been fetched.
+    areas: Vec<Pieces>,
+    next: usize,
     pieces: Pieces,
     pub(super) pace: Pace,
 }
@@ -50,48 +55,80 @@ pub(super) struct Ahead<'a> {
 impl<'a> Ahead<'a> {
     /// Of all that these tiles read.
     pub(super) fn of_tiles<T: Element + Plain>(forward: &'a Forward<'_, T>, tiles: &'a [QueryTile<'_>]) -> Self {
-        let splits = move |tile: &'a QueryTile<'_>| tile.splits(forward.g).flat_map(move |split| forward.areas(tile, split));
-        if tiles.iter().all(|tile| forward.has_few_rows(tile)) {
-            Ahead::new(tiles.iter().flat_map(splits), Pace::Few)
+        let pace = if tiles.iter().all(|tile| forward.has_few_rows(tile)) {
+            Pace::Few
         } else if tiles.iter().all(|tile| forward.is_widened(tile)) {
-            Ahead::new(tiles.iter().flat_map(splits), Pace::Many)
+            Pace::Many
         } else {
-            Ahead::nothing()
-        }
+            return Ahead::nothing();
+        };
+        let mut splits = tiles.iter().flat_map(|tile| tile.splits(forward.g).map(move |split| (tile, split)));
+        let list_next = move |areas: &mut Vec<Pieces>| {
+            let next = splits.next();
+            next.iter().for_each(|(tile, split)| forward.areas(tile, *split, areas));
+            next.is_some()
+        };
+        Ahead::new(list_next, pace)
     }
 
     /// Of what a tile reads in one split of its keys.
-    pub(super) fn of_split<T: Element + Plain>(forward: &Forward<'_, T>, tile: &QueryTile<'_>, split: usize) -> Self {
-        if forward.has_few_rows(tile) {
-            Ahead::new(forward.areas(tile, split).into_iter(), Pace::Few)
-        } else {
-            Ahead::nothing()
+    pub(super) fn of_split<T: Element + Plain>(forward: &'a Forward<'_, T>, tile: &'a QueryTile<'_>, split: usize) -> Self {
+        if !forward.has_few_rows(tile) {
+            return Ahead::nothing();
         }
+        let mut split = Some(split);
+        let list_next = move |areas: &mut Vec<Pieces>| {
+            let next = split.take();
+            next.iter().for_each(|split| forward.areas(tile, *split, areas));
+            next.is_some()
+        };
+        Ahead::new(list_next, Pace::Few)
     }
 
-    pub(super) fn new(areas: impl Iterator<Item = Pieces> + 'a, pace: Pace) -> Self {
-        let mut ahead = Ahead { areas: Box::new(areas), pieces: Pieces::default(), pace };
+    fn new(list_next: impl FnMut(&mut Vec<Pieces>) -> bool + 'a, pace: Pace) -> Self {
+        let list_next = Box::new(list_next);
+        let mut ahead = Ahead { list_next, areas: Vec::new(), next: 0, pieces: Pieces::default(), pace };
         ahead.fetch(LEAD_LINES);
         ahead
     }
 
+    /// Of these areas.
+    #[cfg(test)]
+    pub(super) fn of_areas(areas: Vec<Pieces>, pace: Pace) -> Self {
+        let mut areas = Some(areas);
+        Ahead::new(move |list| areas.take().map(|areas| list.extend(areas)).is_some(), pace)
+    }
+
     pub(super) fn nothing() -> Self {
-        Ahead { areas: Box::new(std::iter::empty()), pieces: Pieces::default(), pace: Pace::Nothing }
+        Ahead { list_next: Box::new(|_| false), areas: Vec::new(), next: 0, pieces: Pieces::default(), pace: Pace::Nothing }
     }
 
     /// Whether all has been fetched.
     #[cfg(test)]
     pub(super) fn is_done(&mut self) -> bool {
-        self.pieces.lines() == 0 && self.areas.next().is_none()
+        self.pieces.lines() == 0 && !self.go_on()
+    }
+
+    /// Goes on to the next area; answers whether there is one.
+    fn go_on(&mut self) -> bool {
+        while self.next == self.areas.len() {
+            self.areas.clear();
+            self.next = 0;
+            if !(self.list_next)(&mut self.areas) {
+                return false;
+            }
+        }
+        self.pieces = std::mem::take(&mut self.areas[self.next]);
+        self.next += 1;
+        true
     }
 
     /// Where the next chunks are, as many as there is room for, for the tile that is computed meanwhile. What lies in smaller pieces is fetched at once.
     pub(super) fn chunks<'r>(&mut self, room: &'r mut [usize]) -> &'r [usize] {
         let mut count = 0;
         while count < room.len() {
-            if self.pieces.lines() == 0 {
-                let Some(pieces) = self.areas.next() else { break };
-                self.pieces = pieces;
+            if self.pieces.is_empty() && !self.go_on() {
+                break;
             }
             if self.pieces.have_chunks() {
                 count += self.pieces.list_chunks(&mut room[count..]);
@@ -109,9 +146,8 @@ impl<'a> Ahead<'a> {
             let count = self.pieces.lines().min(lines);
             self.pieces = std::mem::take(&mut self.pieces).fetch(count);
             lines -= count;
-            if lines > 0 {
-                let Some(pieces) = self.areas.next() else { return };
-                self.pieces = pieces;
+            if lines > 0 && !self.go_on() {
+                return;
             }
         }
     }
@@ -125,11 +161,11 @@ mod tests {
     fn chunks_are_those_of_all_areas_in_order_but_for_small_pieces() {
         let areas = || {
             let small = Pieces::one(1 << 20, 0..240).repeated(64, 256);
-            [Pieces::one(4096, 0..1024), small, Pieces::one(1 << 21, 64..1300), Pieces::default()].into_iter()
+            vec![Pieces::one(4096, 0..1024), small, Pieces::one(1 << 21, 64..1300), Pieces::default()]
         };
         let expected = [4096, 4096 + 512, (1 << 21) + 64, (1 << 21) + 576, (1 << 21) + 1088];
         for at_a_time in 1..=6 {
-            let mut ahead = Ahead { areas: Box::new(areas()), pieces: Pieces::default(), pace: Pace::Few };
+            let mut ahead = Ahead { areas: areas(), ..Ahead::nothing() };
             let mut room = vec![0; at_a_time];
             let chunks: Vec<usize> = (0..6).flat_map(|_| ahead.chunks(&mut room).to_vec()).collect();
             assert_eq!(chunks, expected, "{at_a_time} at a time");

@@ -387,10 +387,9 @@ impl<T: Element + Plain> Forward<'_, T> {
         self.wide_len(tile.rows(self.g.heads / self.g.kv_heads)) > 0
     }
 
-    /// The memory that [`Forward::split`] reads of pages, in the order in which it does.
-    fn areas(&self, tile: &QueryTile<'_>, split: usize) -> Vec<Pieces> {
+    /// Adds the memory that [`Forward::split`] reads of pages, in the order in which it does.
+    fn areas(&self, tile: &QueryTile<'_>, split: usize, areas: &mut Vec<Pieces>) {
         let (blocks, page_steps) = (self.blocks(tile, split), PAGE / per_step::<T>());
-        let mut areas = Vec::new();
         for block in blocks.clone() {
             let (keys, columns) = (self.keys(tile, block), self.columns(tile, block));
             let address = keys.as_ptr().addr();
@@ -400,7 +399,7 @@ impl<T: Element + Plain> Forward<'_, T> {
                 Pieces::one(address, 0..columns * 4).repeated(keys.len() / PAGE, PAGE * 4)
             });
         }
-        let KvValues::Own(d) = self.g.values else { return areas };
+        let KvValues::Own(d) = self.g.values else { return };
         let mut block = blocks.start;
         while block < blocks.end {
             let count = self.whole_blocks(tile, block..blocks.end).max(1);
@@ -414,7 +413,6 @@ impl<T: Element + Plain> Forward<'_, T> {
             }
             block += count;
         }
-        areas
     }
 
     /// The packed keys of a block.

@@ -161,6 +161,11 @@ impl Pieces {
         Pieces { count, apart, ..self }
     }
 
+    /// Whether none are left.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count == 0 || self.next.is_empty()
+    }
+
     /// Lines of those that are left.
     pub(crate) fn lines(&self) -> usize {
         let further = self.count.saturating_sub(1) * self.bytes.div_ceil(LINE_BYTES);
@@ -272,13 +277,11 @@ impl<'a> ChunkList<'a> {
 
     /// Adds memory as far as there is room; answers what is left.
     pub(super) fn add(&mut self, bytes: Range<usize>) -> Range<usize> {
-        let mut at = bytes.start;
-        while at < bytes.end && self.len < self.max {
-            self.chunks[self.len] = at;
-            self.len += 1;
-            at += CHUNK_BYTES;
-        }
-        at.min(bytes.end)..bytes.end
+        let count = bytes.len().div_ceil(CHUNK_BYTES).min(self.max - self.len);
+        let at = |i: usize| bytes.start + i * CHUNK_BYTES;
+        self.chunks[self.len..self.len + count].iter_mut().enumerate().for_each(|(i, chunk)| *chunk = at(i));
+        self.len += count;
+        at(count).min(bytes.end)..bytes.end
     }
 
     /// As [`ChunkList::add`], of all pieces.

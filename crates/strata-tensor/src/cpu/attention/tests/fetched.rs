@@ -65,9 +65,13 @@ fn check_areas<T: Element + attention::Plain>(window: Option<usize>) {
                 lines.dedup();
             });
             let start = words.as_ptr().addr();
-            let areas = tile.splits(&g).flat_map(|split| forward.areas(&tile, split));
-            let fetched =
-                areas.flat_map(|pieces| pieces.each()).flat_map(|bytes| bytes.step_by(64)).map(|at| (at - start) / 64);
+            let mut areas = Vec::new();
+            tile.splits(&g).for_each(|split| forward.areas(&tile, split, &mut areas));
+            let fetched = areas
+                .into_iter()
+                .flat_map(|pieces| pieces.each())
+                .flat_map(|bytes| bytes.step_by(64))
+                .map(|at| (at - start) / 64);
             let mut fetched: Vec<usize> = fetched.collect();
             // Splits one after another, in each the keys first.
             let mut rest = &mut fetched[..];
