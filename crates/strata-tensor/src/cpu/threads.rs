@@ -3,6 +3,9 @@
 //! A decode step of a small model is some two hundred parallel regions of a few tens of microseconds each, so workers spin
 //! for a moment before they sleep, and the caller works too. A worker that the system has not scheduled is never waited for: whoever
 //! is awake takes the tasks. Tasks split outputs, never a reduction, so who runs one does not matter to its bits.
+//!
+//! A thread takes its own tasks first, one of each [`Pool::num_threads`], and then what others have left of theirs. So it knows what comes to it next, which it can fetch from memory; and those who count
+//! together, on one line of a cache, would wait for each other at every task.
 
 use std::cell::{Cell, UnsafeCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -20,7 +23,28 @@ const OPEN: u64 = 1 << 63;
 /// One region, in [`Shared::state`]; the bits below count the workers inside.
 const REGION: u64 = 1 << 16;
 
+/// Bits of [`OwnTasks`] that count the tasks of one region.
+const TAKEN_BITS: u32 = 24;
+
 type Task<'a> = dyn Fn(usize) + Sync + 'a;
+
+/// How many of a thread's own tasks have been taken, and above it the number of the region: what is left of another counts as none. On lines of its own.
+#[repr(align(128))]
+struct OwnTasks(AtomicU64);
+
+impl OwnTasks {
+    /// Takes the next of so many, if there is one.
+    fn take(&self, region: u64, count: usize) -> Option<usize> {
+        let tag = (region / REGION) << TAKEN_BITS;
+        let next = |now: u64| {
+            let taken = now.checked_sub(tag).filter(|taken| taken >> TAKEN_BITS == 0).unwrap_or(0);
+            (taken < count as u64).then(|| tag + taken + 1)
+        };
+        // The task itself was published with the region.
+        let before = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
+        next(before).map(|after| (after - tag - 1) as usize)
+    }
+}
 
 struct Shared {
     /// [`OPEN`], the number of the region, and the number of workers in it.
@@ -28,7 +52,8 @@ struct Shared {
     /// The region's task. Written only while the region is closed and empty.
     task: UnsafeCell<Option<*const Task<'static>>>,
     num_tasks: AtomicUsize,
-    next_task: AtomicUsize,
+    /// Of each thread, the caller first.
+    own_tasks: Box<[OwnTasks]>,
     panic: Mutex<Option<Box<dyn std::any::Any + Send>>>,
     /// Workers asleep, and whether the pool is closing.
     sleepers: Mutex<Sleepers>,
@@ -67,7 +92,7 @@ impl Pool {
             state: AtomicU64::new(0),
             task: UnsafeCell::new(None),
             num_tasks: AtomicUsize::new(0),
-            next_task: AtomicUsize::new(0),
+            own_tasks: (0..num_threads.max(1)).map(|_| OwnTasks(AtomicU64::new(0))).collect(),
             panic: Mutex::new(None),
             sleepers: Mutex::new(Sleepers { closing: false }),
             wake: Condvar::new(),
@@ -78,7 +103,7 @@ impl Pool {
             let shared = pool.shared.clone();
             let worker = std::thread::Builder::new().name(format!("strata-cpu-{i}"));
             // Those before it end with the pool.
-            pool.workers.push(worker.spawn(move || shared.work())?);
+            pool.workers.push(worker.spawn(move || shared.work(i))?);
         }
         Ok(pool)
     }
@@ -105,6 +130,13 @@ impl Pool {
             }
             return;
         }
+        let at_once = self.num_threads() * ((1 << TAKEN_BITS) - 1);
+        if num_tasks > at_once {
+            for first in (0..num_tasks).step_by(at_once) {
+                self.run(at_once.min(num_tasks - first), &|i| task(first + i));
+            }
+            return;
+        }
         let _one_region = self.region.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let shared = &*self.shared;
         // SAFETY: only the lifetime changes; this function returns after every worker has left the region.
@@ -112,14 +144,13 @@ impl Pool {
         // SAFETY: the region is closed and empty, so nobody reads.
         unsafe { *shared.task.get() = Some(task) };
         shared.num_tasks.store(num_tasks, Ordering::Relaxed);
-        shared.next_task.store(0, Ordering::Relaxed);
         let region = (shared.state.load(Ordering::Relaxed) & !(OPEN | (REGION - 1))).wrapping_add(REGION) & !OPEN;
         shared.state.store(region | OPEN, Ordering::SeqCst);
         if shared.num_sleeping.load(Ordering::SeqCst) > 0 {
             let _guard = shared.sleepers.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             shared.wake.notify_all();
         }
-        shared.run_tasks();
+        shared.run_tasks(0, region);
         shared.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
         while shared.state.load(Ordering::Acquire) & (REGION - 1) != 0 {
@@ -143,7 +174,7 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    fn work(&self) {
+    fn work(&self, thread: usize) {
         let mut last_region = 0;
         let mut spins = 0;
         loop {
@@ -152,7 +183,7 @@ impl Shared {
             if state & OPEN != 0 && region != last_region {
                 if self.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                     last_region = region;
-                    self.run_tasks();
+                    self.run_tasks(thread, region);
                     self.state.fetch_sub(1, Ordering::AcqRel);
                     spins = 0;
                 }
@@ -180,18 +211,18 @@ impl Shared {
         }
     }
 
-    fn run_tasks(&self) {
-        let num_tasks = self.num_tasks.load(Ordering::Relaxed);
+    /// Runs the tasks of a thread, and what is left of those of the threads behind it.
+    fn run_tasks(&self, thread: usize, region: u64) {
+        let (num_tasks, threads) = (self.num_tasks.load(Ordering::Relaxed), self.own_tasks.len());
+        // SAFETY: the task was published before the region opened, and its owner waits until everyone has left.
+        let task = unsafe { &*(*self.task.get()).expect("an open region has a task") };
         IN_REGION.set(true);
-        loop {
-            let i = self.next_task.fetch_add(1, Ordering::Relaxed);
-            if i >= num_tasks {
-                break;
-            }
-            // SAFETY: the task was published before the region opened, and its owner waits until everyone has left.
-            let task = unsafe { &*(*self.task.get()).expect("an open region has a task") };
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| task(i))) {
-                *self.panic.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(panic);
+        for owner in (thread..threads).chain(0..thread) {
+            let count = num_tasks.saturating_sub(owner).div_ceil(threads);
+            while let Some(i) = self.own_tasks[owner].take(region, count) {
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| task(owner + i * threads))) {
+                    *self.panic.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(panic);
+                }
             }
         }
         release_thread();
@@ -251,6 +282,41 @@ mod tests {
                 });
                 assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
             }
+        }
+    }
+
+    #[test]
+    fn each_thread_has_one_of_so_many_tasks() {
+        const THREADS: usize = 3;
+        let (pool, caller) = (Pool::new(THREADS), std::thread::current().id());
+        for _ in 0..100 {
+            // Nobody is done before all are there.
+            let all_are_there = std::sync::Barrier::new(THREADS);
+            let others = AtomicUsize::new(0);
+            pool.run(4 * THREADS, &|i| {
+                let thread = std::thread::current();
+                let is_own = match i % THREADS {
+                    0 => thread.id() == caller,
+                    owner => thread.name() == Some(&format!("strata-cpu-{owner}")[..]),
+                };
+                others.fetch_add(usize::from(!is_own), Ordering::Relaxed);
+                all_are_there.wait();
+            });
+            assert_eq!(others.into_inner(), 0);
+        }
+    }
+
+    #[test]
+    fn tasks_of_a_thread_are_counted_anew_in_each_region_and_to_the_most_there_are() {
+        const MOST: usize = (1 << TAKEN_BITS) - 1;
+        for region in [REGION, 7 * REGION, REGION << 40, 0u64.wrapping_sub(2 * REGION) & !OPEN] {
+            let tasks = OwnTasks(AtomicU64::new(0));
+            assert_eq!([(); 3].map(|()| tasks.take(region, 2)), [Some(0), Some(1), None]);
+            assert_eq!(tasks.take(region + REGION, 0), None);
+            assert_eq!([(); 2].map(|()| tasks.take(region + REGION, MOST)), [Some(0), Some(1)]);
+            tasks.0.fetch_add(MOST as u64 - 3, Ordering::Relaxed);
+            assert_eq!([(); 2].map(|()| tasks.take(region + REGION, MOST)), [Some(MOST - 1), None]);
+            assert_eq!(tasks.take(region, 1), Some(0));
         }
     }
 
