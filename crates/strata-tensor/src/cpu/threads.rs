@@ -321,6 +321,19 @@ mod tests {
     }
 
     #[test]
+    fn more_tasks_than_a_thread_counts_are_all_run() {
+        let pool = Pool::new(2);
+        let n = 2 * ((1 << TAKEN_BITS) - 1) + 3;
+        let last = AtomicUsize::new(0);
+        pool.run(n, &|i| {
+            if i + 4 > n {
+                last.fetch_add(1 << (8 * (n - 1 - i)), Ordering::Relaxed);
+            }
+        });
+        assert_eq!(last.into_inner(), 0x01_0101);
+    }
+
+    #[test]
     fn sleeping_workers_wake_and_panics_reach_the_caller() {
         let pool = Pool::new(3);
         std::thread::sleep(std::time::Duration::from_millis(30));

@@ -21,7 +21,7 @@ const FEW_ROWS: usize = 16;
 /// Steps of a product between two fetches, of kernels that do not fetch meanwhile: whole granules, and so few that what is on its way lasts until the next.
 pub(super) const STEPS_AT_A_TIME: usize = 32;
 /// Lines that are fetched before the first is read.
-const LEAD_LINES: usize = 256;
+pub(super) const LEAD_LINES: usize = 256;
 
 /// Whether tiles of so many rows are fetched for.
 pub(super) fn are_few(rows: usize) -> bool {
@@ -39,7 +39,7 @@ pub(super) enum Pace {
     Many,
 }
 
-/// Lists what is read in the next split, if there is one. A decode step goes through some ten thousand pages of a few microseconds each: they are listed a split at a time, and not one by one.
+/// Lists what is read in the next split, if there is one. (A decode step of 16 sequences of 512 tokens comes to 30,000 pages of a head, a microsecond or two each: what lists them one by one is felt.)
 type ListNext<'a> = dyn FnMut(&mut Vec<Pieces>) -> bool + 'a;
 
 /// Goes through the keys and values that some tiles read, in the order in which they are read, ahead of their being read.
@@ -62,27 +62,29 @@ impl<'a> Ahead<'a> {
         } else {
             return Ahead::nothing();
         };
-        let mut splits = tiles.iter().flat_map(|tile| tile.splits(forward.g).map(move |split| (tile, split)));
+        Ahead::of_splits(forward, tiles.iter().flat_map(|tile| tile.splits(forward.g).map(move |split| (tile, split))), pace)
+    }
+
+    /// Of what a tile reads in one split of its keys.
+    pub(super) fn of_split<T: Element + Plain>(forward: &'a Forward<'_, T>, tile: &'a QueryTile<'_>, split: usize) -> Self {
+        if forward.has_few_rows(tile) {
+            Ahead::of_splits(forward, std::iter::once((tile, split)), Pace::Few)
+        } else {
+            Ahead::nothing()
+        }
+    }
+
+    fn of_splits<T: Element + Plain>(
+        forward: &'a Forward<'_, T>,
+        mut splits: impl Iterator<Item = (&'a QueryTile<'a>, usize)> + 'a,
+        pace: Pace,
+    ) -> Self {
         let list_next = move |areas: &mut Vec<Pieces>| {
             let next = splits.next();
             next.iter().for_each(|(tile, split)| forward.areas(tile, *split, areas));
             next.is_some()
         };
         Ahead::new(list_next, pace)
-    }
-
-    /// Of what a tile reads in one split of its keys.
-    pub(super) fn of_split<T: Element + Plain>(forward: &'a Forward<'_, T>, tile: &'a QueryTile<'_>, split: usize) -> Self {
-        if !forward.has_few_rows(tile) {
-            return Ahead::nothing();
-        }
-        let mut split = Some(split);
-        let list_next = move |areas: &mut Vec<Pieces>| {
-            let next = split.take();
-            next.iter().for_each(|split| forward.areas(tile, *split, areas));
-            next.is_some()
-        };
-        Ahead::new(list_next, Pace::Few)
     }
 
     fn new(list_next: impl FnMut(&mut Vec<Pieces>) -> bool + 'a, pace: Pace) -> Self {
@@ -92,11 +94,11 @@ impl<'a> Ahead<'a> {
         ahead
     }
 
-    /// Of these areas.
+    /// Of these areas, a list after another.
     #[cfg(test)]
-    pub(super) fn of_areas(areas: Vec<Pieces>, pace: Pace) -> Self {
-        let mut areas = Some(areas);
-        Ahead::new(move |list| areas.take().map(|areas| list.extend(areas)).is_some(), pace)
+    pub(super) fn of_lists(lists: Vec<Vec<Pieces>>, pace: Pace) -> Self {
+        let mut lists = lists.into_iter();
+        Ahead::new(move |areas| lists.next().map(|list| areas.extend(list)).is_some(), pace)
     }
 
     pub(super) fn nothing() -> Self {
@@ -159,13 +161,16 @@ mod tests {
 
     #[test]
     fn chunks_are_those_of_all_areas_in_order_but_for_small_pieces() {
-        let areas = || {
-            let small = Pieces::one(1 << 20, 0..240).repeated(64, 256);
-            vec![Pieces::one(4096, 0..1024), small, Pieces::one(1 << 21, 64..1300), Pieces::default()]
-        };
+        let small = Pieces::one(1 << 20, 0..240).repeated(64, 256);
+        let areas = [Pieces::one(4096, 0..1024), small, Pieces::one(1 << 21, 64..1300), Pieces::default()];
+        let lead = Pieces::one(1 << 22, 0..LEAD_LINES * 64);
         let expected = [4096, 4096 + 512, (1 << 21) + 64, (1 << 21) + 576, (1 << 21) + 1088];
-        for at_a_time in 1..=6 {
-            let mut ahead = Ahead { areas: areas(), ..Ahead::nothing() };
+        // In one list, in two, and each in one of its own with an empty one behind it.
+        let lists = [4, 2, 1].map(|each| areas.chunks(each).flat_map(|areas| [areas.to_vec(), vec![]]).collect::<Vec<_>>());
+        for (lists, at_a_time) in lists.iter().flat_map(|lists| (1..=6).map(move |at_a_time| (lists, at_a_time))) {
+            // What is fetched before the first is read.
+            let lists = std::iter::once(vec![lead.clone()]).chain(lists.iter().cloned()).collect();
+            let mut ahead = Ahead::of_lists(lists, Pace::Few);
             let mut room = vec![0; at_a_time];
             let chunks: Vec<usize> = (0..6).flat_map(|_| ahead.chunks(&mut room).to_vec()).collect();
             assert_eq!(chunks, expected, "{at_a_time} at a time");

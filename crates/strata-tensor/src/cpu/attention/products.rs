@@ -193,8 +193,8 @@ mod tests {
                 for accumulate in [false, true] {
                     let (at_once, _) = product(Ahead::nothing(), accumulate);
                     for pace in [Pace::Few, Pace::Many] {
-                        let areas = vec![Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..]))];
-                        let (meanwhile, is_done) = product(Ahead::of_areas(areas, pace), accumulate);
+                        let areas = vec![vec![Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..]))]];
+                        let (meanwhile, is_done) = product(Ahead::of_lists(areas, pace), accumulate);
                         assert_eq!(meanwhile, at_once, "{isa}, {rows} rows of {parts} times {steps} steps");
                         let are_more = parts * steps * (PANEL / LANES) > CHUNKS_MAX * CHUNK_STEPS;
                         assert!(is_done || are_more, "{isa}, {rows} rows of {parts} times {steps} steps");

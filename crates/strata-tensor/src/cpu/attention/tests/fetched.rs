@@ -35,6 +35,20 @@ fn check_areas<T: Element + attention::Plain>(window: Option<usize>) {
             out: attention::SharedMut::new(&mut []),
             log_normalizers: attention::SharedMut::new(&mut []),
         };
+        // What several tiles read is gone through to its end, and no further.
+        let tiles = [0, 1].map(|kv_head| attention::QueryTile { span: &span, kv_head, positions: 0..1 });
+        let mut all = Vec::new();
+        for tile in &tiles {
+            tile.splits(&g).for_each(|split| forward.areas(tile, split, &mut all));
+        }
+        let lines: usize = all.iter().map(attention::Pieces::lines).sum();
+        for (left, is_done) in [(1, false), (0, true)] {
+            let mut ahead = attention::Ahead::of_tiles(&forward, &tiles);
+            if let Some(behind_lead) = lines.checked_sub(attention::ahead::LEAD_LINES + left) {
+                ahead.fetch(behind_lead);
+                assert_eq!(ahead.is_done(), is_done, "{past} tokens, window {window:?}, {left} of {lines} lines left");
+            }
+        }
         for kv_head in 0..2 {
             let tile = attention::QueryTile { span: &span, kv_head, positions: 0..1 };
             let visible = tile.visible(&g, 0);
