@@ -7,7 +7,7 @@ use super::memory::weights;
 use super::{CpuBackend, with_element};
 use crate::backend::{AttentionGeometry, LoraGradient, LowProducts, Qkv, QkvLayout, Rotary};
 use crate::cpu::matmul::{
-    Addend, Addends, Out, PairSink, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target, fetch_to_write,
+    Addend, Addends, Low, Lows, Out, PairSink, Paired, RightSide, RowRuns, Rows, SINGLE_ROWS, Target, fetch_to_write,
 };
 use crate::cpu::memory::Buffer;
 use crate::cpu::packed::{PANEL, PackedRef};
@@ -103,6 +103,62 @@ impl LowProduct<'_> {
     /// In multiply-adds.
     fn cost(&self) -> usize {
         self.left.rows() * self.left.width() * self.right.columns()
+    }
+}
+
+/// A low-rank pair of a layer, there or back: some columns of some rows of a left side by a matrix to a rank, scaled, and that by one from the rank to some columns of a result.
+struct LowPair<'a> {
+    rows: Range<usize>,
+    low: Low<'a>,
+}
+
+impl<'a> LowPair<'a> {
+    fn forward(layer: &Linear<'a>) -> Result<Vec<Self>> {
+        Self::all(layer, |p, a, b| Low {
+            first_input: 0,
+            right: RightSide::Weights(a),
+            scale: p.scale,
+            first_column: p.first_column,
+            added: RightSide::Weights(b),
+        })
+    }
+
+    fn backward(layer: &Linear<'a>) -> Result<Vec<Self>> {
+        Self::all(layer, |p, a, b| Low {
+            first_input: p.first_column,
+            right: RightSide::Transposed(b),
+            scale: p.scale,
+            first_column: 0,
+            added: RightSide::Transposed(a),
+        })
+    }
+
+    fn all(
+        layer: &Linear<'a>,
+        low: impl Fn(&LoraProjection<'a>, PackedRef<'a>, PackedRef<'a>) -> Low<'a>,
+    ) -> Result<Vec<Self>> {
+        let pair = |(group, p): (&LoraGroup<'a>, &LoraProjection<'a>)| {
+            Ok(LowPair { rows: group.tokens.clone(), low: low(p, weights(p.a)?, weights(p.b)?) })
+        };
+        pairs(&layer.lora).map(pair).collect()
+    }
+
+    /// The product of `left` and the first matrix.
+    fn product<'l>(&self, left: &'l Tensor) -> Result<LowProduct<'l>>
+    where
+        'a: 'l,
+    {
+        let (inputs, first) = (self.low.inputs(), self.low.first_input);
+        let left = block(left, self.rows.clone(), first..first + inputs)?;
+        Ok(LowProduct { left, right: self.low.right, scale: self.low.scale })
+    }
+
+    /// What of it comes to a result, once that product is made.
+    fn pending<'l>(&self, low: Rows<'l>) -> Pending<'l>
+    where
+        'a: 'l,
+    {
+        Pending { low, first_row: self.rows.start, first_column: self.low.first_column, right: self.low.added }
     }
 }
 
@@ -205,23 +261,61 @@ impl CpuBackend {
     }
 
     pub(super) fn forward_linear(&self, x: &Tensor, layer: &Linear<'_>, y: Option<&mut Tensor>) -> Result<LowProducts> {
-        let low_products = self.forward_low(x, layer)?;
-        if let Some(y) = y {
-            let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
-            let pending = forward_pending(layer, &low_products)?;
-            self.product(whole(x)?, RightSide::Weights(weights(layer.weight)?), bias, &pending, y)?;
-        }
-        Ok(low_products)
+        let lows = LowPair::forward(layer)?;
+        let Some(y) = y else { return self.low_products(x, &lows) };
+        let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
+        let all = 0..x.rows();
+        self.product_with_lows(x, RowRuns::of(&all), RightSide::Weights(weights(layer.weight)?), bias, &lows, y)
     }
 
-    /// The products of a layer's input and its first low-rank matrices.
-    fn forward_low(&self, x: &Tensor, layer: &Linear<'_>) -> Result<LowProducts> {
-        let mut lows = Vec::new();
-        for (group, p) in pairs(&layer.lora) {
-            let left = block(x, group.tokens.clone(), 0..x.shape().row_len())?;
-            lows.push(LowProduct { left, right: RightSide::Weights(weights(p.a)?), scale: p.scale });
+    /// As [`CpuBackend::product_of_rows`], and low-rank pairs of the same left side, whose products to a rank it answers.
+    fn product_with_lows(
+        &self,
+        left: &Tensor,
+        rows: RowRuns<'_>,
+        right: RightSide<'_>,
+        bias: Option<&[f32]>,
+        lows: &[LowPair<'_>],
+        out: &mut Tensor,
+    ) -> Result<LowProducts> {
+        let (num_rows, columns) = (left.rows(), right.columns());
+        let is_every = rows.is_every(num_rows);
+        if is_every && self.makes_lows(left, right, false, lows) {
+            let out = all_of(out, &Target::overwrite(), num_rows, columns)?;
+            return self.with_lows(left, lows, bias, |addends| self.multiply((whole(left)?, rows), right, out, addends));
         }
-        self.low_products(&lows, x.dtype())
+        let made = self.low_products(left, lows)?;
+        let pending: Vec<Pending<'_>> = lows.iter().zip(rows_of(&made)?).map(|(pair, low)| pair.pending(low)).collect();
+        self.product_of_rows((whole(left)?, rows), right, bias, &pending, out)?;
+        Ok(made)
+    }
+
+    /// Whether a product makes these on its way.
+    fn makes_lows(&self, left: &Tensor, right: RightSide<'_>, in_pairs: bool, lows: &[LowPair<'_>]) -> bool {
+        let (rows, width) = (left.rows(), left.shape().row_len());
+        if lows.is_empty() || lows.iter().any(|pair| pair.rows != (0..rows)) {
+            return false;
+        }
+        let each: Vec<Low<'_>> = lows.iter().map(|pair| pair.low.clone()).collect();
+        self.matmul_for(left.dtype()).makes_lows(rows, width, right.columns(), in_pairs, &each)
+    }
+
+    /// Runs `product`, which makes low-rank pairs of all rows of its left side on its way, and answers them.
+    fn with_lows(
+        &self,
+        left: &Tensor,
+        lows: &[LowPair<'_>],
+        bias: Option<&[f32]>,
+        product: impl FnOnce(&Addends<'_>) -> Result<()>,
+    ) -> Result<LowProducts> {
+        let rows = left.rows();
+        let shapes = lows.iter().map(|pair| [rows, pair.low.right.columns()]).collect();
+        let mut made = self.room_for_products(shapes, left.dtype())?;
+        let rounded = made.numbers.as_mut().expect("there is room");
+        let mut sums = self.scratch(rounded.shape().dims(), DType::F32)?;
+        let each = lows.iter().map(|pair| pair.low.clone()).collect();
+        product(&Addends::with_lows(bias, Lows::new(each, rows, sums.slice_mut()?, rounded.slice_mut()?)))?;
+        Ok(made)
     }
 
     /// `silu(gate) * up` of a layer, gate first, where the sums of both come together; answers what [`CpuBackend::forward_linear`] does if so.
@@ -319,20 +413,22 @@ impl CpuBackend {
     ) -> Result<Option<LowProducts>> {
         let w = weights(layer.weight)?;
         let matmul = self.matmul_for(w.dtype);
-        let mut rights = Vec::new();
-        for (_, p) in pairs(&layer.lora) {
-            rights.push((p.first_column, RightSide::Weights(weights(p.b)?)));
-        }
-        if !matmul.has_forward_pairs(x.rows(), &w) || !rights.iter().all(|(first, right)| Addend::can_join(*first, right)) {
+        let lows = LowPair::forward(layer)?;
+        let can_join = |pair: &LowPair<'_>| Addend::can_join(pair.low.first_column, &pair.low.added);
+        if !matmul.has_forward_pairs(x.rows(), &w) || !lows.iter().all(can_join) {
             return Ok(None);
         }
-        let low_products = self.forward_low(x, layer)?;
-        let mut padded = Vec::new();
-        let products = addends(&forward_pending(layer, &low_products)?, &mut padded)?;
         let bias = layer.bias.map(|bias| bias.slice::<f32>()).transpose()?;
         let kept = kept.map(|kept| all_of(kept, &Target::overwrite(), x.rows(), w.out_features)).transpose()?;
-        matmul.forward_pairs(whole(x)?, w, &Addends::new(bias, products), paired, kept.as_ref(), sink)?;
-        Ok(Some(low_products))
+        let product = |addends: &Addends<'_>| matmul.forward_pairs(whole(x)?, w, addends, paired, kept.as_ref(), sink);
+        if self.makes_lows(x, RightSide::Weights(w), true, &lows) {
+            return self.with_lows(x, &lows, bias, product).map(Some);
+        }
+        let made = self.low_products(x, &lows)?;
+        let pending: Vec<Pending<'_>> = lows.iter().zip(rows_of(&made)?).map(|(pair, low)| pair.pending(low)).collect();
+        let mut padded = Vec::new();
+        product(&Addends::new(bias, addends(&pending, &mut padded)?))?;
+        Ok(Some(made))
     }
 
     pub(super) fn backward_linear(
@@ -345,32 +441,26 @@ impl CpuBackend {
         dx: Option<&mut Tensor>,
     ) -> Result<()> {
         let live = self.live_rows(dy, &layer.lora)?;
-        let mut wanted = Vec::new();
-        for ((group, p), gradient) in pairs(&layer.lora).zip(&gradients) {
-            if gradient.is_some() || dx.is_some() {
-                let left = block(dy, group.tokens.clone(), p.first_column..p.first_column + p.b.out_features())?;
-                wanted.push(LowProduct { left, right: RightSide::Transposed(weights(p.b)?), scale: p.scale });
+        let is_wanted: Vec<bool> = gradients.iter().map(|gradient| gradient.is_some() || dx.is_some()).collect();
+        let mut lows = LowPair::backward(layer)?;
+        let made = match dx {
+            Some(dx) => {
+                let dead_before = |i: usize| i.checked_sub(1).map_or(0, |before| live[before].end);
+                for i in 0..=live.len() {
+                    let dead = dead_before(i)..live.get(i).map_or(dy.rows(), |run| run.start);
+                    self.fill_zero(dx.rows_mut(dead))?;
+                }
+                let right = RightSide::Transposed(weights(layer.weight)?);
+                self.product_with_lows(dy, RowRuns::new(&live), right, None, &lows, dx)?
             }
-        }
-        let made = self.low_products(&wanted, x.dtype())?;
+            None => {
+                let mut is_wanted = is_wanted.iter();
+                lows.retain(|_| is_wanted.next() == Some(&true));
+                self.low_products(dy, &lows)?
+            }
+        };
         let mut made = rows_of(&made)?;
-        let is_wanted = gradients.iter().map(|gradient| gradient.is_some() || dx.is_some());
-        let by_low: Vec<Option<Rows<'_>>> = is_wanted.map(|wanted| if wanted { made.next() } else { None }).collect();
-        if let Some(dx) = dx {
-            let mut pending = Vec::with_capacity(by_low.len());
-            for ((group, p), low) in pairs(&layer.lora).zip(&by_low) {
-                let low = low.expect("all are made for dx");
-                let right = RightSide::Transposed(weights(p.a)?);
-                pending.push(Pending { low, first_row: group.tokens.start, first_column: 0, right });
-            }
-            let dead_before = |i: usize| i.checked_sub(1).map_or(0, |before| live[before].end);
-            for i in 0..=live.len() {
-                let dead = dead_before(i)..live.get(i).map_or(dy.rows(), |run| run.start);
-                self.fill_zero(dx.rows_mut(dead))?;
-            }
-            let right = RightSide::Transposed(weights(layer.weight)?);
-            self.product_of_rows((whole(dy)?, RowRuns::new(&live)), right, None, &pending, dx)?;
-        }
+        let by_low: Vec<Option<Rows<'_>>> = is_wanted.iter().map(|wanted| if *wanted { made.next() } else { None }).collect();
         let mut pairs = rows_of(low)?.zip(&by_low).zip(gradients);
         let mut sums = Vec::new();
         for group in &*layer.lora {
@@ -414,11 +504,13 @@ impl CpuBackend {
         Ok(LowProducts { numbers: Some(self.scratch(&[numbers], dtype)?), shapes })
     }
 
-    /// The low-rank products of all groups and projections, in order.
-    fn low_products(&self, lows: &[LowProduct<'_>], dtype: DType) -> Result<LowProducts> {
-        if lows.is_empty() {
+    /// The products of a left side and the first matrices of low-rank pairs, in order.
+    fn low_products(&self, left: &Tensor, pairs: &[LowPair<'_>]) -> Result<LowProducts> {
+        if pairs.is_empty() {
             return Ok(LowProducts::default());
         }
+        let dtype = left.dtype();
+        let lows = pairs.iter().map(|pair| pair.product(left)).collect::<Result<Vec<_>>>()?;
         let shapes = lows.iter().map(|low| [low.left.rows(), low.right.columns()]).collect();
         let mut products = self.room_for_products(shapes, dtype)?;
         let parts: Vec<_> = products.parts().collect();
@@ -526,17 +618,7 @@ impl CpuBackend {
     }
 }
 
-/// What of a layer's pairs comes to its result.
-fn forward_pending<'a>(layer: &Linear<'a>, low: &'a LowProducts) -> Result<Vec<Pending<'a>>> {
-    let mut pending = Vec::with_capacity(low.shapes.len());
-    for ((group, p), low) in pairs(&layer.lora).zip(rows_of(low)?) {
-        let right = RightSide::Weights(weights(p.b)?);
-        pending.push(Pending { low, first_row: group.tokens.start, first_column: p.first_column, right });
-    }
-    Ok(pending)
-}
-
-/// The same as what is added to a product on its way. What has to be padded is.
+/// Low-rank products as what is added to a product on its way. What has to be padded is.
 fn addends<'a>(pending: &[Pending<'a>], padded: &'a mut Vec<Option<Buffer>>) -> Result<Vec<Addend<'a>>> {
     padded.resize_with(pending.len(), || None);
     let mut products = Vec::with_capacity(pending.len());

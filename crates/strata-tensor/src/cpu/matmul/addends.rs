@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::fetch::Fetch;
 use super::kernel::{SingleAddend, Tile, TileKernel};
 use super::operands::{Out, RightBlock, RightSide, Rows, panel_columns, steps};
+use super::tiled::Lows;
 use crate::DType;
 use crate::cpu::isa::Isa;
 use crate::cpu::packed::{LANES, PANEL};
@@ -112,6 +113,8 @@ pub(crate) struct Addends<'a> {
     pub(super) bias: Option<&'a [f32]>,
     products: Vec<Addend<'a>>,
     singles: Vec<Singles<'a>>,
+    /// Instead of those: products of the product's own left side, which are made as its rows are.
+    lows: Option<Lows<'a>>,
     /// Whether rows of later products never lie before those of earlier ones, so that those of a run of rows lie together.
     in_order: bool,
     /// Words of the largest block.
@@ -134,7 +137,26 @@ impl<'a> Addends<'a> {
         });
         let singles = if in_order { Singles::take_from(&mut products) } else { Vec::new() };
         let block_words = products.iter().map(Addend::block_words).max().unwrap_or(0);
-        Addends { bias, products, singles, in_order, block_words }
+        Addends { bias, products, singles, lows: None, in_order, block_words }
+    }
+
+    /// A bias, and then what is made of the left side, for a product that [makes](super::Matmul::makes_lows) it.
+    pub(crate) fn with_lows(bias: Option<&'a [f32]>, lows: Lows<'a>) -> Self {
+        Addends { bias, lows: Some(lows), ..Addends::default() }
+    }
+
+    /// What is made of the left side.
+    pub(super) fn lows(&self) -> Option<&Lows<'a>> {
+        self.lows.as_ref()
+    }
+
+    /// What is added to some rows, once what is made of the left side has been made of them.
+    ///
+    /// # Safety
+    /// As [`Lows::added_to`].
+    pub(super) unsafe fn of_made_rows(&self, lows: &'a Lows<'_>, rows: Range<usize>) -> Addends<'a> {
+        // SAFETY: the caller's promise.
+        Addends::new(self.bias, unsafe { lows.added_to(rows) })
     }
 
     /// Products of single rows that are added together.
@@ -153,7 +175,8 @@ impl<'a> Addends<'a> {
             let last = singles.addends.last().map_or(0, |single| single.row);
             last < rows && singles.panels.end * PANEL <= columns
         });
-        products && singles && self.bias.is_none_or(|bias| bias.len() == columns)
+        let lows = self.lows.as_ref().is_none_or(|lows| lows.fit(rows, columns, dtype));
+        products && singles && lows && self.bias.is_none_or(|bias| bias.len() == columns)
     }
 
     /// Single rows of some rows and a panel.

@@ -53,7 +53,7 @@ use operands::{Right, RightOn, panel_columns, part_panel_bytes, steps};
 pub(crate) use pack::{Given, bytes_of, pack_columns, pack_int4, pack_layers, pack_rows, pack_step, unpack_row};
 pub(crate) use panels::write_rows as write_panel_rows;
 use tiled::{GRANULE_BLOCK_STEPS, NEAR_ROWS_MIN};
-pub(crate) use tiled::{PairSink, Paired};
+pub(crate) use tiled::{Low, Lows, PairSink, Paired};
 pub(crate) use transpose::block as transpose_block;
 
 use super::isa::{Arithmetic, Isa};

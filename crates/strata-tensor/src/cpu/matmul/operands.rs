@@ -87,6 +87,11 @@ impl<'r> RowRuns<'r> {
         RowRuns(if run.is_empty() { &[] } else { std::slice::from_ref(run) })
     }
 
+    /// Whether they are one run of so many rows from the first on.
+    pub(crate) fn is_every(self, rows: usize) -> bool {
+        matches!(self.0, [run] if *run == (0..rows))
+    }
+
     /// Rows of all of them.
     pub(super) fn len(self) -> usize {
         self.0.iter().map(Range::len).sum()

@@ -1,10 +1,13 @@
 //! Products in granules: left sides in tiles, a part of the rows and of the reduction at a time.
 
+mod lows;
 pub(super) mod near;
 
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+pub(crate) use self::lows::{Low, Lows};
 use self::near::NearFn;
 use super::addends::{Addends, PanelAddends};
 use super::fetch::Pieces;
@@ -67,7 +70,7 @@ impl Matmul<'_> {
     ) -> Result<()> {
         let block_steps = if all.len() < NEAR_ROWS_MIN { block_steps } else { block_steps.min(NEAR_GRANULE_BLOCK_STEPS) };
         let (num_steps, near) = (steps(left.width, left.dtype), near::kernel(self.isa));
-        self.over_tiles((left, all), (out.columns, true), |tiles, panels, part| {
+        self.over_tiles(run, (left, all), (out.columns, true), addends, |tiles, panels, part, addends| {
             let accumulate = out.accumulate || tiles.steps.start > 0;
             let product = PanelProduct { run, left: tiles, out, accumulate, block_steps, right };
             let addends = (tiles.steps.end == num_steps).then_some(addends);
@@ -102,7 +105,7 @@ impl Matmul<'_> {
             Paired::Halves => [pair, half + pair],
             Paired::Neighbours => [2 * pair, 2 * pair + 1],
         };
-        self.over_tiles((left, all), (columns / 2, false), |tiles, (pair, next_pair), part| {
+        self.over_tiles(run, (left, all), (columns / 2, false), addends, |tiles, (pair, next_pair), part, addends| {
             let bytes = pair_bytes(part.len()) + near::scratch_bytes(part.len(), block_steps) + addends.scratch_bytes();
             with_scratch(bytes, |mut arena| {
                 let side = arena.take::<f32>(part.len().next_multiple_of(granules::TILE_ROWS) * 2 * PANEL);
@@ -125,12 +128,15 @@ impl Matmul<'_> {
         })
     }
 
-    /// Runs `body` with tiles of a part of the left side, a panel of so many columns, of which it may have some rows, and the next to come. Sums may be kept between parts of the reduction if `body` can.
+    /// Runs `body` with tiles of a part of the left side, a panel of so many columns, of which it may have some rows, and the next to come, and what is added to them. Sums may be kept between parts of the
+    /// reduction if `body` can.
     fn over_tiles(
         &self,
+        run: GranuleFn,
         (left, all): (Rows<'_>, RowRuns<'_>),
         (columns, may_keep): (usize, bool),
-        body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>) + Sync,
+        addends: &Addends<'_>,
+        body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>, &Addends<'_>) + Sync,
     ) -> Result<()> {
         let num_steps = steps(left.width, left.dtype);
         let num_rows = all.len();
@@ -139,8 +145,9 @@ impl Matmul<'_> {
         if near.is_some()
             && let Some(own) = self.own_rows(num_rows, num_steps, panels, may_keep)
         {
-            return self.over_own_tiles((left, all), own, panels, body);
+            return self.over_own_tiles(run, (left, all), (own, panels), addends, body);
         }
+        assert!(addends.lows().is_none(), "who makes them copies rows for himself");
         for first in (0..num_rows).step_by(TILED_ROWS_MAX) {
             let rows: Vec<Range<usize>> = all.parts(first..(first + TILED_ROWS_MAX).min(num_rows)).collect();
             let rows = RowRuns::new(&rows);
@@ -157,7 +164,7 @@ impl Matmul<'_> {
                 };
                 self.over_panels(rows.len(), columns, granules::ROWS_MAX, |panel, part| {
                     // Threads take panels in turns.
-                    body(&tiles, (panel, panel + self.pool.num_threads()), part);
+                    body(&tiles, (panel, panel + self.pool.num_threads()), part, addends);
                 });
             }
         }
@@ -167,10 +174,11 @@ impl Matmul<'_> {
     /// As [`Matmul::over_tiles`], of rows that each thread copies for itself.
     fn over_own_tiles(
         &self,
+        run: GranuleFn,
         (left, all): (Rows<'_>, RowRuns<'_>),
-        own: OwnRows,
-        panels: usize,
-        body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>) + Sync,
+        (own, panels): (OwnRows, usize),
+        addends: &Addends<'_>,
+        body: impl Fn(&TiledLeft<'_>, (usize, usize), Range<usize>, &Addends<'_>) + Sync,
     ) -> Result<()> {
         let (num_rows, num_steps) = (all.len(), steps(left.width, left.dtype));
         let of_chunk = |first| RowChunk::new(all.parts(first..(first + own.rows).min(num_rows)).collect());
@@ -187,13 +195,21 @@ impl Matmul<'_> {
         let kept = kept.as_mut().map(|kept| SharedMut::new(kept.numbers_mut::<f32>(at_once * sums_each)));
         for chunks in chunks.chunks(at_once) {
             for steps in &parts {
+                let is_last = steps.end == num_steps;
                 self.over_chunks(chunks, panels, |chunk, rows, next_panel| {
                     let bytes = TiledLeft::bytes(rows.len(), steps.len());
                     with_operand(bytes, |mut arena| {
                         let mut tiles = TiledLeft::copied(self.pool, &left, rows, steps.clone(), arena.take(bytes));
+                        let mut of_rows = None;
+                        if let Some(lows) = addends.lows() {
+                            chunks[chunk].once(|| lows.make(self, run, &tiles, is_last));
+                            // SAFETY: they have been made.
+                            of_rows = is_last.then(|| unsafe { addends.of_made_rows(lows, lows::one_run(rows)) });
+                        }
+                        let addends = of_rows.as_ref().unwrap_or(addends);
                         tiles.sums = kept.as_ref().map(|kept| (kept, chunk * sums_each));
                         while let Some(panel) = next_panel() {
-                            body(&tiles, (panel, panel + 1), 0..rows.len());
+                            body(&tiles, (panel, panel + 1), 0..rows.len(), addends);
                         }
                     });
                 });
@@ -235,13 +251,13 @@ impl Matmul<'_> {
         body: impl Fn(usize, RowRuns<'_>, &mut dyn FnMut() -> Option<usize>) + Sync,
     ) {
         let threads = self.pool.num_threads();
-        chunks.iter().for_each(|chunk| chunk.next_panel.store(0, Ordering::Relaxed));
+        chunks.iter().for_each(RowChunk::begin);
         self.pool.run(threads, &|thread| {
             let is_own = |chunk: &usize| chunk % threads == thread;
             let own = (0..chunks.len()).filter(is_own).map(|chunk| (chunk, 1));
             let others = (0..chunks.len()).filter(|chunk| !is_own(chunk)).map(|chunk| (chunk, OTHERS_PANELS_MIN.min(panels)));
             for (chunk, panels_min) in own.chain(others) {
-                let RowChunk { rows, next_panel } = &chunks[chunk];
+                let RowChunk { rows, next_panel, .. } = &chunks[chunk];
                 if next_panel.load(Ordering::Relaxed) + panels_min > panels {
                     continue;
                 }
@@ -312,11 +328,28 @@ struct RowChunk {
     rows: Vec<Range<usize>>,
     /// The first panel that nobody has taken.
     next_panel: AtomicUsize,
+    /// Whether what comes before all panels has been done.
+    is_begun: Mutex<bool>,
 }
 
 impl RowChunk {
     fn new(rows: Vec<Range<usize>>) -> Self {
-        RowChunk { rows, next_panel: AtomicUsize::new(0) }
+        RowChunk { rows, next_panel: AtomicUsize::new(0), is_begun: Mutex::new(false) }
+    }
+
+    /// For all panels again.
+    fn begin(&self) {
+        self.next_panel.store(0, Ordering::Relaxed);
+        *self.is_begun.lock().expect("nobody failed") = false;
+    }
+
+    /// Has `first` done by the first thread that comes here; others wait for it.
+    fn once(&self, first: impl FnOnce()) {
+        let mut is_begun = self.is_begun.lock().expect("nobody failed");
+        if !*is_begun {
+            first();
+            *is_begun = true;
+        }
     }
 }
 
@@ -397,6 +430,20 @@ impl<'r> TiledLeft<'r> {
         }
         let (row, granule) = (granules::ROW_BYTES, Self::TILE_BYTES);
         TiledLeft { first, row, granule, tile: stride, rows, steps, is_copied: true, sums: None }
+    }
+
+    /// Some columns of rows that were copied, as many of them as are in these steps, as a left side of their own whose rows are `rows`. They begin and end with a granule, or end with the rows.
+    fn of_inputs(&self, first: usize, inputs: usize, rows: RowRuns<'r>) -> Option<Self> {
+        let (before, end) = (steps(first, DType::BF16), steps(first + inputs, DType::BF16));
+        let part = self.steps.start.max(before)..self.steps.end.min(end);
+        let granules = part.start.saturating_sub(self.steps.start) / granules::STEPS;
+        (!part.is_empty()).then(|| TiledLeft {
+            first: self.first.wrapping_add(granules * self.granule),
+            rows,
+            steps: part.start - before..part.end - before,
+            sums: None,
+            ..*self
+        })
     }
 
     /// The rows as they lie, if a kernel can read them so: one run, whole granules.
@@ -565,9 +612,15 @@ mod tests {
             let chunks = chunks(count);
             // As for each range of a reduction.
             for _ in 0..2 {
-                let given: Vec<AtomicUsize> = (0..count * panels).map(|_| AtomicUsize::new(0)).collect();
+                let none = |count: usize| -> Vec<AtomicUsize> { (0..count).map(|_| AtomicUsize::new(0)).collect() };
+                let (given, begun) = (none(count * panels), none(count));
                 let take = |chunk: usize, rows: RowRuns<'_>, next_panel: &mut dyn FnMut() -> Option<usize>| {
                     assert_eq!(rows.end() - 1, chunk);
+                    chunks[chunk].once(|| {
+                        std::thread::yield_now();
+                        begun[chunk].fetch_add(1, Ordering::Relaxed);
+                    });
+                    assert_eq!(begun[chunk].load(Ordering::Relaxed), 1, "who comes later waits for who begins");
                     while let Some(panel) = next_panel() {
                         given[chunk * panels + panel].fetch_add(1, Ordering::Relaxed);
                     }

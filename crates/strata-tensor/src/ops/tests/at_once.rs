@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A layer with a bias and two adapters, each with a pair for each part of its columns.
+/// A layer with a bias and one or two adapters, each with a pair for each part of its columns.
 struct Wide {
     inputs: usize,
     /// First column and columns of each part.
@@ -10,24 +10,29 @@ struct Wide {
     weight: PackedStack,
     bias: Tensor,
     /// Of each adapter those of all parts.
-    pairs: [Vec<[PackedStack; 2]>; 2],
+    pairs: Vec<Vec<[PackedStack; 2]>>,
 }
 
 impl Wide {
     fn new(inputs: usize, widths: &[usize]) -> Self {
+        Wide::of_ranks(inputs, widths, &[3, 8])
+    }
+
+    fn of_ranks(inputs: usize, widths: &[usize], ranks: &[usize]) -> Self {
         let outputs = widths.iter().sum();
         let parts: Vec<_> =
             widths.iter().scan(0, |next, &width| Some((std::mem::replace(next, *next + width), width))).collect();
         let pack =
             |seed: u64, inputs: usize, outputs: usize| packed(&normal(inputs * outputs, seed), inputs, outputs, DType::BF16);
-        let pairs = [(10, 3), (20, 8)].map(|(seed, rank)| {
+        let pairs = (10..).step_by(10).zip(ranks).map(|(seed, &rank)| {
             let pair = |(seed, &(_, width)): (u64, &(usize, usize))| [pack(seed, inputs, rank), pack(seed + 100, rank, width)];
             (seed..).zip(&parts).map(pair).collect()
         });
+        let pairs = pairs.collect();
         Wide { inputs, weight: pack(1, inputs, outputs), bias: tensor(&[outputs], DType::F32, 2), parts, pairs }
     }
 
-    /// All tokens but some between the adapters'.
+    /// All tokens of one adapter; of two all but some between theirs.
     fn linear(&self, tokens: usize) -> Linear<'_> {
         let projection = |adapter: usize, part: usize| LoraProjection {
             a: self.pairs[adapter][part][0].layer(0),
@@ -41,7 +46,10 @@ impl Wide {
             sequences: [tokens].into(),
             projections: (0..self.parts.len()).map(|part| projection(adapter, part)).collect(),
         };
-        let groups = [group(0, 0..tokens.div_ceil(3)), group(1, tokens / 2..tokens)];
+        let groups = match self.pairs.len() {
+            1 => vec![group(0, 0..tokens)],
+            _ => vec![group(0, 0..tokens.div_ceil(3)), group(1, tokens / 2..tokens)],
+        };
         let lora = groups.into_iter().filter(|group| !group.tokens.is_empty()).collect();
         Linear { weight: self.weight.layer(0), bias: Some(self.bias.as_ref()), lora }
     }
@@ -80,7 +88,7 @@ fn there_and_back<'a>(
         gradients.open(p.site, p.a.out_features(), layer.inputs, p.b.out_features());
     }
     let (y, dx) = go_back(b, x, &mut gradients, op);
-    let of_pairs = (0..2).flat_map(|group| gradients.of_group(group)).map(f32::to_bits).collect();
+    let of_pairs = (0..layer.pairs.len()).flat_map(|group| gradients.of_group(group)).map(f32::to_bits).collect();
     [bits(&y), dx.into_iter().map(f32::to_bits).collect(), of_pairs]
 }
 
@@ -166,6 +174,53 @@ fn attention_to_a_layer_at_once_has_the_bits_of_both_ops_in_turn() {
                     assert!(there_and_back(b, &layer, &x, op(true)) == in_turn, "{what}, recorded");
                 }
             });
+        }
+    }
+}
+
+/// Where rows are copied for a layer and an adapter of all of them together, and where two have some each: the bits are those of vectors, which copy nothing.
+#[test]
+fn one_adapter_of_all_tokens_or_two_of_some_have_the_same_bits_on_a_matrix_unit() {
+    if !Isa::Amx.is_available() {
+        return;
+    }
+    let vectors = CpuBackend::with_isa(Arithmetic { isa: Isa::Avx512, numerics: crate::Numerics::Portable }, 1);
+    let g = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 128, values: KvValues::Own(128), ..GEOMETRY };
+    let norms = [tensor(&[128], DType::F32, 5), tensor(&[128], DType::F32, 6)];
+    const TOKENS: usize = 270;
+    let spans = [whole(0..90), whole(90..TOKENS)];
+    let [linear, gate_up, qkv] =
+        [&[64, 128, 40][..], &[128, 128], &[256, 128, 128]].map(|widths| Wide::of_ranks(70, widths, &[6]));
+    let of_two = Wide::of_ranks(70, &[64, 128], &[6, 8]);
+    let x = tensor(&[TOKENS, 70], DType::BF16, 3);
+    // Back of a gradient of which some rows are zeros.
+    let mut dy = normal(TOKENS * 232, 4);
+    dy[64 * 232..128 * 232].fill(0.0);
+    let dy = Tensor::from_f32(&dy, &[TOKENS, 232], DType::BF16).unwrap();
+    let back = |b: &CpuBackend| {
+        let (layer, mut dx) = (linear.linear(TOKENS), b.scratch(&[TOKENS, 70], DType::F32).unwrap());
+        let low = b.linear(&x, &layer, None).unwrap();
+        b.linear_backward(&dy, &x, &low, &layer, &mut [None, None, None], Some(&mut dx)).unwrap();
+        [bits(&dx), Vec::new(), Vec::new()]
+    };
+    let of = |b: &CpuBackend| {
+        let input = attention_input(b, g, &norms, &spans);
+        let sums = |linear: &Wide| there_and_back(b, linear, &x, |tape, x| tape.linear(x, linear.linear(TOKENS)));
+        [
+            sums(&linear),
+            sums(&of_two),
+            back(b),
+            there_and_back(b, &gate_up, &x, gated(&gate_up, DType::BF16, true)),
+            there_and_back(b, &qkv, &x, attended(&qkv, &input, true)),
+        ]
+    };
+    let expected = of(&vectors);
+    for threads in [1, 2] {
+        let found = of(&CpuBackend::with_isa(Arithmetic::from(Isa::Amx), threads));
+        for (what, (found, expected)) in
+            ["linear", "of two", "back", "gated", "attended"].into_iter().zip(found.iter().zip(&expected))
+        {
+            assert!(found == expected, "{what}, {threads} threads");
         }
     }
 }
