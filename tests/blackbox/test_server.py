@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from harness import API_KEY, Server, binary, encode, free_port, logprobs_of, next_token, same_bits, train
+from harness import API_KEY, ROOT, Server, binary, decode, encode, free_port, logprobs_of, next_token, same_bits, train
 from wire import Wire, fwdbwd, next_token_datum
 
 DATUM = next_token_datum(encode("the quick brown fox"))
@@ -70,6 +70,30 @@ def test_a_taken_port_is_named(locked, tmp_path):
 def test_a_model_that_is_not_there_is_named(tmp_path):
     missing = tmp_path / "no-such-model"
     assert "no-such-model" in refuses_to_start(str(missing), "--data-dir", str(tmp_path))
+
+
+def model_with_large_tokenizer(directory, json):
+    """The small model with a `tokenizer.json` as large as those that are read while the server starts."""
+    model = directory / "model"
+    config = ROOT / "assets/tiny-base/config.json"
+    subprocess.run([binary(), "init-model", "--config", str(config), str(model)], check=True, capture_output=True)
+    (model / "tokenizer.json").write_text(json + " " * (1 << 20))
+    return str(model)
+
+
+def test_a_large_tokenizer_is_waited_for_by_who_needs_it(tmp_path):
+    model = model_with_large_tokenizer(tmp_path, (ROOT / "assets/tiny-base/tokenizer.json").read_text())
+    with Server(tmp_path, model) as running, tinker.ServiceClient(base_url=running.url, api_key=API_KEY) as client:
+        sampler = client.create_sampling_client(base_model=client.get_server_capabilities().supported_models[0].model_name)
+        stop = types.SamplingParams(max_tokens=200, seed=1, stop=["e"])
+        [sample] = sampler.sample(types.ModelInput.from_ints(encode("hello")), 1, stop).result().sequences
+        assert "e" not in decode(sample.tokens[:-1])
+
+
+def test_a_large_tokenizer_that_cannot_be_read_ends_the_server(tmp_path):
+    model = model_with_large_tokenizer(tmp_path, '{"model": 5}')
+    ended = subprocess.run(Server(tmp_path, model).command(), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "tokenizer.json" in ended.stderr, ended
 
 
 def test_more_memory_for_adapters_than_there_is_is_refused_at_start(tmp_path):

@@ -13,7 +13,7 @@ use std::time::Duration;
 use strata_model::checkpoint::AdapterFormat;
 use strata_model::lora::RANK_MAX;
 use strata_model::vision::ImageProcessor;
-use strata_model::{Keeping, Model, PAGE_TOKENS, Tokenizer, Work};
+use strata_model::{Keeping, LateTokenizer, Model, PAGE_TOKENS, Work};
 use strata_tensor::LOGITS_CHUNK_BYTES;
 
 use crate::admission::Admission;
@@ -120,7 +120,7 @@ impl EngineHandle {
     ///
     /// # Errors
     /// If `config.memory_bytes` does not suffice, or the device has no such memory, or the system refuses a thread.
-    pub fn start(mut model: Model, tokenizer: Option<Arc<Tokenizer>>, config: EngineConfig) -> Result<Self, StartError> {
+    pub fn start(mut model: Model, tokenizer: Option<LateTokenizer>, config: EngineConfig) -> Result<Self, StartError> {
         let budget = divide(&mut model, &config)?;
         let info = EngineInfo {
             max_context_tokens: budget.max_context_tokens,

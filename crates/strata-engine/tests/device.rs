@@ -17,7 +17,7 @@ fn cpu() -> CpuBackend {
 
 fn over(backend: Arc<dyn Backend>) -> EngineHandle {
     let model = Model::load(backend, &ModelSource::Embedded, None).expect("the embedded model is whole");
-    EngineHandle::start(model, Some(Arc::new(tokenizer())), config(MEMORY_BYTES)).expect("memory suffices")
+    EngineHandle::start(model, Some(tokenizer().into()), config(MEMORY_BYTES)).expect("memory suffices")
 }
 
 #[test]

@@ -25,7 +25,7 @@ fn over(name: &str, speculation: Speculation) -> EngineHandle {
 
 fn embedded(speculation: Speculation) -> EngineHandle {
     let config = EngineConfig { speculation, ..config(MEMORY_BYTES) };
-    EngineHandle::start(model(2), Some(Arc::new(tokenizer())), config).expect("memory suffices")
+    EngineHandle::start(model(2), Some(tokenizer().into()), config).expect("memory suffices")
 }
 
 /// The first `n` tokens of a text of `period` that is said again and again.

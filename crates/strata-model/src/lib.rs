@@ -38,4 +38,4 @@ pub use error::{Error, Result};
 pub use kv_cache::{KvCache, PAGE_TOKENS};
 pub use model::{Keeping, Model, Targets, TokenLoss, UnwrittenCopy, random_parameter, write_merged};
 pub use source::ModelSource;
-pub use tokenizer::{SpecialTokens, StreamDecoder, Tokenizer};
+pub use tokenizer::{LateTokenizer, SpecialTokens, StreamDecoder, Tokenizer};

@@ -171,6 +171,14 @@ impl ModelSource {
         self.required("tokenizer.json", embedded::TOKENIZER, TOKENIZER_BYTES_MAX)
     }
 
+    /// The text of `tokenizer.json`, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn tokenizer_json_if_exists(&self) -> Result<Option<Cow<'static, str>>> {
+        self.optional("tokenizer.json", embedded::TOKENIZER, TOKENIZER_BYTES_MAX)
+    }
+
     /// The text of `tokenizer_config.json`, if there is one.
     ///
     /// # Errors

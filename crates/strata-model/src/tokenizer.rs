@@ -1,5 +1,9 @@
 //! Text to tokens and back: `tokenizer.json` through the `tokenizers` crate, and decoding of a growing sequence.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock};
+
 use crate::{Error, ModelConfig, ModelSource, Result};
 
 /// The longest text that is encoded at once; far above any context.
@@ -33,11 +37,7 @@ impl Tokenizer {
     /// # Errors
     /// If `tokenizer.json` cannot be read, or is not one.
     pub fn load_if_exists(source: &ModelSource) -> Result<Option<Self>> {
-        match source.tokenizer_json() {
-            Ok(json) => Ok(Some(Self::from_json(&json)?)),
-            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(other) => Err(other),
-        }
+        source.tokenizer_json_if_exists()?.map(|json| Self::from_json(&json)).transpose()
     }
 
     /// Reads the text of a `tokenizer.json`.
@@ -127,6 +127,57 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
+}
+
+/// A tokenizer that may still be read: one of 150,000 tokens takes a second, in which a server of it serves whoever does not need it. Clones are of one.
+#[derive(Clone)]
+pub struct LateTokenizer(Arc<OnceLock<Result<Arc<Tokenizer>, String>>>);
+
+impl LateTokenizer {
+    /// One that a thread of its own gets from `read`. It begins with `begin`, such as a lower priority.
+    ///
+    /// # Errors
+    /// If there is no thread for it.
+    pub fn read(
+        begin: impl FnOnce() + Send + 'static,
+        read: impl FnOnce() -> Result<Tokenizer> + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let late = LateTokenizer(Arc::new(OnceLock::new()));
+        let to = late.clone();
+        std::thread::Builder::new().name("strata-tokens".into()).spawn(move || {
+            begin();
+            // Whoever waits is answered, come what may.
+            let read = catch_unwind(AssertUnwindSafe(read));
+            let read = read.unwrap_or_else(|panic| Err(Error::Tokenizer(format!("tokenizer.json: {}", text_of(&*panic)))));
+            to.0.get_or_init(|| read.map(Arc::new).map_err(|error| error.to_string()));
+        })?;
+        Ok(late)
+    }
+
+    /// The tokenizer, once it has been read.
+    ///
+    /// # Errors
+    /// Why it could not be.
+    pub fn wait(&self) -> Result<Arc<Tokenizer>, String> {
+        self.0.wait().clone()
+    }
+
+    /// The same if it need not be waited for.
+    pub fn now(&self) -> Option<Result<Arc<Tokenizer>, String>> {
+        self.0.get().cloned()
+    }
+}
+
+impl From<Tokenizer> for LateTokenizer {
+    fn from(tokenizer: Tokenizer) -> Self {
+        LateTokenizer(Arc::new(OnceLock::from(Ok(Arc::new(tokenizer)))))
+    }
+}
+
+/// What a thread said when it failed.
+fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it cannot be read")
 }
 
 fn error(what: &str, source: tokenizers::Error) -> Error {
@@ -301,6 +352,30 @@ mod tests {
         assert_eq!(tokenizer.decode(&tokens, SpecialTokens::Skip).unwrap(), "a");
         assert_eq!(tokenizer.vocab_size(), 259);
         assert_eq!(tokenizer.decode(&[270, 4_000_000_000], SpecialTokens::Keep).unwrap(), "");
+    }
+
+    #[test]
+    fn whoever_waits_for_a_tokenizer_is_answered() {
+        let (go_on, held) = std::sync::mpsc::channel::<()>();
+        let late = LateTokenizer::read(
+            || (),
+            move || {
+                held.recv().unwrap();
+                Ok(tiny())
+            },
+        );
+        let late = late.unwrap();
+        assert!(late.now().is_none());
+        let waiting = std::thread::spawn({
+            let late = late.clone();
+            move || late.wait().unwrap().vocab_size()
+        });
+        go_on.send(()).unwrap();
+        assert_eq!((waiting.join().unwrap(), late.now().unwrap().unwrap().vocab_size()), (259, 259));
+
+        let failed = |read: fn() -> Result<Tokenizer>| LateTokenizer::read(|| (), read).unwrap().wait().err().unwrap();
+        assert!(failed(|| Tokenizer::from_json("{}")).contains("tokenizer.json"));
+        assert!(failed(|| panic!("it is {}", "upside down")).contains("upside down"));
     }
 
     #[test]

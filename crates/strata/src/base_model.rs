@@ -9,7 +9,7 @@ use indicatif::HumanBytes;
 use strata_engine::adapters::Adapters;
 use strata_engine::{EngineConfig, EngineHandle, EngineInfo, Machine, StartError};
 use strata_model::checkpoint::{HubOptions, read_own_file, refuse_links_below, write_file_atomically};
-use strata_model::{EMBEDDED_NAME, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
+use strata_model::{EMBEDDED_NAME, LateTokenizer, Model, ModelConfig, ModelSource, Tokenizer, UnwrittenCopy, weight_bytes};
 use strata_server::{DataDir, ModelInfo, ServerConfig};
 use strata_tensor::{CpuBackend, DType, Int4Group, WeightFormat, WeightStorage};
 
@@ -44,6 +44,8 @@ pub struct Resources {
 }
 
 /// What a tokenizer takes of memory, for each byte of its file: a token is in two maps and has a text of its own in each, and so do merges. Of 151,643 tokens and as many merges it is 7.9.
+/// The file of a tokenizer that is read while other things go on, at least.
+const LATE_TOKENIZER_BYTES: usize = 1 << 20;
 const TOKENIZER_FACTOR: u64 = 8;
 /// Of what is for tables, the part that the catalogue of checkpoints may take.
 const CATALOGUE_PART: usize = 2;
@@ -162,6 +164,26 @@ pub struct BaseModel {
     pub weight_bytes: u64,
     /// What computes: `cpu avx512-bf16, 2 threads`.
     pub kernels: String,
+    /// What it has text by, if it has: as a rule it is still being read.
+    own_tokenizer: Option<LateTokenizer>,
+}
+
+impl BaseModel {
+    /// Answers once the tokenizer has been read.
+    ///
+    /// # Errors
+    /// If it cannot be, or is another model's: clients would load the same.
+    pub fn wait_for_tokenizer(&self) -> impl FnOnce() -> anyhow::Result<()> + Send + 'static {
+        let (tokenizer, name) = (self.own_tokenizer.clone(), self.info.name.clone());
+        move || match tokenizer.map(|tokenizer| tokenizer.wait()) {
+            Some(Err(error)) => Err(unreadable(&name, error)),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn unreadable(name: &str, error: String) -> anyhow::Error {
+    anyhow::anyhow!(error).context(format!("loading {name}"))
 }
 
 /// Has a server keep to what is for it of the memory of these models.
@@ -194,7 +216,7 @@ impl Found {
 struct Loaded {
     found: Found,
     model: Model,
-    own_tokenizer: Option<Arc<Tokenizer>>,
+    own_tokenizer: Option<LateTokenizer>,
     engine: EngineConfig,
 }
 
@@ -372,6 +394,8 @@ fn load(found: Found, engine: EngineConfig, resources: &Resources, copies: &Copi
     let threads = resources.threads()?;
     let backend = machine::with_low_priority(|| CpuBackend::with_numerics(Some(threads), resources.numerics.into()))?;
     let storage = Quantize::storage(resources.quantize);
+    // Read meanwhile, and then while others are served already.
+    let own_tokenizer = read_tokenizer(source, config).with_context(|| format!("loading {name}"))?;
     let loaded = copies.load(Arc::new(backend), source, None, storage);
     let (model, unwritten) = loaded.with_context(|| format!("loading {name}"))?;
     if let Some(copy) = unwritten {
@@ -379,7 +403,9 @@ fn load(found: Found, engine: EngineConfig, resources: &Resources, copies: &Copi
         machine::with_low_priority(|| std::thread::Builder::new().name("strata-copy".into()).spawn(|| write_copy(copy)))
             .context("a thread to write the packed copy")?;
     }
-    let own_tokenizer = load_tokenizer(source, config).with_context(|| format!("loading {name}"))?.map(Arc::new);
+    if let Some(Err(error)) = own_tokenizer.as_ref().and_then(LateTokenizer::now) {
+        return Err(unreadable(name, error));
+    }
     Ok(Loaded { found, model, own_tokenizer, engine })
 }
 
@@ -387,7 +413,7 @@ fn start_one(loaded: Loaded, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
     let Loaded { found: Found { source, config, name, tokenizer, .. }, model, own_tokenizer, engine } = loaded;
     let (weight_bytes, kernels) = (model.weight_bytes() as u64, model.backend().description());
     let architecture = config.model_type().to_string();
-    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer, engine));
+    let engine = machine::with_low_priority(|| EngineHandle::start(model, own_tokenizer.clone(), engine));
     let engine = engine.with_context(|| format!("starting the engine of {name}"))?;
     let info = ModelInfo {
         architecture,
@@ -399,18 +425,26 @@ fn start_one(loaded: Loaded, data_dir: &DataDir) -> anyhow::Result<BaseModel> {
         adapters: Adapters::new(name.clone(), config),
         name,
     };
-    Ok(BaseModel { engine, info, weight_bytes, kernels })
+    Ok(BaseModel { engine, info, weight_bytes, kernels, own_tokenizer })
 }
 
-/// The tokenizer of a model, if it has one. Clients bring their own: without one here, stop strings alone cannot be had. One that is
-/// malformed, or another model's, is an error: clients would load the same.
-fn load_tokenizer(source: &ModelSource, config: &ModelConfig) -> strata_model::Result<Option<Tokenizer>> {
-    let tokenizer = Tokenizer::load_if_exists(source)?;
-    match &tokenizer {
-        Some(tokenizer) => tokenizer.check_against(config)?,
-        None => tracing::warn!("the model has no tokenizer.json: requests with stop strings will fail"),
+/// The tokenizer of a model, if it has one. Clients bring their own: without one here, stop strings alone cannot be had. That of a large vocabulary is read by a thread of its own; one that is malformed,
+/// or another model's, is an error all the same: clients would load the same.
+fn read_tokenizer(source: &ModelSource, config: &ModelConfig) -> anyhow::Result<Option<LateTokenizer>> {
+    let Some(json) = source.tokenizer_json_if_exists()? else {
+        tracing::warn!("the model has no tokenizer.json: requests with stop strings will fail");
+        return Ok(None);
+    };
+    let (is_small, config) = (json.len() < LATE_TOKENIZER_BYTES, config.clone());
+    let read = move || {
+        let tokenizer = Tokenizer::from_json(&json)?;
+        tokenizer.check_against(&config)?;
+        Ok(tokenizer)
+    };
+    if is_small {
+        return Ok(Some(read()?.into()));
     }
-    Ok(tokenizer)
+    LateTokenizer::read(machine::lower_priority, read).context("a thread to read the tokenizer").map(Some)
 }
 
 /// What clients load the tokenizer from: the directory of the model, its Hugging Face name, or files that are written for them.
@@ -576,12 +610,29 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let source = ModelSource::Directory(dir.path().into());
         let config = ModelSource::Embedded.config().unwrap();
-        assert!(load_tokenizer(&source, &config).unwrap().is_none());
-        fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
-        assert!(load_tokenizer(&source, &config).is_err());
-        fs::write(dir.path().join("tokenizer.json"), &*ModelSource::Embedded.tokenizer_json().unwrap()).unwrap();
-        assert!(load_tokenizer(&source, &config).unwrap().is_some());
-        assert!(load_tokenizer(&source, &ModelConfig { vocab_size: 100, ..config }).is_err());
+        assert!(read_tokenizer(&source, &config).unwrap().is_none());
+        let of_another = ModelConfig { vocab_size: 100, ..config.clone() };
+        let whole = ModelSource::Embedded.tokenizer_json().unwrap();
+        // A small file, which is read at once, and a large one.
+        for size in [0, LATE_TOKENIZER_BYTES] {
+            let write =
+                |json: &str| fs::write(dir.path().join("tokenizer.json"), format!("{json}{}", " ".repeat(size))).unwrap();
+            let read = |config| match read_tokenizer(&source, config) {
+                Ok(Some(tokenizer)) => tokenizer.wait().map(|_| ()).map_err(|error| format!("late: {error}")),
+                Ok(None) => Err("absent".into()),
+                Err(error) => Err(error.to_string()),
+            };
+            let is_late = size > 0;
+            let refused = |config| {
+                let error = read(config).unwrap_err();
+                assert!(error.contains("tokenizer") && error.starts_with("late") == is_late, "{error}");
+            };
+            write("{}");
+            refused(&config);
+            write(&whole);
+            assert_eq!(read(&config), Ok(()));
+            refused(&of_another);
+        }
     }
 
     #[test]

@@ -24,19 +24,25 @@ pub fn let_writes_fail_at_a_limit() {
 /// Runs `work` on a thread of lower priority, which the threads that it starts inherit: so those that compute, which never rest, give way to
 /// those that answer, which need a processor at once and for a moment only.
 pub fn with_low_priority<T: Send>(work: impl FnOnce() -> T + Send) -> T {
-    /// Steps of niceness, of 19.
-    const NICENESS: libc::c_int = 5;
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            #[cfg(target_os = "linux")]
-            // SAFETY: the call changes a number of this thread. A system that refuses leaves the priority as it is.
-            unsafe {
-                libc::setpriority(libc::PRIO_PROCESS, 0, NICENESS);
-            }
+            lower_priority();
             work()
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
+}
+
+/// Has this thread, and those that it begins, wait where others want the processor.
+pub fn lower_priority() {
+    /// Steps of niceness, of 19.
+    #[cfg(target_os = "linux")]
+    const NICENESS: libc::c_int = 5;
+    #[cfg(target_os = "linux")]
+    // SAFETY: the call changes a number of this thread. A system that refuses leaves the priority as it is.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, NICENESS);
+    }
 }
 
 /// Lets this process open as many files as the system allows it: a busy client parks thousands of polls, each on a socket.

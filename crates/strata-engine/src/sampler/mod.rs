@@ -39,7 +39,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use strata_model::Tokenizer;
+use strata_model::LateTokenizer;
 
 use crate::api::{Client, Failure, RequestId, StopReason};
 use crate::budget::Budget;
@@ -85,7 +85,7 @@ pub(crate) struct SamplerLimits {
     /// What the cache has.
     pub(crate) cache: Room,
     /// Needed for stop strings.
-    pub(crate) tokenizer: Option<Arc<Tokenizer>>,
+    pub(crate) tokenizer: Option<LateTokenizer>,
     /// Needed for pictures.
     pub(crate) eyes: Option<Box<dyn Eyes>>,
 }

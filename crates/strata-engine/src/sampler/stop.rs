@@ -50,9 +50,11 @@ impl StopRule {
                     let bytes = strings[i].len();
                     return Err(format!("stop[{i}] has {bytes} bytes, not between 1 and {STOP_BYTES_MAX}"));
                 }
-                let Some(tokenizer) = limits.tokenizer.clone() else {
+                let Some(tokenizer) = &limits.tokenizer else {
                     return Err("this model has no tokenizer, so that stop strings cannot be found; use token ids".into());
                 };
+                // A server that has just begun may still be reading it.
+                let tokenizer = tokenizer.wait()?;
                 let longest_bytes = strings.iter().map(String::len).max().unwrap_or(0);
                 Ok(StopRule::Strings { strings: strings.clone(), longest_bytes, tokenizer })
             }
@@ -101,7 +103,7 @@ mod tests {
             eos_token_ids: vec![2],
             page_tokens: 64,
             cache: Room { pages: 10, states: 0 },
-            tokenizer: Some(Arc::new(tokenizer)),
+            tokenizer: Some(tokenizer.into()),
             eyes: None,
         }
     }
@@ -110,7 +112,7 @@ mod tests {
     fn end_of(text: &str, stop: Stop) -> Option<usize> {
         let limits = limits();
         let rule = StopRule::new(&stop, &limits).unwrap();
-        let tokens = limits.tokenizer.unwrap().encode(text).unwrap();
+        let tokens = limits.tokenizer.unwrap().wait().unwrap().encode(text).unwrap();
         let mut progress = StopProgress::default();
         (1..=tokens.len()).find(|&n| rule.ends(&tokens[..n], &mut progress))
     }
@@ -140,11 +142,11 @@ mod tests {
             "truncation": null, "padding": null, "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
             "model": {"type": "BPE", "vocab": {"a": 0, ".\u{e2}\u{122}": 1, "\u{13f}": 2}, "merges": []}
         });
-        let tokenizer = Arc::new(Tokenizer::from_json(&tokenizer.to_string()).unwrap());
+        let tokenizer = Tokenizer::from_json(&tokenizer.to_string()).unwrap();
         assert_eq!(tokenizer.decode(&[0, 1, 2], SpecialTokens::Keep).unwrap(), "a.\u{201d}");
+        let limits = SamplerLimits { tokenizer: Some(tokenizer.into()), ..limits() };
         let end = |stop: &str| {
-            let rule =
-                StopRule::new(&strings(&[stop]), &SamplerLimits { tokenizer: Some(tokenizer.clone()), ..limits() }).unwrap();
+            let rule = StopRule::new(&strings(&[stop]), &limits).unwrap();
             let mut progress = StopProgress::default();
             (1..=3).find(|&n| rule.ends(&[0, 1, 2][..n], &mut progress))
         };

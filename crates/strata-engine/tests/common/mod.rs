@@ -34,7 +34,7 @@ pub fn tokenizer() -> Tokenizer {
 }
 
 pub fn engine_with(threads: usize, memory_bytes: u64) -> EngineHandle {
-    EngineHandle::start(model(threads), Some(Arc::new(tokenizer())), config(memory_bytes)).expect("memory suffices")
+    EngineHandle::start(model(threads), Some(tokenizer().into()), config(memory_bytes)).expect("memory suffices")
 }
 
 pub fn engine() -> EngineHandle {

@@ -135,16 +135,31 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             // It serves all the same.
             tracing::warn!("{error:#}");
         }
-        signals.next().await;
+        // What was still being read may turn out to be unreadable.
+        let unreadable = tokio::select! {
+            () = async { signals.next().await; } => Ok(()),
+            error = unreadable_tokenizer(&bases) => Err(error),
+        };
         let engines: Vec<EngineHandle> = bases.iter().map(|base| base.engine.clone()).collect();
         let hurry = async {
             signals.next().await;
         };
-        shutdown::end(server.stop(), &engines, args.shutdown_timeout, hurry).await
+        unreadable.and(shutdown::end(server.stop(), &engines, args.shutdown_timeout, hurry).await)
     });
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended
+}
+
+/// Answers why a tokenizer of these models cannot be read, and nothing if all can.
+async fn unreadable_tokenizer(bases: &[BaseModel]) -> anyhow::Error {
+    for base in bases {
+        let read = tokio::task::spawn_blocking(base.wait_for_tokenizer()).await;
+        if let Err(error) = read.map_err(anyhow::Error::from).flatten() {
+            return error;
+        }
+    }
+    std::future::pending().await
 }
 
 /// Checks the start of addresses.
