@@ -6,7 +6,7 @@
 //!
 //! Work is split over threads by outputs: panels of 64 columns, and runs of rows where there are few panels.
 //!
-//! To the first two other products may be added on the way (`addends`). What comes next is fetched from memory meanwhile (`fetch`).
+//! To the first two other products may be added on the way (`addends`), which a matrix unit makes there too (`tiled::lows`). What comes next is fetched from memory meanwhile (`fetch`).
 //!
 //! Kernels, `chains` and `granules`, are one file for each family of instructions; `kernel` chooses.
 
