@@ -1,5 +1,6 @@
 """Servers with settings of their own: keys, addresses, timeouts, restarts."""
 
+import json
 import signal
 import subprocess
 import time
@@ -72,12 +73,12 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
     assert "no-such-model" in refuses_to_start(str(missing), "--data-dir", str(tmp_path))
 
 
-def model_with_large_tokenizer(directory, json):
+def model_with_large_tokenizer(directory, tokenizer):
     """The small model with a `tokenizer.json` as large as those that are read while the server starts."""
     model = directory / "model"
     config = ROOT / "assets/tiny-base/config.json"
     subprocess.run([binary(), "init-model", "--config", str(config), str(model)], check=True, capture_output=True)
-    (model / "tokenizer.json").write_text(json + " " * (1 << 20))
+    (model / "tokenizer.json").write_text(tokenizer + " " * (1 << 20))
     return str(model)
 
 
@@ -90,10 +91,15 @@ def test_a_large_tokenizer_is_waited_for_by_who_needs_it(tmp_path):
         assert "e" not in decode(sample.tokens[:-1])
 
 
-def test_a_large_tokenizer_that_cannot_be_read_ends_the_server(tmp_path):
-    model = model_with_large_tokenizer(tmp_path, '{"model": 5}')
+@pytest.mark.parametrize("is_malformed", [True, False])
+def test_a_large_tokenizer_that_is_not_the_models_ends_the_server(tmp_path, is_malformed):
+    """Known before the model is loaded if it is malformed, and as a rule when it is served already if it is another model's."""
+    other = json.loads((ROOT / "assets/tiny-base/tokenizer.json").read_text())
+    other["model"]["vocab"] |= {f"word {i}": 300 + i for i in range(200_000)}
+    model = model_with_large_tokenizer(tmp_path, '{"model": 5}' if is_malformed else json.dumps(other))
     ended = subprocess.run(Server(tmp_path, model).command(), capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "tokenizer.json" in ended.stderr, ended
+    assert ended.returncode == 1, ended
+    assert ("tokenizer.json" if is_malformed else "the tokenizer is not this model's") in ended.stderr, ended
 
 
 def test_more_memory_for_adapters_than_there_is_is_refused_at_start(tmp_path):
