@@ -83,12 +83,16 @@ def model_with_large_tokenizer(directory, tokenizer):
 
 
 def test_a_large_tokenizer_is_waited_for_by_who_needs_it(tmp_path):
-    model = model_with_large_tokenizer(tmp_path, (ROOT / "assets/tiny-base/tokenizer.json").read_text())
+    tokenizer = json.loads((ROOT / "assets/tiny-base/tokenizer.json").read_text())
+    # Names of a row of the model that is no token, by the hundred thousand: the server is there before they have been read.
+    tokenizer["model"]["vocab"] |= {f"word {i}": 271 for i in range(400_000)}
+    model = model_with_large_tokenizer(tmp_path, json.dumps(tokenizer))
     with Server(tmp_path, model) as running, tinker.ServiceClient(base_url=running.url, api_key=API_KEY) as client:
         sampler = client.create_sampling_client(base_model=client.get_server_capabilities().supported_models[0].model_name)
-        stop = types.SamplingParams(max_tokens=200, seed=1, stop=["e"])
+        stop = types.SamplingParams(max_tokens=200, seed=1, stop=list("aeiou"))
         [sample] = sampler.sample(types.ModelInput.from_ints(encode("hello")), 1, stop).result().sequences
-        assert "e" not in decode(sample.tokens[:-1])
+        assert sample.stop_reason == "stop"
+        assert not set(decode(sample.tokens[:-1])) & set("aeiou")
 
 
 @pytest.mark.parametrize("is_malformed", [True, False])

@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use crate::api::{Client, Failure, LoraSpec, Refusal, Request, RequestId, Response, TrainOp};
+use strata_model::LateTokenizer;
+
+use crate::api::{Client, Failure, LoraSpec, Refusal, Request, RequestId, Response, Stop, TrainOp};
 use crate::compute::AdapterBytes;
 use crate::datum::{self, ModelLimits};
 use crate::intake::{Control, Intake, Op, QueuedOp};
@@ -93,6 +95,12 @@ impl Admission {
                 answer(reply, outcome)
             }
             Request::Sample { sampler_id, sample } => {
+                // The threads that take requests do not wait for it.
+                let is_read = |tokenizer: &LateTokenizer| tokenizer.now().is_some();
+                if matches!(sample.stop, Stop::Strings(_)) && !self.sampler_limits.tokenizer.as_ref().is_none_or(is_read) {
+                    reply.withdraw();
+                    return Err(Refusal::Busy("the tokenizer, which stop strings need, is still being read; ask again".into()));
+                }
                 let plan = match Plan::new(&sample, &self.sampler_limits) {
                     Ok(plan) => plan,
                     Err(message) => return answer(reply, Err(Failure::User(message))),

@@ -53,7 +53,7 @@ impl StopRule {
                 let Some(tokenizer) = &limits.tokenizer else {
                     return Err("this model has no tokenizer, so that stop strings cannot be found; use token ids".into());
                 };
-                // A server that has just begun may still be reading it.
+                // It has been read where requests are taken.
                 let tokenizer = tokenizer.wait()?;
                 let longest_bytes = strings.iter().map(String::len).max().unwrap_or(0);
                 Ok(StopRule::Strings { strings: strings.clone(), longest_bytes, tokenizer })
