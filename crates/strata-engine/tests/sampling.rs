@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::*;
 use strata_engine::EngineHandle;
 use strata_engine::api::*;
-use strata_model::SpecialTokens;
+use strata_model::{LateTokenizer, SpecialTokens};
 
 /// A tenant that has been trained away from the base model, frozen as the sampler `tuned` (operations 1 to 3).
 fn tuned(engine: &EngineHandle) {
@@ -192,6 +192,32 @@ fn a_stop_string_ends_a_sample_with_the_token_that_completes_it() {
     assert_eq!(text(Stop::Strings(vec!["xyz".into(), "nal".into()])), ("tenal".into(), StopReason::Stop));
     assert_eq!(text(Stop::Strings(vec!["p<|im_end|>".into()])), ("tenalp<|im_end|>".into(), StopReason::Stop));
     assert_eq!(text(Stop::Strings(vec!["never".into()])).1, StopReason::Length);
+}
+
+#[test]
+fn who_needs_a_tokenizer_that_is_still_being_read_is_told_to_ask_again() {
+    let (go_on, held) = std::sync::mpsc::channel::<()>();
+    let late = LateTokenizer::read(
+        || (),
+        move || {
+            held.recv().expect("the test lets it go on");
+            Ok(tokenizer())
+        },
+    );
+    let late = late.unwrap();
+    let engine = EngineHandle::start(model(2), Some(late.clone()), config(MEMORY_BYTES)).expect("memory suffices");
+    base_sampler(&engine, "base");
+    let with = |stop| sample("base", SampleRequest { stop, ..sample_request(tokens(2, 20), 1, 3, 1) });
+    let of_strings = || with(Stop::Strings(vec!["xyz".into()]));
+    for _ in 0..2 {
+        let refusal = engine.submit("too-early".into(), client("session"), of_strings(), Box::new(|_, _| ()));
+        let Err(Refusal::Busy(message)) = refusal else { panic!("{refusal:?}") };
+        assert!(message.contains("tokenizer"), "{message}");
+    }
+    sampled(ask(&engine, with(Stop::EndOfSequence)));
+    go_on.send(()).unwrap();
+    late.wait().unwrap();
+    sampled(ask(&engine, of_strings()));
 }
 
 #[test]
