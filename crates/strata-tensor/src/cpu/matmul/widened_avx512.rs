@@ -5,7 +5,7 @@
 //! operations beside 48 multiply-adds of six rows. Where many tiles read it, the first of them writes what it widened, and the others compute with that (`wide`); where few do,
 //! the writing takes longer than the operations that it saves (16 rows: 240 GFLOP/s, and 275 in pairs; 48 rows: 330 and 295). Up to thirty rows of a left side
 //! that is widened once for all panels and lies step by step, one row's number beside the next row's, were tried in tiles of sixteen rows by one vector and of fourteen by two, which widen least: in a loop
-//! that does nothing else they run at 91% of the limit from a cache, but in products they are as fast as pairs of 16 rows and slower than those of 12 (`docs/bench.md`).
+//! that does nothing else they run at 91% of the limit from a cache, but in products they are as fast as pairs of 16 rows and slower than those of 12 (`docs/kernel-notes.md`).
 //!
 //! A chain adds the first number of a pair and then the second, whichever way: the bits are the same.
 
