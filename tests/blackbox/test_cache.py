@@ -1,13 +1,15 @@
 """Packed copies of base models: `--cache-dir`."""
 
+import json
 import os
 import shutil
+import subprocess
 import time
 
 import tinker
 from tinker import types
 
-from harness import API_KEY, ROOT, Server, encode
+from harness import API_KEY, ROOT, Server, binary, encode
 
 
 def checkpoint(directory):
@@ -19,7 +21,7 @@ def until(condition, what):
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+        time.sleep(0.005)
 
 
 def scores(server, name):
@@ -89,3 +91,15 @@ def test_two_models_of_one_server_and_two_servers_at_once_share_a_directory(tmp_
     with Server(tmp_path / "a", *flags) as server:
         assert scores(server, "org/a") == scores(server, "org/b") == expected
     assert {copy: copy.stat().st_ino for copy in copies.iterdir()} == written, "copies were made again, or left half"
+
+
+def test_a_server_that_ends_while_it_writes_a_copy_leaves_nothing_of_it(tmp_path):
+    # So large that it is not written while the server ends.
+    config = json.loads((ROOT / "assets/tiny-base/config.json").read_text()) | {"vocab_size": 1 << 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, copies = tmp_path / "model", tmp_path / "copies"
+    command = [binary(), "init-model", str(model), "--config", str(tmp_path / "config.json")]
+    subprocess.run(command, check=True, capture_output=True)
+    with Server(tmp_path, str(model), "--cache-dir", str(copies)):
+        until(lambda: copies.exists() and list(copies.iterdir()), "no copy was begun")
+    assert list(copies.iterdir()) == []

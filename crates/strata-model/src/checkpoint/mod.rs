@@ -25,6 +25,7 @@ pub use atomic::{
 };
 pub use hub::{DownloadEvent, DownloadProgress, HubOptions, NoProgress, Patience, fetch_model, is_repository_name};
 pub use limits::read_own_file;
+pub use one_writer::abandon_files;
 pub use peft::{
     AdapterFormat, OptimizerState, PeftAdapter, PlannedAdapter, check_form, gradient_as_given, has_optimizer, named_base_model,
     read_adapter, read_optimizer, write_adapter, write_optimizer,

@@ -2,12 +2,30 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
 
 use rustix::fs::OFlags;
 
 use super::atomic::sync;
 use crate::{Error, Result};
+
+/// Hidden files that this process is writing. One is opened and noted here at once, and gets its name while nobody else looks.
+static WRITING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn writing() -> MutexGuard<'static, Vec<PathBuf>> {
+    WRITING.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Removes the files that this process is writing and that have not got their names yet. None gets it any more, and none is begun: to be called when the process ends. Whoever writes waits for that from
+/// here on.
+pub fn abandon_files() {
+    let all = writing();
+    for hidden in &*all {
+        let _ = fs::remove_file(hidden);
+    }
+    std::mem::forget(all);
+}
 
 /// Creates or replaces the file `path` with what `write` puts into the file that it is given, which has a hidden name beside it until it is whole and durable. Whether it did: not if
 /// another process is at it. The directory is made if there is none.
@@ -30,6 +48,7 @@ pub(crate) fn write_by_one(path: &Path, write: impl FnOnce(&File) -> Result<()>)
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(flags.bits() as i32);
+    let mut all = writing();
     let file = options.open(&hidden).map_err(io_error)?;
     match file.try_lock() {
         Ok(()) => {}
@@ -46,15 +65,17 @@ pub(crate) fn write_by_one(path: &Path, write: impl FnOnce(&File) -> Result<()>)
     if !is_there {
         return Ok(false);
     }
-    let put = file.set_len(0).map_err(io_error).and_then(|()| write(&file)).and_then(|()| {
-        file.sync_all().map_err(io_error)?;
-        fs::rename(&hidden, path).map_err(io_error)
-    });
-    if let Err(error) = put {
+    all.push(hidden.clone());
+    drop(all);
+    let put = file.set_len(0).map_err(io_error).and_then(|()| write(&file)).and_then(|()| file.sync_all().map_err(io_error));
+    let mut all = writing();
+    all.retain(|other| *other != hidden);
+    if let Err(error) = put.and_then(|()| fs::rename(&hidden, path).map_err(io_error)) {
         // Of a failed write the first error is the one to report.
         let _ = fs::remove_file(&hidden);
         return Err(error);
     }
+    drop(all);
     sync(parent)?;
     Ok(true)
 }

@@ -104,7 +104,7 @@ impl<'a> CheckpointReader<'a> {
     /// Ends the accounting.
     ///
     /// # Errors
-    /// If anything was missing or malformed, or a tensor was neither required nor ignored. The message names all of them.
+    /// If anything was missing or malformed, or a tensor was neither required nor ignored. The message names them, or the first of very many.
     pub fn finish(self) -> Result<()> {
         /// Misshapen tensors that are described; where there are more, one reason explains them all.
         const MALFORMED_MAX: usize = 100;

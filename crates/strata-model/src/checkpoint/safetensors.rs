@@ -512,10 +512,10 @@ fn is_plain_file_name(file: &str) -> bool {
     file.ends_with(".safetensors") && !file.starts_with('.') && !file.contains(['/', '\\', ':', '\0'])
 }
 
-/// Names for an error message, cut at a number that no sound checkpoint reaches.
+/// Names for an error message: the first, and how many more there are. Those of a layer or two fit.
 pub(crate) fn list_names(names: &[&str]) -> String {
-    const NAMES_MAX: usize = 2000;
-    const CHARS_MAX: usize = 200_000;
+    const NAMES_MAX: usize = 32;
+    const CHARS_MAX: usize = 4000;
     let listed = cut(names[..names.len().min(NAMES_MAX)].join(", "), CHARS_MAX);
     match names.len().checked_sub(NAMES_MAX) {
         None | Some(0) => listed,

@@ -14,14 +14,15 @@ use crate::output::say;
 
 /// Settings of `strata init-model`.
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("of").required(true).args(["shape", "config"])))]
 pub struct Args {
     /// Directory to create.
     pub out: PathBuf,
     /// A public model whose shape to take.
-    #[arg(long, value_parser = PossibleValuesParser::new(ModelConfig::named_shapes()), required_unless_present = "config")]
+    #[arg(long, value_parser = PossibleValuesParser::new(ModelConfig::named_shapes()))]
     pub shape: Option<String>,
     /// A `config.json` whose shape to take.
-    #[arg(long, conflicts_with = "shape")]
+    #[arg(long)]
     pub config: Option<PathBuf>,
     /// Seed of the weights.
     #[arg(long, default_value_t = 0)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use indicatif::HumanBytes;
 use strata_engine::EngineHandle;
+use strata_model::checkpoint::abandon_files;
 use strata_server::{DataDir, ImageDirs, ImageStores, KEY_PREFIX, S3Settings, Server, ServerConfig};
 
 use crate::base_model::{self, BaseModel, Copies, Naming, Resources};
@@ -148,6 +149,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     });
     // Polls that are still open belong to clients that will not be answered any more.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    // Of a copy of the weights that is half written.
+    abandon_files();
     ended
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use strata_engine::EngineHandle;
-use strata_model::checkpoint::abandon_writes;
+use strata_model::checkpoint::{abandon_files, abandon_writes};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep};
 
@@ -69,12 +69,16 @@ fn is_ignored(kind: SignalKind) -> bool {
     }
 }
 
-/// Does work that writes directories, which a signal ends: what is not written to its end is gone then. A second signal does not wait for a disk that hangs.
+/// Does work that writes directories and files, which a signal ends: what is not written to its end is gone then. A second signal does not wait for a disk that hangs.
 ///
 /// # Errors
 /// Those of the work, or if signals cannot be listened for.
 pub fn interruptible<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
-    interruptible_with(abandon_writes, work)
+    let give_up = || {
+        abandon_files();
+        abandon_writes();
+    };
+    interruptible_with(give_up, work)
 }
 
 /// As [`interruptible`], with what is to be done when a signal comes.

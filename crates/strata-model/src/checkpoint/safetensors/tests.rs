@@ -273,3 +273,12 @@ fn a_reader_that_used_everything_is_content() {
     reader.require("a", &[2]).unwrap();
     reader.finish().unwrap();
 }
+
+#[test]
+fn a_message_names_the_first_tensors_and_counts_the_others() {
+    let names: Vec<String> = (0..40).map(|i| format!("t{i}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    assert_eq!(list_names(&names[..2]), "t0, t1");
+    assert!(list_names(&names[..32]).ends_with("t30, t31"));
+    assert!(list_names(&names).ends_with("t30, t31 and 8 more"));
+}
