@@ -43,9 +43,10 @@ pub struct Resources {
     pub speculation: Speculation,
 }
 
-/// What a tokenizer takes of memory, for each byte of its file: a token is in two maps and has a text of its own in each, and so do merges. Of 151,643 tokens and as many merges it is 7.9.
 /// The file of a tokenizer that is read while other things go on, at least.
 const LATE_TOKENIZER_BYTES: usize = 1 << 20;
+/// What a tokenizer takes of memory, for each byte of its file: a token is in two maps and has a text of its own in each, and so do merges. While 151,643 tokens and as many merges
+/// are read it is 6 where a merge is a list of two texts, and 8 or 9 where it is one text.
 const TOKENIZER_FACTOR: u64 = 8;
 /// Of what is for tables, the part that the catalogue of checkpoints may take.
 const CATALOGUE_PART: usize = 2;
