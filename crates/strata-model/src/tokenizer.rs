@@ -4,6 +4,9 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 
+use tokenizers::models::bpe::BPE;
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
+
 use crate::{Error, ModelConfig, ModelSource, Result};
 
 /// The longest text that is encoded at once; far above any context.
@@ -17,6 +20,9 @@ pub enum SpecialTokens {
     /// Leave them out.
     Skip,
 }
+
+/// The common kind of tokenizer, by merges of pairs. Where the library is not told the kind it holds the whole file three times over as JSON before it looks.
+type OfPairs = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// A model's tokenizer.
 pub struct Tokenizer {
@@ -46,7 +52,10 @@ impl Tokenizer {
     /// If it is not one.
     pub fn from_json(json: &str) -> Result<Self> {
         // The library answers some malformed files with a panic.
-        let parsed = std::panic::catch_unwind(|| json.parse::<tokenizers::Tokenizer>());
+        let parsed = catch_unwind(|| match serde_json::from_str::<OfPairs>(json) {
+            Ok(of_pairs) => Ok(of_pairs.into()),
+            Err(_) => json.parse::<tokenizers::Tokenizer>(),
+        });
         let parsed = parsed.map_err(|_| Error::Tokenizer("tokenizer.json: the file contradicts itself".into()))?;
         let mut inner = parsed.map_err(|e| error("tokenizer.json", e))?;
         // Files can carry the truncation and padding of their training; transformers leaves both off unless a call asks for them.
@@ -376,6 +385,30 @@ mod tests {
         let failed = |read: fn() -> Result<Tokenizer>| LateTokenizer::read(|| (), read).unwrap().wait().err().unwrap();
         assert!(failed(|| Tokenizer::from_json("{}")).contains("tokenizer.json"));
         assert!(failed(|| panic!("it is {}", "upside down")).contains("upside down"));
+    }
+
+    #[test]
+    fn tokenizers_of_every_kind_are_read() {
+        let merged = serde_json::json!({"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]});
+        let with = |key: &str, value: serde_json::Value| {
+            let mut model = merged.clone();
+            model[key] = value;
+            model
+        };
+        let models = [
+            merged.clone(),
+            with("type", "BPE".into()),
+            with("merges", serde_json::json!(["a b"])),
+            // A field that the library does not know.
+            with("more", serde_json::json!({"of": ["it"]})),
+            serde_json::json!({"type": "WordLevel", "vocab": {"ab": 2, "?": 0}, "unk_token": "?"}),
+            serde_json::json!({"type": "WordPiece", "vocab": {"ab": 2, "?": 0}, "unk_token": "?", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}),
+            serde_json::json!({"type": "Unigram", "vocab": [["?", 0.0], ["a", -9.0], ["ab", -1.0]], "unk_id": 0}),
+        ];
+        for model in models {
+            let json = serde_json::json!({"version": "1.0", "added_tokens": [], "model": model}).to_string();
+            assert_eq!(Tokenizer::from_json(&json).unwrap().encode("ab").unwrap(), [2], "{json}");
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use strata_model::checkpoint::{Checkpoint, PlannedAdapter};
 use strata_model::lora::{LoraConfig, LoraParams, ModuleSet};
 use strata_model::vision::{Grid, ImageProcessor, Patches};
 use strata_model::{
-    Held, ImageFeatures, Keeping, Model, ModelConfig, PackedBatch, PlacedImage, Targets, TokenLoss, lora_modules,
+    Held, ImageFeatures, Keeping, Model, ModelConfig, PackedBatch, PlacedImage, Targets, TokenLoss, Tokenizer, lora_modules,
 };
 use strata_tensor::{CpuBackend, DType, Isa, Memory, RowRequest, mapped_bytes};
 
@@ -390,6 +390,36 @@ fn a_hostile_header_takes_little_memory() {
     for num_tensors in [140_000, 1_000_000] {
         let (opened, taken) = open(num_tensors);
         assert!(!opened && taken < 64 << 10, "{num_tensors} tensors take {taken} bytes");
+    }
+}
+
+#[test]
+fn reading_a_tokenizer_takes_no_more_memory_than_is_set_aside_for_it() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    // Tokens of two to eight bytes, a letter for every two, as long as those of large vocabularies; those of more than one letter are merged of all but the last letter, and that.
+    let mut tokens: Vec<String> = ('а'..='м').map(String::from).collect();
+    let mut made = 0;
+    while tokens.len() < 30_000 {
+        tokens.extend(('а'..='м').map(|letter| format!("{}{letter}", tokens[made])).collect::<Vec<_>>());
+        made += 1;
+    }
+    let vocab: serde_json::Map<String, serde_json::Value> =
+        tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+    let pairs = || tokens.iter().filter(|token| token.len() > 2).map(|token| token.split_at(token.len() - 2));
+    let lists: serde_json::Value = pairs().map(|(left, right)| serde_json::json!([left, right])).collect();
+    let texts: serde_json::Value = pairs().map(|(left, right)| format!("{left} {right}")).collect();
+    for (merges, name) in [(lists, "lists"), (texts, "texts")] {
+        let json = serde_json::json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": {"type": "BPE", "vocab": vocab, "merges": merges}
+        });
+        let json = serde_json::to_string_pretty(&json).unwrap();
+        let mut read = None;
+        // And its file, which is held meanwhile.
+        let taken = peak_bytes(|| read = Some(Tokenizer::from_json(&json).unwrap())) + json.len();
+        assert_eq!(read.unwrap().encode("абв").unwrap().len(), 1);
+        let factor = taken as f64 / json.len() as f64;
+        assert!(factor <= 8.0, "merges that are {name}: {factor:.1} times the file");
     }
 }
 
