@@ -90,7 +90,7 @@ pub(super) unsafe fn run(rows: usize, parts: &[*const u8], t: &GranuleTile) {
         let (count, product): (usize, unsafe fn(&Product<'_>)) = match (second > 0, t.vectors - v) {
             (true, 1) => (1, two_by_one),
             (true, _) => (2, two_by_two),
-            (false, WIDE..) if t.b_streams => (WIDE, one_by_four_streamed),
+            (false, WIDE..) if !t.behind.is_null() => (WIDE, one_by_four_streamed),
             (false, WIDE..) => (WIDE, one_by_four),
             (false, 2 | 3) => (2, one_by_two),
             (false, _) => (1, one_by_one),
@@ -107,6 +107,8 @@ struct Product<'t> {
     parts: std::ops::Range<*const *const u8>,
     /// Of each part, from its beginning.
     b_offset: usize,
+    /// See [`GranuleTile::behind`].
+    behind: *const u8,
     /// Of the first rows and the second; bytes from one row to the next.
     from: [*const f32; 2],
     from_row: usize,
@@ -126,6 +128,7 @@ impl<'t> Product<'t> {
             t,
             parts: parts.as_ptr_range(),
             b_offset: v * LANES * 4,
+            behind: t.behind,
             from: [from(0), from(TILE_ROWS)],
             from_row: t.from_row * 4,
             to: [to(0), to(TILE_ROWS)],
@@ -389,7 +392,7 @@ macro_rules! tiles {
                     "3:",
                     $($(concat!("tilezero ", $tile),)+)+
                     "4:",
-                    "# {ahead} is used by some bodies",
+                    "# {ahead} and {behind} are used by some bodies",
                     "mov {b}, [{part}]",
                     "add {b}, [{p} + {b_offset}]",
                     "mov {granules}, {granules_each}",
@@ -413,6 +416,7 @@ macro_rules! tiles {
                     from = const offset_of!(Product<'_>, from),
                     from_row = const offset_of!(Product<'_>, from_row),
                     b_offset = const offset_of!(Product<'_>, b_offset),
+                    behind = const offset_of!(Product<'_>, behind),
                     parts_end = const offset_of!(Product<'_>, parts) + offset_of!(std::ops::Range<*const *const u8>, end),
                     to = const offset_of!(Product<'_>, to),
                     to_row = const offset_of!(Product<'_>, to_row),
@@ -438,6 +442,38 @@ macro_rules! tiles {
 macro_rules! fetch_eight_steps {
     () => {
         concat!(".rept 8\n", "prefetcht0 [{ahead}]\n", "prefetcht0 [{ahead} + 64]\n", "add {ahead}, {b_step}\n", ".endr\n",)
+    };
+}
+
+/// All lines of the right side of a granule of four vectors that comes so many granules later, here or in what is read behind.
+macro_rules! fetch_granule_ahead {
+    ($prefetch:literal, $ahead:literal) => {
+        concat!(
+            "lea {ahead}, [{b} + 4096*",
+            $ahead,
+            "]\n",
+            "cmp {granules}, ",
+            $ahead,
+            "\n",
+            "ja 7f\n",
+            "imul {ahead}, {granules}, -4096\n",
+            "add {ahead}, [{p} + {behind}]\n",
+            "add {ahead}, 4096*",
+            $ahead,
+            "\n",
+            "7:\n",
+            ".rept 16\n",
+            $prefetch,
+            " [{ahead}]\n",
+            $prefetch,
+            " [{ahead} + 64]\n",
+            $prefetch,
+            " [{ahead} + 128]\n",
+            $prefetch,
+            " [{ahead} + 192]\n",
+            "add {ahead}, 256\n",
+            ".endr\n",
+        )
     };
 }
 
@@ -477,12 +513,11 @@ tiles! {
 }
 
 tiles! {
-    /// The same with a right side that it waits for, which is fetched two granules ahead.
+    /// The same with a right side that it waits for, which is fetched four granules ahead, and behind its end what is read next. Into the second-level cache: lines on their way to the first are few, and loads
+    /// wait behind them.
     one_by_four_streamed, results: [[0, ("tmm0", 0), ("tmm1", 64), ("tmm2", 128), ("tmm3", 192)]], [
         one_by_four_products!(),
-        ".irp at,0,64,128,192,256,320,384,448,512,576,640,704,768,832,896,960,1024,1088,1152,1216,1280,1344,1408,1472,1536,1600,1664,1728,1792,1856,1920,1984,2048,2112,2176,2240,2304,2368,2432,2496,2560,2624,2688,2752,2816,2880,2944,3008,3072,3136,3200,3264,3328,3392,3456,3520,3584,3648,3712,3776,3840,3904,3968,4032",
-        "prefetcht0 [{b} + 8192 + \\at]",
-        ".endr",
+        fetch_granule_ahead!("prefetcht1", 4),
     ]
 }
 

@@ -166,6 +166,11 @@ impl Pieces {
         self.count == 0 || self.next.is_empty()
     }
 
+    /// Where the next begins, if any is left.
+    pub(super) fn first_address(&self) -> Option<*const u8> {
+        (!self.is_empty()).then(|| std::ptr::without_provenance(self.next.start))
+    }
+
     /// Lines of those that are left.
     pub(crate) fn lines(&self) -> usize {
         let further = self.count.saturating_sub(1) * self.bytes.div_ceil(LINE_BYTES);

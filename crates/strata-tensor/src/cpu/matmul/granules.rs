@@ -45,8 +45,8 @@ pub(crate) struct GranuleTile {
     pub a_tile: usize,
     /// From one step of the right side to the next.
     pub b_step: usize,
-    /// Whether the right side comes from memory as it is read, and what lies behind it will be read too.
-    pub b_streams: bool,
+    /// If the right side comes from memory as it is read, what will be read after it, from there on; else a null pointer.
+    pub behind: *const u8,
     /// What the product is added to: a null pointer for zeros.
     pub from: *const f32,
     /// Elements from one row of it to the next.
@@ -296,7 +296,7 @@ mod tests {
             a_granule: ROW_BYTES,
             a_tile: TILE_ROWS * steps * 4,
             b_step: columns * 4,
-            b_streams: rows.is_multiple_of(2),
+            behind: if rows.is_multiple_of(2) { a.as_ptr().cast() } else { std::ptr::null() },
             from,
             from_row,
             c: actual.as_mut_ptr(),
@@ -358,7 +358,7 @@ mod tests {
                     a_granule,
                     a_tile: 0,
                     b_step,
-                    b_streams: false,
+                    behind: std::ptr::null(),
                     from: c.as_ptr(),
                     from_row: LANES,
                     c: c.as_mut_ptr(),

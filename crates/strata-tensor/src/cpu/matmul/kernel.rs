@@ -467,7 +467,7 @@ fn granule_tile(t: &Tile) -> GranuleTile {
         a_granule: ROW_BYTES,
         a_tile: granules::TILE_ROWS * t.a_stride,
         b_step: t.b_stride,
-        b_streams: false,
+        behind: std::ptr::null(),
         from: if t.accumulate { t.c } else { std::ptr::null() },
         from_row: t.c_stride,
         c: t.c,

@@ -540,9 +540,12 @@ impl<R: Right> PanelProduct<'_, R> {
                     };
                     let (c, c_row) = if is_last && is_regular { in_result } else { aside };
                     let block = right.block(panel, steps.clone(), written);
+                    let coming = self.coming(panel, next_panel, &steps);
                     // It fetches itself what it streams.
-                    let streams = !is_near && block.is_streamed;
-                    let mut ahead = if streams { Pieces::default() } else { self.coming(panel, next_panel, &steps) };
+                    let (behind, mut ahead) = match !is_near && block.is_streamed {
+                        true => (coming.first_address().unwrap_or(block.first), Pieces::default()),
+                        false => (std::ptr::null(), coming),
+                    };
                     let lines = ahead.lines().div_ceil(rows.div_ceil(granules::ROWS_MAX));
                     // A few lines at a time, as often as the kernel is called.
                     let before = |_| ahead = std::mem::take(&mut ahead).fetch(lines);
@@ -555,7 +558,7 @@ impl<R: Right> PanelProduct<'_, R> {
                         a_granule: left.granule,
                         a_tile: left.tile,
                         b_step: block.stride,
-                        b_streams: streams,
+                        behind,
                         from,
                         from_row,
                         c,

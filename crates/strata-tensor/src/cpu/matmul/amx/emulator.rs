@@ -204,7 +204,7 @@ impl Instruction {
                     a_granule: ROW_BYTES,
                     a_tile: 0,
                     b_step: ROW_BYTES,
-                    b_streams: false,
+                    behind: std::ptr::null(),
                     from: c,
                     from_row: LANES,
                     c,
