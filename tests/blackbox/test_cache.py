@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 
@@ -93,13 +94,25 @@ def test_two_models_of_one_server_and_two_servers_at_once_share_a_directory(tmp_
     assert {copy: copy.stat().st_ino for copy in copies.iterdir()} == written, "copies were made again, or left half"
 
 
-def test_a_server_that_ends_while_it_writes_a_copy_leaves_nothing_of_it(tmp_path):
+def test_who_ends_while_a_copy_is_written_leaves_nothing_of_it(tmp_path):
     # So large that it is not written while the server ends.
     config = json.loads((ROOT / "assets/tiny-base/config.json").read_text()) | {"vocab_size": 1 << 20}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, copies = tmp_path / "model", tmp_path / "copies"
     command = [binary(), "init-model", str(model), "--config", str(tmp_path / "config.json")]
     subprocess.run(command, check=True, capture_output=True)
+
+    def begun():
+        return copies.exists() and list(copies.iterdir())
+
     with Server(tmp_path, str(model), "--cache-dir", str(copies)):
-        until(lambda: copies.exists() and list(copies.iterdir()), "no copy was begun")
+        until(begun, "no copy was begun")
+    assert list(copies.iterdir()) == []
+
+    (tmp_path / "tokens.json").write_text("[[1, 2]]")
+    files = ["--tokens", str(tmp_path / "tokens.json"), "--out", str(tmp_path / "out")]
+    trace = subprocess.Popen([binary(), "trace", str(model), *files, "--cache-dir", str(copies)], stderr=subprocess.DEVNULL)
+    until(begun, "no copy was begun")
+    trace.send_signal(signal.SIGINT)
+    assert trace.wait(timeout=20) == 128 + signal.SIGINT
     assert list(copies.iterdir()) == []

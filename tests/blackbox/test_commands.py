@@ -211,3 +211,8 @@ def test_a_configuration_that_is_wrong_is_named_by_its_path(tmp_path):
     (tmp_path / "mine.json").write_text('{"model_type": "gpt2"}')
     done = run("init-model", "--config", tmp_path / "mine.json", tmp_path / "model")
     assert done.returncode == 1 and "mine.json" in done.stderr and 'model_type "gpt2"' in done.stderr, done.stderr
+
+
+def test_a_shape_or_a_config_will_do_and_is_needed(tmp_path):
+    done = run("init-model", tmp_path / "model")
+    assert done.returncode == 2 and "--shape" in done.stderr and "--config" in done.stderr, done

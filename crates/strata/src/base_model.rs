@@ -45,7 +45,7 @@ pub struct Resources {
 
 /// The file of a tokenizer that is read while other things go on, at least.
 const LATE_TOKENIZER_BYTES: usize = 1 << 20;
-/// What a tokenizer takes of memory, for each byte of its file: a token is in two maps and has a text of its own in each, and so do merges. Of 151,643 tokens and as many merges it is 7.9.
+/// What a tokenizer takes of memory, for each byte of its file: a token is in two maps and has a text of its own in each, and so do merges. Of 151,643 tokens and as many merges it is some six.
 const TOKENIZER_FACTOR: u64 = 8;
 /// Of what is for tables, the part that the catalogue of checkpoints may take.
 const CATALOGUE_PART: usize = 2;
@@ -399,7 +399,7 @@ fn load(found: Found, engine: EngineConfig, resources: &Resources, copies: &Copi
     let loaded = copies.load(Arc::new(backend), source, None, storage);
     let (model, unwritten) = loaded.with_context(|| format!("loading {name}"))?;
     if let Some(copy) = unwritten {
-        // Nobody waits for it, the end of the process included: what is half written then is taken over by the next.
+        // Nobody waits for it, the end of the process included: what is half written then goes with it.
         machine::with_low_priority(|| std::thread::Builder::new().name("strata-copy".into()).spawn(|| write_copy(copy)))
             .context("a thread to write the packed copy")?;
     }

@@ -54,7 +54,7 @@ pub fn run() -> ExitCode {
     let result = match arguments::parse::<Cli>().command {
         Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),
-        Command::Trace(args) => trace::run(args),
+        Command::Trace(args) => interruptible(|| trace::run(args)),
         Command::Inspect(args) => inspect::run(args),
         Command::Export(args) => interruptible(|| export::run(args)),
         Command::Import(args) => interruptible(|| import::run(args)),
