@@ -15,8 +15,9 @@
 
 use std::ops::Range;
 
+use super::int8::{HALF, unpack_lines};
 #[cfg(target_arch = "x86_64")]
-use super::int4_avx512;
+use super::{int4_avx512, unpacked_avx512};
 use crate::Element;
 use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::LANES;
@@ -192,9 +193,10 @@ pub(crate) fn unpack<T: Element>(
 /// Lines from `first_line` on of one group of a panel, as many as `words` has room for.
 fn unpack_group<T: Element>(isa: Isa, groups: &[u8], width: usize, first_line: usize, words: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
-    if T::DTYPE == crate::DType::BF16 && isa.has_avx512_bf16() {
+    if T::DTYPE == crate::DType::BF16 && isa.has_avx512() {
+        let group = (groups.len() / width - WORD_BYTES) * 2;
         // SAFETY: the machine has the instructions.
-        unsafe { int4_avx512::unpack(groups, width, first_line, words) };
+        unsafe { unpacked_avx512::unpack::<int4_avx512::Scales>(isa, group, groups, width, first_line, words) };
         return;
     }
     let (scales, lines) = groups.split_at(width * WORD_BYTES);
@@ -236,34 +238,13 @@ fn unpack_vector_body<T: Element>(
     width: usize,
     words: &mut [u32],
 ) {
-    let per_step = 4 / size_of::<T>();
-    // Of the first and of the last eight outputs, each twice, for two inputs.
-    let of = |half: usize, l: usize| scales[8 * half + l / 2];
-    let scales: [[f32; LANES]; 2] = std::array::from_fn(|half| std::array::from_fn(|l| of(half, l).0));
-    let zeros: [[f32; LANES]; 2] = std::array::from_fn(|half| std::array::from_fn(|l| f32::from(of(half, l).1)));
-    let lines = lines.as_chunks::<LINE_BYTES>().0.iter().step_by(every);
-    for (line, steps) in lines.zip(words.chunks_mut(LINE_INPUTS / per_step * width)) {
-        let (line, _) = line.as_chunks::<WORD_BYTES>();
-        // A pair of inputs at a time.
-        for (pair, steps) in steps.chunks_mut(2 / per_step * width).enumerate() {
-            let weights: [[f32; LANES]; 2] = std::array::from_fn(|half| {
-                let bit = FIRST_BIT + 4 * (2 * pair + half) as u32;
-                std::array::from_fn(|l| {
-                    let code = u32::from_le_bytes(line[l]).rotate_right(bit) & 15;
-                    T::from_f32((code as f32 - zeros[half][l]) * scales[half][l] + 0.0).to_f32()
-                })
-            });
-            let weight = |l: usize, i: usize| weights[l / 8][2 * (l % 8) + i].to_bits();
-            for (step, words) in steps.chunks_mut(width).enumerate() {
-                for (l, word) in words.iter_mut().take(LANES).enumerate() {
-                    *word = match per_step {
-                        1 => weight(l, step),
-                        _ => weight(l, 0) >> 16 | weight(l, 1),
-                    };
-                }
-            }
-        }
-    }
+    let zeros = scales.map(|(_, zero)| f32::from(zero));
+    let scales = scales.map(|(scale, _)| scale);
+    unpack_lines::<T, { LINE_INPUTS / 2 }>(lines, every, width, words, |word, pair, output| {
+        let code = word.rotate_right(FIRST_BIT + 4 * (2 * pair + output / HALF) as u32) & 15;
+        // By way of i32, for which every processor has the instruction.
+        (code as i32 as f32 - zeros[output]) * scales[output] + 0.0
+    });
 }
 
 #[cfg(test)]

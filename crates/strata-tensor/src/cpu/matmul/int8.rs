@@ -17,7 +17,7 @@ use std::ops::Range;
 use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
-use super::int8_avx512;
+use super::{int8_avx512, unpacked_avx512};
 use crate::Element;
 use crate::cpu::isa::{Fma, Isa, multiversion};
 use crate::cpu::packed::{LANES, PANEL};
@@ -114,9 +114,9 @@ pub(crate) fn unpack<T: Element>(isa: Isa, panel: &[u8], width: usize, steps: Ra
     let blocks = panel[steps.start / per_block * blocks_bytes(width)..].chunks_exact(blocks_bytes(width));
     for (words, blocks) in words[..steps.len() * width].chunks_mut(per_block * width).zip(blocks) {
         #[cfg(target_arch = "x86_64")]
-        if T::DTYPE == crate::DType::BF16 && isa.has_avx512_bf16() {
+        if T::DTYPE == crate::DType::BF16 && isa.has_avx512() {
             // SAFETY: the machine has the instructions.
-            unsafe { int8_avx512::unpack(blocks, width, words) };
+            unsafe { unpacked_avx512::unpack::<int8_avx512::Scales>(isa, BLOCK_INPUTS, blocks, width, 0, words) };
             continue;
         }
         let (scales, lines) = blocks.split_at(width * size_of::<bf16>());
@@ -164,24 +164,57 @@ fn unpack_vector_body<T: Element>(
     width: usize,
     words: &mut [u32],
 ) {
+    unpack_lines::<T, { LINE_INPUTS / 2 }>(lines, every, width, words, |word, pair, output| {
+        let byte = word >> (8 * (2 * pair + output / HALF)) & 0xff;
+        // By way of i32, for which every processor has the instruction.
+        (byte as i32 as f32 - OFFSET) * scales[output]
+    });
+}
+
+/// Outputs whose codes lie in one place of the words of a line, half of a vector.
+pub(super) const HALF: usize = LANES / 2;
+
+/// Lines of one vector of outputs, one in `every` of `lines`, of `PAIRS` pairs of inputs each, in dtype `T`: `words` begins with it, `width` outputs to a step. `weight(word, pair, output)` is what a word of
+/// the line holds of a pair of inputs of an output, the first or the second: words of firsts and of seconds lie in turns.
+#[inline(always)]
+pub(super) fn unpack_lines<T: Element, const PAIRS: usize>(
+    lines: &[u8],
+    every: usize,
+    width: usize,
+    words: &mut [u32],
+    weight: impl Fn(u32, usize, usize) -> f32,
+) {
     let per_step = 4 / size_of::<T>();
-    // Of the first and of the last eight outputs, each twice, for two inputs.
-    let scales: [[f32; LANES]; 2] = std::array::from_fn(|half| std::array::from_fn(|l| scales[8 * half + l / 2]));
-    for (line, steps) in
-        lines.as_chunks::<LINE_BYTES>().0.iter().step_by(every).zip(words.chunks_mut(LINE_INPUTS / per_step * width))
-    {
-        let (words_of_bytes, _) = line.as_chunks::<4>();
-        let weights: [[f32; LANES]; 4] = std::array::from_fn(|byte| {
-            std::array::from_fn(|l| T::from_f32((words_of_bytes[l][byte] as f32 - OFFSET) * scales[byte % 2][l]).to_f32())
-        });
-        // The weight of output `l` and input `i` of the line.
-        let weight = |l: usize, i: usize| weights[2 * (i / 2) + l / 8][2 * (l % 8) + i % 2].to_bits();
-        for (step, words) in steps.chunks_mut(width).enumerate() {
-            for (l, word) in words.iter_mut().take(LANES).enumerate() {
-                *word = match per_step {
-                    1 => weight(l, step),
-                    _ => weight(l, 2 * step) >> 16 | weight(l, 2 * step + 1),
+    let lines = lines.as_chunks::<LINE_BYTES>().0.iter().step_by(every);
+    for (line, steps) in lines.zip(words.chunks_mut(2 * PAIRS / per_step * width)) {
+        let line = line.as_chunks::<8>().0;
+        // Loops, which the compiler makes vectors of whatever the instructions; functions of the standard library it compiles for the least of processors.
+        let (mut firsts, mut seconds) = ([0u32; HALF], [0u32; HALF]);
+        for o in 0..HALF {
+            let both = u64::from_le_bytes(line[o]);
+            (firsts[o], seconds[o]) = (both as u32, (both >> 32) as u32);
+        }
+        for (pair, steps) in steps.chunks_mut(2 / per_step * width).enumerate() {
+            for half in 0..2 {
+                let (mut first, mut second, mut pairs) = ([0u32; HALF], [0u32; HALF], [0u32; HALF]);
+                for o in 0..HALF {
+                    first[o] = T::from_f32(weight(firsts[o], pair, HALF * half + o)).to_f32().to_bits();
+                    second[o] = T::from_f32(weight(seconds[o], pair, HALF * half + o)).to_f32().to_bits();
+                    pairs[o] = first[o] >> 16 | second[o];
+                }
+                let mut put = |step: usize, values: [u32; HALF]| {
+                    let at = step * width + HALF * half;
+                    // A last pair may be one input alone.
+                    if let Some(to) = steps.get_mut(at..at + HALF) {
+                        to.copy_from_slice(&values);
+                    }
                 };
+                if per_step == 2 {
+                    put(0, pairs);
+                } else {
+                    put(0, first);
+                    put(1, second);
+                }
             }
         }
     }

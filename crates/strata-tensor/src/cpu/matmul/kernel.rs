@@ -14,6 +14,8 @@ use super::granules::{self, GranuleFn, GranuleTile, ROW_BYTES};
 use super::int8::BytesKernel;
 #[cfg(target_arch = "x86_64")]
 use super::widened_avx512 as widened;
+#[cfg(target_arch = "x86_64")]
+use super::{int4_avx512, int8_avx512, unpacked_avx512 as unpacked};
 use crate::DType;
 use crate::cpu::isa::{Arithmetic, Isa, Numerics};
 use crate::cpu::packed::{LANES, PANEL};
@@ -180,8 +182,8 @@ impl TileKernel {
                 parts: Some(avx512::native::run_parts),
                 fetching: Fetching::of_pairs(),
                 many_panels: Some(avx512::native::MANY_PANELS),
-                of_bytes: Some(super::int8_avx512::KERNEL),
-                of_int4: Some(super::int4_avx512::KERNEL),
+                of_bytes: Some(unpacked::native::kernel::<int8_avx512::Scales>()),
+                of_int4: Some(unpacked::native::kernel::<int4_avx512::Scales>()),
                 ..Chains::plain(avx512::native::run)
             },
             #[cfg(target_arch = "x86_64")]
@@ -201,6 +203,8 @@ impl TileKernel {
                 pairs: Some(PanelPairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
                 fetching: Fetching::of_widened(),
                 many_panels: Some(widened::pairs::MANY_PANELS),
+                of_bytes: Some(unpacked::widened::kernel::<int8_avx512::Scales>()),
+                of_int4: Some(unpacked::widened::kernel::<int4_avx512::Scales>()),
                 ..Chains::plain(widened::pairs::run)
             },
             #[cfg(target_arch = "x86_64")]

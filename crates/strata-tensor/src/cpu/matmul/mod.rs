@@ -37,6 +37,8 @@ mod tiled;
 mod tokens;
 mod transpose;
 #[cfg(target_arch = "x86_64")]
+mod unpacked_avx512;
+#[cfg(target_arch = "x86_64")]
 mod widened_avx512;
 
 use std::ops::Range;
