@@ -21,10 +21,12 @@ const ROWS_MAX: usize = 6;
 // SAFETY: both types are 512 bits of any value.
 const ZEROS: __m512 = unsafe { std::mem::transmute([0u32; LANES]) };
 // SAFETY: as above.
-const ZERO_BITS: __m512i = unsafe { std::mem::transmute([0u32; LANES]) };
+const NO_PAIRS: __m512i = unsafe { std::mem::transmute([0u32; LANES]) };
 
 /// Steps of a group at most, pairs of inputs.
 const GROUP_STEPS_MAX: usize = 64;
+/// Of a row of the left side, a group.
+type LeftNumbers = [f32; 2 * GROUP_STEPS_MAX];
 
 /// How weights of sixteen outputs of a group are packed: what their codes become numbers with.
 pub(super) trait Packed: Copy {
@@ -65,17 +67,22 @@ mod pairs {
     /// A step of the right side.
     pub(super) type Step = __m512i;
     /// Zeros.
-    pub(super) const EMPTY: Step = ZERO_BITS;
+    pub(super) const EMPTY: Step = NO_PAIRS;
     /// Bytes of a step of a row of the left side.
     pub(super) const LEFT_BYTES: usize = 4;
 
-    /// A row of the left side, as it is.
+    /// Where the rows of a left side of pairs are read, and the bytes from one to the next: as they are.
     ///
     /// # Safety
     /// None: nothing is read.
     #[inline(always)]
-    pub(super) unsafe fn left(pairs: *const u8, _steps: usize, _to: *mut f32) -> *const u8 {
-        pairs
+    pub(super) unsafe fn left<const ROWS: usize>(
+        pairs: *const u8,
+        stride: usize,
+        _steps: usize,
+        _to: *mut LeftNumbers,
+    ) -> (*const u8, usize) {
+        (pairs, stride)
     }
 
     #[inline]
@@ -124,22 +131,31 @@ mod numbers {
     /// Bytes of a step of a row of the left side.
     pub(super) const LEFT_BYTES: usize = 8;
 
-    /// A row of the left side, widened to `to`.
+    /// Where the rows of a left side of pairs are read, and the bytes from one to the next: widened to `to`.
     ///
     /// # Safety
-    /// `steps` steps must be readable, and `to` have room for them.
+    /// `steps` steps of each row must be readable, [`GROUP_STEPS_MAX`] at most, and `to` have room for the rows.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) unsafe fn left(pairs: *const u8, steps: usize, to: *mut f32) -> *const u8 {
-        for first in (0..2 * steps).step_by(16) {
-            let mask = if 2 * steps - first < 16 { (1 << (2 * steps - first)) - 1 } else { !0 };
-            // SAFETY: the caller's promise; a masked lane is not touched.
-            unsafe {
-                let numbers = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, pairs.add(2 * first).cast()));
-                _mm512_mask_storeu_epi32(to.add(first).cast(), mask, _mm512_slli_epi32::<16>(numbers));
+    pub(super) unsafe fn left<const ROWS: usize>(
+        pairs: *const u8,
+        stride: usize,
+        steps: usize,
+        to: *mut LeftNumbers,
+    ) -> (*const u8, usize) {
+        for first in (0..2 * steps).step_by(LANES) {
+            let mask = if 2 * steps - first < LANES { (1 << (2 * steps - first)) - 1 } else { !0 };
+            for row in 0..ROWS {
+                // SAFETY: the caller's promise; a masked lane is not touched.
+                unsafe {
+                    let from = pairs.add(row * stride + 2 * first);
+                    let numbers = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.cast()));
+                    let to = to.add(row).cast::<f32>().add(first);
+                    _mm512_mask_storeu_epi32(to.cast(), mask, _mm512_slli_epi32::<16>(numbers));
+                }
             }
         }
-        to.cast_const().cast()
+        (to.cast_const().cast(), size_of::<LeftNumbers>())
     }
 
     /// Rounds numbers of up to sixteen significant bits to the nearest bf16, ties to even.
@@ -289,7 +305,7 @@ macro_rules! kernels {
             unsafe fn panel<P: Packed, const ROWS: usize>(t: &BytesTile) {
                 let (vectors, group_steps) = (t.width / LANES, t.group / 2);
                 assert!(group_steps <= GROUP_STEPS_MAX);
-                let mut numbers = [const { MaybeUninit::<[f32; 2 * GROUP_STEPS_MAX]>::uninit() }; ROWS];
+                let mut numbers = [const { MaybeUninit::<LeftNumbers>::uninit() }; ROWS];
                 for group in 0..t.steps.div_ceil(group_steps) {
                     let done = group * group_steps;
                     let steps = (t.steps - done).min(group_steps);
@@ -297,19 +313,16 @@ macro_rules! kernels {
                     // SAFETY: what the caller vouches for begins here; there is room for a group of each row.
                     unsafe {
                         let groups = t.b.add(group * group_bytes::<P>(t.group, t.width));
-                        let mut left = [t.a; ROWS];
-                        for r in 0..ROWS {
-                            let pairs = t.a.add(r * t.a_stride + 4 * done);
-                            left[r] = $order::left(pairs, steps, numbers[r].as_mut_ptr().cast());
-                        }
+                        let (a, a_stride) =
+                            $order::left::<ROWS>(t.a.add(4 * done), t.a_stride, steps, numbers.as_mut_ptr().cast());
                         for vector in (0..vectors).step_by(2) {
                             let scales = groups.add(P::SCALE_BYTES * vector * LANES);
                             let lines = groups.add(P::SCALE_BYTES * t.width + vector * lines_bytes::<P>(t.group));
                             let (c, columns) = (t.c.add(vector * LANES), t.columns - vector * LANES);
-                            let part = BytesTile { steps, c, columns, accumulate, ..*t };
+                            let part = BytesTile { steps, a, a_stride, c, columns, accumulate, ..*t };
                             match vectors - vector {
-                                1 => vectors_of_group::<P, ROWS, 1>(scales, lines, &left, &part),
-                                _ => vectors_of_group::<P, ROWS, 2>(scales, lines, &left, &part),
+                                1 => vectors_of_group::<P, ROWS, 1>(scales, lines, &part),
+                                _ => vectors_of_group::<P, ROWS, 2>(scales, lines, &part),
                             }
                         }
                     }
@@ -322,7 +335,6 @@ macro_rules! kernels {
             unsafe fn vectors_of_group<P: Packed, const ROWS: usize, const VECTORS: usize>(
                 scales: *const u8,
                 lines: *const u8,
-                left: &[*const u8; ROWS],
                 t: &BytesTile,
             ) {
                 let mask = |v: usize| -> __mmask16 {
@@ -343,7 +355,7 @@ macro_rules! kernels {
                             }
                         }
                     }
-                    let (mut line, mut first) = (lines, 0);
+                    let (mut line, mut a) = (lines, t.a);
                     // Written out, so that everything stays in registers.
                     macro_rules! multiply {
                         ($codes:ident, $step:literal) => {
@@ -354,7 +366,7 @@ macro_rules! kernels {
                                     b[v] = $order::step(first, others);
                                 }
                                 for r in 0..ROWS {
-                                    $order::add(&mut acc[r], left[r].add((first + $step) * $order::LEFT_BYTES), &b);
+                                    $order::add(&mut acc[r], a.add(r * t.a_stride + $step * $order::LEFT_BYTES), &b);
                                 }
                             }
                         };
@@ -369,15 +381,16 @@ macro_rules! kernels {
                             }
                         };
                     }
-                    while first + P::LINE_STEPS <= t.steps {
+                    for _ in 0..t.steps / P::LINE_STEPS {
                         load!(codes);
                         multiply!(codes, 0);
                         multiply!(codes, 1);
                         multiply!(codes, 2);
                         multiply!(codes, 3);
-                        (line, first) = (line.add(VECTORS * LINE_BYTES), first + P::LINE_STEPS);
+                        line = line.add(VECTORS * LINE_BYTES);
+                        a = a.wrapping_add(P::LINE_STEPS * $order::LEFT_BYTES);
                     }
-                    let rest = t.steps - first;
+                    let rest = t.steps % P::LINE_STEPS;
                     if rest > 0 {
                         load!(codes);
                         multiply!(codes, 0);
