@@ -85,6 +85,7 @@ mod pairs {
         (pairs, stride)
     }
 
+    /// Sixteen outputs of a step, rounded, of the weights of the first eight and of the others.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     pub(super) fn step(first: __m512, others: __m512) -> Step {
@@ -170,6 +171,7 @@ mod numbers {
         _mm512_fnmadd_ps(numbers, _mm512_set1_ps(SHIFT), both)
     }
 
+    /// Sixteen outputs of a step, rounded, of the weights of the first eight and of the others.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     pub(super) fn step(first: __m512, others: __m512) -> Step {
