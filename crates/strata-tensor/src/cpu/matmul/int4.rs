@@ -196,7 +196,9 @@ fn unpack_group<T: Element>(isa: Isa, groups: &[u8], width: usize, first_line: u
     if T::DTYPE == crate::DType::BF16 && isa.has_avx512() {
         let group = (groups.len() / width - WORD_BYTES) * 2;
         // SAFETY: the machine has the instructions.
-        unsafe { unpacked_avx512::unpack::<int4_avx512::Scales>(isa, group, groups, width, first_line, words) };
+        unsafe {
+            unpacked_avx512::unpack::<int4_avx512::Pairs, int4_avx512::Numbers>(isa, group, groups, width, first_line, words)
+        };
         return;
     }
     let (scales, lines) = groups.split_at(width * WORD_BYTES);

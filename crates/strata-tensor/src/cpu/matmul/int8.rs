@@ -116,7 +116,9 @@ pub(crate) fn unpack<T: Element>(isa: Isa, panel: &[u8], width: usize, steps: Ra
         #[cfg(target_arch = "x86_64")]
         if T::DTYPE == crate::DType::BF16 && isa.has_avx512() {
             // SAFETY: the machine has the instructions.
-            unsafe { unpacked_avx512::unpack::<int8_avx512::Scales>(isa, BLOCK_INPUTS, blocks, width, 0, words) };
+            unsafe {
+                unpacked_avx512::unpack::<int8_avx512::Pairs, int8_avx512::Numbers>(isa, BLOCK_INPUTS, blocks, width, 0, words)
+            };
             continue;
         }
         let (scales, lines) = blocks.split_at(width * size_of::<bf16>());

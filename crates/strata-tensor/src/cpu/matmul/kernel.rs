@@ -182,8 +182,8 @@ impl TileKernel {
                 parts: Some(avx512::native::run_parts),
                 fetching: Fetching::of_pairs(),
                 many_panels: Some(avx512::native::MANY_PANELS),
-                of_bytes: Some(unpacked::native::kernel::<int8_avx512::Scales>()),
-                of_int4: Some(unpacked::native::kernel::<int4_avx512::Scales>()),
+                of_bytes: Some(unpacked::native::kernel::<int8_avx512::Pairs>()),
+                of_int4: Some(unpacked::native::kernel::<int4_avx512::Pairs>()),
                 ..Chains::plain(avx512::native::run)
             },
             #[cfg(target_arch = "x86_64")]
@@ -203,8 +203,8 @@ impl TileKernel {
                 pairs: Some(PanelPairs { run: widened::wide::run_pair, kept_len: widened::kept_len }),
                 fetching: Fetching::of_widened(),
                 many_panels: Some(widened::pairs::MANY_PANELS),
-                of_bytes: Some(unpacked::widened::kernel::<int8_avx512::Scales>()),
-                of_int4: Some(unpacked::widened::kernel::<int4_avx512::Scales>()),
+                of_bytes: Some(unpacked::widened::kernel::<int8_avx512::Numbers>()),
+                of_int4: Some(unpacked::widened::kernel::<int4_avx512::Numbers>()),
                 ..Chains::plain(widened::pairs::run)
             },
             #[cfg(target_arch = "x86_64")]

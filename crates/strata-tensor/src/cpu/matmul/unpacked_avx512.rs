@@ -34,6 +34,8 @@ pub(super) trait Packed: Copy {
     const LINE_STEPS: usize;
     /// Bytes of the scale of an output.
     const SCALE_BYTES: usize;
+    /// A line, in whose vectors each number of a step has its code where [`Packed::products`] finds it.
+    type Line: Copy;
 
     /// From the scales of sixteen outputs.
     ///
@@ -41,12 +43,22 @@ pub(super) trait Packed: Copy {
     /// They must be readable, and the machine have AVX-512.
     unsafe fn load(scales: *const u8) -> Self;
 
-    /// The weights of step `STEP` of a line as products, of up to sixteen significant bits: of the first eight outputs, the first and the second input of each in turns, and of the others.
+    /// # Safety
+    /// The machine must have AVX-512.
+    unsafe fn line(codes: __m512i) -> Self::Line;
+
+    /// The weights of step `STEP` of a line as products, of up to sixteen significant bits.
     ///
     /// # Safety
     /// The machine must have AVX-512.
-    unsafe fn weights<const STEP: usize>(&self, line: __m512i) -> [__m512; 2];
+    unsafe fn products<const STEP: usize>(&self, line: &Self::Line) -> [__m512; 2];
 }
+
+/// Packed weights whose products are those of the first eight outputs, the first and the second input of each in turns, and those of the others: as dot products of bf16 take them.
+pub(super) trait PackedPairs: Packed {}
+
+/// Packed weights whose products are those of the first input, and those of the second.
+pub(super) trait PackedNumbers: Packed {}
 
 /// Bytes of a group of each of `width` outputs.
 const fn group_bytes<P: Packed>(group: usize, width: usize) -> usize {
@@ -85,20 +97,20 @@ mod pairs {
         (pairs, stride)
     }
 
-    /// Sixteen outputs of a step, rounded, of the weights of the first eight and of the others.
+    /// Sixteen outputs of a step, rounded, of products of [`PackedPairs`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    pub(super) fn step(first: __m512, others: __m512) -> Step {
-        pairs(first, others)
+    pub(super) fn step([first, others]: [__m512; 2]) -> Step {
+        let rounded = _mm512_cvtne2ps_pbh(others, first);
+        // SAFETY: both types are 512 bits of any value.
+        unsafe { std::mem::transmute::<__m512bh, __m512i>(rounded) }
     }
 
     /// A step as pairs of bf16.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    pub(super) fn pairs(first: __m512, others: __m512) -> __m512i {
-        let rounded = _mm512_cvtne2ps_pbh(others, first);
-        // SAFETY: both types are 512 bits of any value.
-        unsafe { std::mem::transmute::<__m512bh, __m512i>(rounded) }
+    pub(super) fn pairs(step: Step) -> __m512i {
+        step
     }
 
     /// Adds a step of a row to its sums.
@@ -120,8 +132,7 @@ mod pairs {
 
 /// Where it has none, or slow ones: f32, the first numbers of the pairs and then the second.
 ///
-/// Roofline (Intel, two ports that compute): the 32 weights of a step are six multiplications and two permutations beside what finds the codes, five cycles and a half, and a row is
-/// two multiply-adds, one cycle.
+/// Roofline (Intel, two ports that compute): the 32 weights of a step are six multiplications beside what finds the codes, and a row is two multiply-adds, one cycle.
 mod numbers {
     use super::*;
 
@@ -171,22 +182,18 @@ mod numbers {
         _mm512_fnmadd_ps(numbers, _mm512_set1_ps(SHIFT), both)
     }
 
-    /// Sixteen outputs of a step, rounded, of the weights of the first eight and of the others.
+    /// Sixteen outputs of a step, rounded, of products of [`PackedNumbers`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) fn step(first: __m512, others: __m512) -> Step {
-        let (first, others) = (rounded(first), rounded(others));
-        let even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-        let odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-        [_mm512_permutex2var_ps(first, even, others), _mm512_permutex2var_ps(first, odd, others)]
+    pub(super) fn step([first, second]: [__m512; 2]) -> Step {
+        [rounded(first), rounded(second)]
     }
 
     /// A step as pairs of bf16.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) fn pairs(first: __m512, others: __m512) -> __m512i {
-        let [even, odd] = step(first, others);
-        _mm512_or_si512(_mm512_castps_si512(odd), _mm512_srli_epi32::<16>(_mm512_castps_si512(even)))
+    pub(super) fn pairs([first, second]: Step) -> __m512i {
+        _mm512_or_si512(_mm512_castps_si512(second), _mm512_srli_epi32::<16>(_mm512_castps_si512(first)))
     }
 
     /// Adds a step of a row to its sums.
@@ -212,7 +219,7 @@ mod numbers {
 ///
 /// # Safety
 /// The machine must have the instructions, AVX-512.
-pub(super) unsafe fn unpack<P: Packed>(
+pub(super) unsafe fn unpack<P: PackedPairs, N: PackedNumbers>(
     isa: Isa,
     group: usize,
     groups: &[u8],
@@ -224,19 +231,19 @@ pub(super) unsafe fn unpack<P: Packed>(
     unsafe {
         match isa.has_avx512_bf16() {
             true => native::unpack::<P>(group, groups, width, first_line, words),
-            false => widened::unpack::<P>(group, groups, width, first_line, words),
+            false => widened::unpack::<N>(group, groups, width, first_line, words),
         }
     }
 }
 
 macro_rules! kernels {
-    ($(#[$doc:meta])* $name:ident, $order:ident, $features:literal) => {
+    ($(#[$doc:meta])* $name:ident, $order:ident, $packed:ident, $features:literal) => {
         $(#[$doc])*
         pub(super) mod $name {
             use super::*;
 
             /// A few rows with weights that are unpacked in registers.
-            pub(in super::super) const fn kernel<P: Packed>() -> BytesKernel {
+            pub(in super::super) const fn kernel<P: $packed>() -> BytesKernel {
                 BytesKernel { run: product::<P>, rows_max: ROWS_MAX }
             }
 
@@ -245,7 +252,7 @@ macro_rules! kernels {
             /// # Safety
             /// The machine must have the instructions.
             #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn unpack<P: Packed>(
+            pub(in super::super) unsafe fn unpack<P: $packed>(
                 group: usize,
                 groups: &[u8],
                 width: usize,
@@ -264,13 +271,13 @@ macro_rules! kernels {
                         let mut line = groups.as_ptr().add(lines + (first_line * vectors + vector % 2) * LINE_BYTES);
                         for step in (0..steps).step_by(P::LINE_STEPS) {
                             _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD_BYTES).cast());
-                            let codes = _mm512_loadu_si512(line.cast());
+                            let codes = P::line(_mm512_loadu_si512(line.cast()));
                             let to = words.as_mut_ptr().add(step * width + vector * LANES);
                             macro_rules! write {
                                 ($step:literal) => {
                                     if $step < P::LINE_STEPS && step + $step < steps {
-                                        let [first, others] = scales.weights::<$step>(codes);
-                                        _mm512_storeu_si512(to.add($step * width).cast(), $order::pairs(first, others));
+                                        let step = $order::step(scales.products::<$step>(&codes));
+                                        _mm512_storeu_si512(to.add($step * width).cast(), $order::pairs(step));
                                     }
                                 };
                             }
@@ -288,7 +295,7 @@ macro_rules! kernels {
             ///
             /// # Safety
             /// As there. The machine must have the instructions.
-            unsafe fn product<P: Packed>(rows: usize, t: &BytesTile) {
+            unsafe fn product<P: $packed>(rows: usize, t: &BytesTile) {
                 // SAFETY: passed on from the caller.
                 unsafe {
                     match rows {
@@ -304,7 +311,7 @@ macro_rules! kernels {
             }
 
             #[target_feature(enable = $features)]
-            unsafe fn panel<P: Packed, const ROWS: usize>(t: &BytesTile) {
+            unsafe fn panel<P: $packed, const ROWS: usize>(t: &BytesTile) {
                 let (vectors, group_steps) = (t.width / LANES, t.group / 2);
                 assert!(group_steps <= GROUP_STEPS_MAX);
                 let mut numbers = [const { MaybeUninit::<LeftNumbers>::uninit() }; ROWS];
@@ -334,7 +341,7 @@ macro_rules! kernels {
             /// One group of one or two vectors of outputs.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn vectors_of_group<P: Packed, const ROWS: usize, const VECTORS: usize>(
+            unsafe fn vectors_of_group<P: $packed, const ROWS: usize, const VECTORS: usize>(
                 scales: *const u8,
                 lines: *const u8,
                 t: &BytesTile,
@@ -364,8 +371,7 @@ macro_rules! kernels {
                             if $step < P::LINE_STEPS {
                                 let mut b = [$order::EMPTY; VECTORS];
                                 for v in 0..VECTORS {
-                                    let [first, others] = unpacking[v].weights::<$step>($codes[v]);
-                                    b[v] = $order::step(first, others);
+                                    b[v] = $order::step(unpacking[v].products::<$step>(&$codes[v]));
                                 }
                                 for r in 0..ROWS {
                                     $order::add(&mut acc[r], a.add(r * t.a_stride + $step * $order::LEFT_BYTES), &b);
@@ -375,11 +381,11 @@ macro_rules! kernels {
                     }
                     macro_rules! load {
                         ($codes:ident) => {
-                            let mut $codes = [_mm512_setzero_si512(); VECTORS];
+                            let mut $codes = [P::line(NO_PAIRS); VECTORS];
                             for v in 0..VECTORS {
                                 let line = line.add(v * LINE_BYTES);
                                 _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD_BYTES).cast());
-                                $codes[v] = _mm512_loadu_si512(line.cast());
+                                $codes[v] = P::line(_mm512_loadu_si512(line.cast()));
                             }
                         };
                     }
@@ -416,9 +422,9 @@ macro_rules! kernels {
 
 kernels!(
     /// The order of chains of `vdpbf16ps`.
-    native, pairs, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"
+    native, pairs, PackedPairs, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"
 );
 kernels!(
     /// The order of multiply-adds of what was widened.
-    widened, numbers, "avx512f,avx512bw,avx512vl,avx512dq"
+    widened, numbers, PackedNumbers, "avx512f,avx512bw,avx512vl,avx512dq"
 );
