@@ -26,7 +26,7 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>(storage: WeightSto
     let dense = packed(&pool, &rounded, k, n);
     for arithmetic in Arithmetic::available() {
         let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
-        for m in [1, 2, 3, 4, 5, 6, 7, 70] {
+        for m in [1, 2, 3, 4, 5, 6, 7, 70, 130] {
             let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
             let run = |stack: &PackedStack| {
                 let (mut y, mut added, mut dx) = (vec![7.0; m * n], vec![0.25; m * n], vec![7.0; m * k]);
