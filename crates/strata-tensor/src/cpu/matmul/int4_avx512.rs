@@ -15,7 +15,10 @@ const fn unit(bit: u32) -> f32 {
     (1u32 << (23 - bit)) as f32
 }
 
-/// Scales of sixteen outputs, and what is added to a product with `unit(bit) + q`.
+/// Scales of sixteen outputs, and what is added to their products with `unit(bit) + q`, for codes from each of `bits` on.
+///
+/// # Safety
+/// A word of each output must be readable, and the machine have AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn scales_and_shifts<const BITS: usize>(words: *const u8, bits: [u32; BITS]) -> (__m512, [__m512; BITS]) {

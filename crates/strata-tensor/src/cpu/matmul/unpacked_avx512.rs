@@ -43,6 +43,8 @@ pub(super) trait Packed: Copy {
     /// They must be readable, and the machine have AVX-512.
     unsafe fn load(scales: *const u8) -> Self;
 
+    /// From the codes of a line, as they lie in memory.
+    ///
     /// # Safety
     /// The machine must have AVX-512.
     unsafe fn line(codes: __m512i) -> Self::Line;
