@@ -25,9 +25,9 @@ pub(super) struct Pairs {
 impl PackedPairs for Pairs {}
 
 impl Packed for Pairs {
-    type Line = __m512i;
     const LINE_STEPS: usize = LINE_INPUTS / 2;
     const SCALE_BYTES: usize = size_of::<bf16>();
+    type Line = __m512i;
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
