@@ -3,17 +3,21 @@
 use half::bf16;
 
 use super::*;
+use crate::cpu::isa::Numerics;
 
-/// Weights in fewer bits, and the same weights dense. `steps`: how many of them there are from the least weight to the largest.
-fn quantized_products_have_the_bits_of_dense_ones<T: Element>(storage: WeightStorage, steps: f32, k: usize) {
-    let pool = Pool::new(3);
-    let n = 200;
+/// Weights of `k` inputs and `n` outputs in fewer bits, and the same weights dense, with so many rows. `steps`: how many of them there are from the least weight to the largest.
+fn quantized_products_have_the_bits_of_dense_ones<T: Element>(
+    pool: &Pool,
+    (storage, steps): (WeightStorage, f32),
+    (k, n): (usize, usize),
+    rows: &[usize],
+) {
     let w: Vec<T> = values(2, n * k);
     let format = WeightFormat { compute: T::DTYPE, storage };
     let mut quantized = PackedStack::zeros(1, k, n, format).unwrap();
     // In two parts, which meet within a panel.
-    pack_rows(&pool, Isa::detect(), &w[..70 * k], 0, &mut quantized.layer_mut(0).unwrap()).unwrap();
-    pack_rows(&pool, Isa::detect(), &w[70 * k..], 70, &mut quantized.layer_mut(0).unwrap()).unwrap();
+    pack_rows(pool, Isa::detect(), &w[..70 * k], 0, &mut quantized.layer_mut(0).unwrap()).unwrap();
+    pack_rows(pool, Isa::detect(), &w[70 * k..], 70, &mut quantized.layer_mut(0).unwrap()).unwrap();
     let rounded: Vec<T> = (0..n)
         .flat_map(|output| {
             let mut row = vec![0.0; k];
@@ -23,10 +27,10 @@ fn quantized_products_have_the_bits_of_dense_ones<T: Element>(storage: WeightSto
         .collect();
     let largest = w.iter().fold(0.0f32, |largest, w| largest.max(w.to_f32().abs()));
     assert!(rounded.iter().zip(&w).all(|(a, b)| (a.to_f32() - b.to_f32()).abs() < largest / steps * 2.5));
-    let dense = packed(&pool, &rounded, k, n);
+    let dense = packed(pool, &rounded, k, n);
     for arithmetic in Arithmetic::available() {
-        let matmul = Matmul::new(&pool, arithmetic, T::DTYPE);
-        for m in [1, 2, 3, 4, 5, 6, 7, 70, 130] {
+        let matmul = Matmul::new(pool, arithmetic, T::DTYPE);
+        for &m in rows {
             let (x, dy): (Vec<T>, Vec<T>) = (values(1, m * k), values(3, m * n));
             let run = |stack: &PackedStack| {
                 let (mut y, mut added, mut dx) = (vec![7.0; m * n], vec![0.25; m * n], vec![7.0; m * k]);
@@ -55,11 +59,25 @@ pub(super) const INT4: [WeightStorage; 3] =
 
 #[test]
 fn products_with_weights_in_fewer_bits_have_the_bits_of_those_with_the_same_weights_dense() {
+    let (pool, rows) = (Pool::new(3), [1, 2, 3, 4, 5, 6, 7, 70]);
     // Last lines of every length.
     let int4 = [330, 332, 334].into_iter().flat_map(|k| INT4.map(|storage| (storage, 15.0, k)));
     for (storage, steps, k) in [(WeightStorage::Int8, 255.0, 330)].into_iter().chain(int4) {
-        quantized_products_have_the_bits_of_dense_ones::<f32>(storage, steps, k);
-        quantized_products_have_the_bits_of_dense_ones::<bf16>(storage, steps, k);
+        quantized_products_have_the_bits_of_dense_ones::<f32>(&pool, (storage, steps), (k, 200), &rows);
+        quantized_products_have_the_bits_of_dense_ones::<bf16>(&pool, (storage, steps), (k, 200), &rows);
+    }
+}
+
+#[test]
+fn pairs_of_panels_with_weights_in_fewer_bits_have_the_bits_of_those_with_the_same_weights_dense() {
+    let (pool, rows, n) = (Pool::new(1), 97, 2 * PANEL * TASKS_PER_THREAD);
+    if Isa::Avx512.is_available() {
+        let matmul = Matmul::new(&pool, Arithmetic { isa: Isa::Avx512, numerics: Numerics::Fast }, DType::BF16);
+        let TileKernel::Chains(chains) = matmul.kernel else { panic!("AVX-512 adds in chains") };
+        assert!(matmul.pairs(&chains, rows, n).is_some(), "{rows} rows, {n} outputs");
+    }
+    for storage in [(WeightStorage::Int8, 255.0), (INT4[0], 15.0)] {
+        quantized_products_have_the_bits_of_dense_ones::<bf16>(&pool, storage, (330, n), &[rows]);
     }
 }
 
