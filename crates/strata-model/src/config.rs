@@ -18,7 +18,7 @@ use crate::{Error, Result};
 use fields::{Fields, check_size, parse_object};
 
 pub use quantization::Int4Form;
-pub(crate) use quantization::{FP8_BLOCK, Int4Layout};
+pub(crate) use quantization::Int4Layout;
 pub use rope::{LongRope, Rope, RopeScaling, RopeTable, Yarn};
 
 /// The largest vocabulary that is accepted.

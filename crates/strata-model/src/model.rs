@@ -18,9 +18,10 @@ use strata_tensor::{
     LoraSite, RowReply, RowRequest, Tape, TargetLoss, Tensor, WeightFormat, WeightStorage, logits_chunk_rows, read_logits,
     target_logprobs,
 };
+use strata_values::{alone, first_not_finite};
 
 use crate::architectures::{self, BatchInputs, Decoder, ImageBytes, ImageFeatures, Leaves, Observed, Observer, Plan};
-use crate::checkpoint::{Checkpoint, Int4Tensors, alone, first_not_finite};
+use crate::checkpoint::{Checkpoint, Int4Tensors};
 use crate::config::RopeScaling;
 use crate::lora::{Adapter, LoraConfig, LoraModule, LoraParams};
 use crate::vision::{ImageProcessor, Patches};

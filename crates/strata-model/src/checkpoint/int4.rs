@@ -7,19 +7,14 @@ use std::ops::Range;
 
 use safetensors::Dtype;
 use strata_tensor::{DType, Int4Rows};
+use strata_values::{INT4_CODES, Int4Words, Run, int4_code, unpack_codes};
 
-use super::{Checkpoint, CheckpointReader, Run, fill_pieces};
+use super::{Checkpoint, CheckpointReader};
 use crate::Result;
 use crate::config::{Int4Form, Int4Layout};
 
-/// Codes of a word.
-const CODES: usize = 8;
-/// Where in a word of AWQ the code of output `o % 8` is: its unpacking interleaves halves, `[0, 2, 4, 6, 1, 3, 5, 7]`.
-const AWQ_PLACES: [usize; CODES] = [0, 4, 1, 5, 2, 6, 3, 7];
 /// The zero of all groups where there are no zeros.
 const SYMMETRIC_ZERO: u8 = 8;
-/// Rows to a piece.
-const ROWS: usize = 16;
 
 /// The tensors of a matrix `[outputs, inputs]`.
 #[derive(Clone)]
@@ -73,7 +68,7 @@ impl Int4Tensors {
         let axis = |last: &str, axis: usize| checkpoint.shape(&format!("{stem}{last}"))?.get(axis).copied();
         let words = [0, 1].map(|place| axis(last, place).unwrap_or(0));
         let [outputs, inputs] = match form.layout {
-            Int4Layout::Gptq { .. } => [words[1], axis("g_idx", 0).unwrap_or_else(|| words[0].saturating_mul(CODES))],
+            Int4Layout::Gptq { .. } => [words[1], axis("g_idx", 0).unwrap_or_else(|| words[0].saturating_mul(INT4_CODES))],
             // Words may have room for more.
             Int4Layout::Awq => [axis("scales", 1).unwrap_or(0), words[0]],
             Int4Layout::CompressedTensors { .. } => {
@@ -116,9 +111,11 @@ impl Int4Tensors {
     /// Name and shape of the words of codes.
     pub(crate) fn codes(&self) -> (String, [usize; 2]) {
         match self.form.layout {
-            Int4Layout::Gptq { .. } => (self.named("qweight"), [self.inputs.div_ceil(CODES), self.outputs]),
-            Int4Layout::Awq => (self.named("qweight"), [self.inputs, self.outputs.div_ceil(CODES)]),
-            Int4Layout::CompressedTensors { .. } => (self.named("weight_packed"), [self.outputs, self.inputs.div_ceil(CODES)]),
+            Int4Layout::Gptq { .. } => (self.named("qweight"), [self.inputs.div_ceil(INT4_CODES), self.outputs]),
+            Int4Layout::Awq => (self.named("qweight"), [self.inputs, self.outputs.div_ceil(INT4_CODES)]),
+            Int4Layout::CompressedTensors { .. } => {
+                (self.named("weight_packed"), [self.outputs, self.inputs.div_ceil(INT4_CODES)])
+            }
         }
     }
 
@@ -133,10 +130,10 @@ impl Int4Tensors {
     fn zeros(&self) -> Option<(String, [usize; 2])> {
         match self.form.layout {
             Int4Layout::Gptq { .. } | Int4Layout::Awq => {
-                Some((self.named("qzeros"), [self.groups(), self.outputs.div_ceil(CODES)]))
+                Some((self.named("qzeros"), [self.groups(), self.outputs.div_ceil(INT4_CODES)]))
             }
             Int4Layout::CompressedTensors { symmetric: false } => {
-                Some((self.named("weight_zero_point"), [self.outputs.div_ceil(CODES), self.groups()]))
+                Some((self.named("weight_zero_point"), [self.outputs.div_ceil(INT4_CODES), self.groups()]))
             }
             Int4Layout::CompressedTensors { symmetric: true } => None,
         }
@@ -222,45 +219,12 @@ fn extents_of(bytes: &[u8]) -> [i64; 2] {
     }
 }
 
-/// A code of a word.
-fn code(word: [u8; 4], place: usize) -> u8 {
-    (u32::from_le_bytes(word) >> (4 * place)) as u8 & 15
-}
-
 impl Int4Matrix<'_> {
     /// Rows of it.
     pub(crate) fn rows(&self, run: Run<'_>, rows: Range<usize>) -> Int4Values {
-        let Int4Tensors { form, inputs, outputs, .. } = self.tensors;
+        let Int4Tensors { inputs, outputs, .. } = self.tensors;
         let mut codes = vec![0; rows.len() * inputs];
-        fill_pieces(run, &mut codes, ROWS * inputs, &|piece, out| {
-            let first = rows.start + piece * ROWS;
-            match form.layout {
-                Int4Layout::Gptq { .. } => {
-                    // What lies together is read together.
-                    for (word, words) in self.codes.chunks_exact(outputs).enumerate() {
-                        for (row, &codes) in out.chunks_exact_mut(inputs).zip(&words[first..]) {
-                            let to = row[word * CODES..].iter_mut().take(CODES);
-                            to.enumerate().for_each(|(place, to)| *to = code(codes, place));
-                        }
-                    }
-                }
-                Int4Layout::Awq => {
-                    for (input, words) in self.codes.chunks_exact(outputs.div_ceil(CODES)).enumerate() {
-                        for (output, row) in (first..).zip(out.chunks_exact_mut(inputs)) {
-                            row[input] = code(words[output / CODES], AWQ_PLACES[output % CODES]);
-                        }
-                    }
-                }
-                Int4Layout::CompressedTensors { .. } => {
-                    let of_row = inputs.div_ceil(CODES);
-                    for (row, words) in out.chunks_exact_mut(inputs).zip(self.codes[first * of_row..].chunks_exact(of_row)) {
-                        for (to, &codes) in row.chunks_mut(CODES).zip(words) {
-                            to.iter_mut().enumerate().for_each(|(place, to)| *to = code(codes, place));
-                        }
-                    }
-                }
-            }
-        });
+        unpack_codes(run, self.tensors.form.words(), self.codes, [outputs, inputs], rows.start, &mut codes);
         let groups = self.tensors.groups();
         let of_groups = || rows.clone().flat_map(|output| (0..groups).map(move |group| (output, group)));
         Int4Values {
@@ -285,16 +249,16 @@ impl Int4Matrix<'_> {
 
     fn zero(&self, output: usize, group: usize) -> u8 {
         let Some(zeros) = self.zeros else { return SYMMETRIC_ZERO };
-        let (word, place) = (output / CODES, output % CODES);
-        let of_outputs = group * self.tensors.outputs.div_ceil(CODES) + word;
+        let (word, place) = (output / INT4_CODES, output % INT4_CODES);
+        let of_outputs = group * self.tensors.outputs.div_ceil(INT4_CODES) + word;
         match self.tensors.form.layout {
             Int4Layout::Gptq { zeros_less, .. } => {
                 // As GPTQModel and AutoGPTQ convert one format into the other, `qzeros += 0x11111111`: by words, so that what a zero of 0 has borrowed comes back.
                 let word = u32::from_le_bytes(zeros[of_outputs]);
-                code(word.wrapping_add(u32::from(zeros_less) * 0x1111_1111).to_le_bytes(), place)
+                int4_code(word.wrapping_add(u32::from(zeros_less) * 0x1111_1111).to_le_bytes(), place)
             }
-            Int4Layout::Awq => code(zeros[of_outputs], AWQ_PLACES[place]),
-            Int4Layout::CompressedTensors { .. } => code(zeros[word * self.tensors.groups() + group], place),
+            Int4Layout::Awq => Int4Words::Awq.code_of_output(zeros[of_outputs], output),
+            Int4Layout::CompressedTensors { .. } => int4_code(zeros[word * self.tensors.groups() + group], place),
         }
     }
 }

@@ -10,14 +10,11 @@ mod atomic;
 mod hub;
 mod int4;
 mod limits;
-mod mxfp4;
 mod one_writer;
 mod peft;
-mod pieces;
 mod reader;
 mod safetensors;
 mod safetensors_file;
-mod source_tensor;
 
 pub use atomic::{
     Existing, NamesHeld, abandon_writes, hold_names, recover_directories, refuse_links_below, remove_empty_directories,
@@ -33,12 +30,9 @@ pub use peft::{
 pub use reader::CheckpointReader;
 pub use safetensors::Checkpoint;
 pub use safetensors_file::{Sink, WriteTensor, WrittenTensor, write_safetensors};
-pub use source_tensor::{Converted, SourceDType, SourceTensor};
+pub use strata_values::{Converted, SourceDType, SourceTensor};
 
 pub(crate) use int4::{Int4Matrix, Int4Tensors};
 pub(crate) use limits::{JsonInto, json_memory_bytes, open_own, open_regular, read_text, read_text_if_exists};
-pub(crate) use mxfp4::{BLOCK, BLOCK_BYTES, dequantize};
 pub(crate) use one_writer::write_by_one;
-pub(crate) use pieces::{Run, alone, fill_pieces};
-pub(crate) use safetensors::{FileIdentity, INDEX_FILE, SINGLE_FILE, StoredTensor};
-pub(crate) use source_tensor::{e4m3_to_f32, first_negative, first_not_finite, write_values};
+pub(crate) use safetensors::{FileIdentity, INDEX_FILE, SINGLE_FILE, StoredTensor, source_dtype};

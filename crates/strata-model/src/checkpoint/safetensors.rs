@@ -215,7 +215,7 @@ impl Checkpoint {
     /// If its dtype is not one of [`SourceDType`].
     pub fn tensor(&self, name: &str) -> Result<Option<SourceTensor<'_>>> {
         let Some((name, entry)) = self.tensors.get_key_value(name) else { return Ok(None) };
-        let dtype = SourceDType::from_safetensors(entry.dtype).ok_or_else(|| {
+        let dtype = source_dtype(entry.dtype).ok_or_else(|| {
             self.error(format!("tensor {name} has dtype {}; supported: F32, BF16, F16, F8_E4M3", entry.dtype))
         })?;
         let bytes = &self.shards[entry.shard].bytes()[entry.bytes.clone()];
@@ -520,6 +520,17 @@ pub(crate) fn list_names(names: &[&str]) -> String {
     match names.len().checked_sub(NAMES_MAX) {
         None | Some(0) => listed,
         Some(more) => format!("{listed} and {more} more"),
+    }
+}
+
+/// The type of elements that weights may have.
+pub(crate) fn source_dtype(dtype: Dtype) -> Option<SourceDType> {
+    match dtype {
+        Dtype::F32 => Some(SourceDType::F32),
+        Dtype::BF16 => Some(SourceDType::BF16),
+        Dtype::F16 => Some(SourceDType::F16),
+        Dtype::F8_E4M3 => Some(SourceDType::F8E4M3),
+        _ => None,
     }
 }
 

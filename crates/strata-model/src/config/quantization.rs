@@ -1,14 +1,13 @@
 //! `quantization_config`: checkpoints whose weights lie in fewer bits than they are computed with.
 
 use serde_json::{Map, Value, json};
+use strata_values::{FP8_BLOCK, Int4Words};
 
 use super::fields::{Fields, unsupported, wrong_kind};
 use crate::Result;
 
 /// The key of a configuration that says how.
 pub(crate) const KEY: &str = "quantization_config";
-/// Rows, and columns, of a block of a matrix of `F8_E4M3` that has one scale, `{name}_scale_inv`.
-pub(crate) const FP8_BLOCK: usize = 128;
 
 /// How matrices lie in a checkpoint that has them in four bits. Which of them, its tensors say: transformers quantises linear layers but for the unembedding, and configurations
 /// name exceptions in many ways.
@@ -17,6 +16,17 @@ pub struct Int4Form {
     pub(crate) layout: Int4Layout,
     /// Consecutive inputs of an output that share a scale; `None`: all of them.
     pub(crate) group_inputs: Option<usize>,
+}
+
+impl Int4Form {
+    /// How the codes lie.
+    pub(crate) fn words(self) -> Int4Words {
+        match self.layout {
+            Int4Layout::Gptq { .. } => Int4Words::Gptq,
+            Int4Layout::Awq => Int4Words::Awq,
+            Int4Layout::CompressedTensors { .. } => Int4Words::CompressedTensors,
+        }
+    }
 }
 
 /// The common ways to lay out codes, scales and zeros.

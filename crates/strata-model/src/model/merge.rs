@@ -16,17 +16,18 @@ use std::path::Path;
 use half::{bf16, f16};
 use safetensors::Dtype;
 use strata_tensor::{Backend, DType};
+use strata_values::{Lies, MXFP4_BLOCK, MXFP4_BLOCK_BYTES, add_pairs, alone, dequantize_mxfp4, turned};
 
 use super::stored_matrix::{StoredMatrix, scales_name};
-use super::weights::{Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, tensors_of, turned};
+use super::weights::{Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, tensors_of};
 use crate::architectures::{Form, for_each_parameter, lora_modules};
 use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Int4Tensors, SINGLE_FILE, Sink, SourceDType, StoredTensor, WrittenTensor,
+    Checkpoint, CheckpointReader, Int4Tensors, SINGLE_FILE, Sink, SourceDType, StoredTensor, WrittenTensor, source_dtype,
+    write_safetensors,
 };
-use crate::checkpoint::{alone, dequantize, write_safetensors};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, Part};
 use crate::{ModelConfig, ModelSource, Result};
-use delta::{Addend, Lies};
+use delta::Addend;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const UNEMBEDDING: &str = "lm_head.weight";
@@ -220,7 +221,7 @@ impl<'a> Merge<'a> {
                 None => Err(self.stored.error(format!("missing tensors: {name}"))),
             };
             let values = Values::Blocks { blocks: bytes(&blocks.0, &blocks.1)?, scales: bytes(&scales.0, &scales.1)? };
-            let shape = vec![experts, of_row * BLOCK, rows];
+            let shape = vec![experts, of_row * MXFP4_BLOCK, rows];
             written.push(self.computed(whole, whole.clone(), shape, self.dense_dtype(), values, of(whole)));
             return Ok(());
         }
@@ -247,7 +248,7 @@ impl<'a> Merge<'a> {
             let (dtype, values) = self.values(&tensor)?;
             written.push(self.computed(name, UNEMBEDDING.into(), tensor.shape.to_vec(), dtype, values, of(UNEMBEDDING)));
         }
-        let is_float = SourceDType::from_safetensors(tensor.dtype).is_some();
+        let is_float = source_dtype(tensor.dtype).is_some();
         let is_scaled = quantized.scales.contains(&scales_name(name));
         if is_scaled || is_float && (self.dtype.is_some() || !of(&own_name).is_empty()) {
             let (dtype, values) = self.values(&tensor)?;
@@ -318,7 +319,7 @@ impl<'a> Merge<'a> {
                 for first in (0..rows).step_by(run) {
                     let range = first..rows.min(first + run);
                     let mut sums = values.read(matrix * rows, range.clone(), [rows, columns])?;
-                    delta::add(&of_matrix, &mut sums, range.clone(), columns);
+                    add_pairs(&of_matrix, &mut sums, range.clone(), columns);
                     let bytes = rounded(&sums, dtype).map_err(|(place, value)| {
                         let at = (matrix * rows + range.start) * columns + place;
                         self.stored
@@ -342,9 +343,13 @@ impl Values<'_> {
             Values::Rows(matrix) => matrix.read(all, columns),
             Values::Blocks { blocks, scales } => {
                 let (elements, matrix) = (rows * columns, first / rows.max(1));
-                let own = matrix * elements / BLOCK..(matrix + 1) * elements / BLOCK;
+                let own = matrix * elements / MXFP4_BLOCK..(matrix + 1) * elements / MXFP4_BLOCK;
                 let mut values = vec![0.0; elements];
-                dequantize(&blocks[own.start * BLOCK_BYTES..own.end * BLOCK_BYTES], &scales[own], &mut values);
+                dequantize_mxfp4(
+                    &blocks[own.start * MXFP4_BLOCK_BYTES..own.end * MXFP4_BLOCK_BYTES],
+                    &scales[own],
+                    &mut values,
+                );
                 let lying = strata_tensor::HostTensor::from_f32(&values, &[1, columns, rows], DType::F32)?;
                 Ok(turned(&alone, lying.as_ref()).as_ref().to_f32_vec())
             }

@@ -18,9 +18,10 @@ use std::sync::{Arc, OnceLock};
 use memmap2::{Advice, Mmap};
 use sha2::{Digest, Sha256};
 use strata_tensor::{Backend, DType, HostTensor, PACKED_PIECE_BYTES, SharedBytes, WeightFormat};
+use strata_values::fill_pieces;
 
 use crate::architectures::{Declaration, Stack, StackShape, Weights};
-use crate::checkpoint::{Checkpoint, FileIdentity, fill_pieces, open_own, write_by_one};
+use crate::checkpoint::{Checkpoint, FileIdentity, open_own, write_by_one};
 use crate::{Error, Result};
 
 /// What the file begins with: another in every version of this layout.

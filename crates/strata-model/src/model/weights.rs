@@ -4,14 +4,15 @@ use std::ops::Range;
 
 use safetensors::Dtype;
 use strata_tensor::{DType, HostRef, HostTensor, Shape, random};
-
-use super::stored_matrix::{StoredMatrix, scaled_rows, scales_name};
-use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, Rows, StoreRows, WeightSource};
-use crate::checkpoint::{
-    BLOCK, BLOCK_BYTES, Checkpoint, CheckpointReader, Converted, Int4Tensors, Run, SourceDType, SourceTensor, alone,
-    dequantize, fill_pieces, first_not_finite, write_values,
+use strata_values::{
+    Converted, FP8_BLOCK, MXFP4_BLOCK, MXFP4_BLOCK_BYTES, Run, SourceDType, SourceTensor, alone, dequantize_mxfp4, fill_pieces,
+    first_not_finite, scaled_rows, turn, turned, write_values,
 };
-use crate::config::{FP8_BLOCK, Int4Form};
+
+use super::stored_matrix::{StoredMatrix, scales_name};
+use crate::architectures::{self, Form, FusedExpert, Initial, Parameter, Rows, StoreRows, WeightSource};
+use crate::checkpoint::{Checkpoint, CheckpointReader, Int4Tensors};
+use crate::config::Int4Form;
 use crate::{Error, ModelConfig, ModelSource, Result};
 
 /// Rows of a matrix that are read, or made, at a time.
@@ -153,47 +154,11 @@ impl Mxfp4 {
         let [blocks, scales] = ["blocks", "scales"].map(|part| format!("{name}_{part}"));
         let [experts, columns, rows] = shape[..] else { return None };
         // Blocks are of one row each.
-        let is_quantized = !checkpoint.contains(name) && checkpoint.contains(&blocks) && columns.is_multiple_of(BLOCK);
+        let is_quantized = !checkpoint.contains(name) && checkpoint.contains(&blocks) && columns.is_multiple_of(MXFP4_BLOCK);
         is_quantized.then_some(Mxfp4 {
-            blocks: (blocks, [experts, rows, columns / BLOCK, BLOCK_BYTES]),
-            scales: (scales, [experts, rows, columns / BLOCK]),
+            blocks: (blocks, [experts, rows, columns / MXFP4_BLOCK, MXFP4_BLOCK_BYTES]),
+            scales: (scales, [experts, rows, columns / MXFP4_BLOCK]),
         })
-    }
-}
-
-/// Matrices `[count, m, n]` as `[count, n, m]`.
-pub(super) fn turned(run: Run<'_>, matrices: HostRef<'_>) -> HostTensor {
-    let (shape, size) = (matrices.shape(), matrices.dtype().size_bytes());
-    let &[count, m, n] = shape.dims() else { panic!("matrices of shape {shape}") };
-    let mut out = HostTensor::zeros(&[count, n, m], matrices.dtype());
-    let matrix_bytes = (m * n * size).max(1);
-    for (from, to) in matrices.as_bytes().chunks_exact(matrix_bytes).zip(out.bytes_mut().chunks_exact_mut(matrix_bytes)) {
-        turn(run, from, [m, n], 0, matrices.dtype(), to);
-    }
-    out
-}
-
-/// Columns `first..` of a matrix `[m, n]` as rows of `m`, as many as `to` has.
-fn turn(run: Run<'_>, from: &[u8], [m, n]: [usize; 2], first: usize, dtype: DType, to: &mut [u8]) {
-    fill_pieces(run, to, TILE * m * dtype.size_bytes(), &|piece, to| match dtype {
-        DType::F32 => turn_tiles::<4>(from, [m, n], first + piece * TILE, to),
-        DType::BF16 => turn_tiles::<2>(from, [m, n], first + piece * TILE, to),
-    });
-}
-
-/// Rows and columns of what is read and written together: a few cache lines of each.
-const TILE: usize = 32;
-
-/// As [`turn`] for at most [`TILE`] columns, of elements of `SIZE` bytes.
-fn turn_tiles<const SIZE: usize>(from: &[u8], [m, n]: [usize; 2], first: usize, to: &mut [u8]) {
-    let (from, to) = (from.as_chunks::<SIZE>().0, to.as_chunks_mut::<SIZE>().0);
-    let columns = to.len() / m;
-    for rows in (0..m).step_by(TILE).map(|row| row..m.min(row + TILE)) {
-        for row in rows {
-            for (column, element) in from[row * n + first..][..columns].iter().enumerate() {
-                to[column * m + row] = *element;
-            }
-        }
     }
 }
 
@@ -281,17 +246,17 @@ impl CheckpointWeights<'_> {
         let of_expert = rows * of_row;
         for expert in 0..experts {
             let own = expert * of_expert..(expert + 1) * of_expert;
-            let own_blocks = own.start * BLOCK_BYTES..own.end * BLOCK_BYTES;
+            let own_blocks = own.start * MXFP4_BLOCK_BYTES..own.end * MXFP4_BLOCK_BYTES;
             let (blocks_here, scales_here) = (&block_bytes[own_blocks.clone()], &scale_bytes[own.clone()]);
-            let mut matrix = HostTensor::zeros(&[1, rows, of_row * BLOCK], dtype);
-            fill_pieces(self.run, matrix.bytes_mut(), BLOCKS * BLOCK * dtype.size_bytes(), &|piece, out| {
-                let mut values = [0.0; BLOCKS * BLOCK];
-                let count = out.len() / (BLOCK * dtype.size_bytes());
-                let (blocks, scales) = (&blocks_here[piece * BLOCKS * BLOCK_BYTES..], &scales_here[piece * BLOCKS..]);
-                dequantize(&blocks[..count * BLOCK_BYTES], &scales[..count], &mut values[..count * BLOCK]);
-                write_values(&values[..count * BLOCK], dtype, out);
+            let mut matrix = HostTensor::zeros(&[1, rows, of_row * MXFP4_BLOCK], dtype);
+            fill_pieces(self.run, matrix.bytes_mut(), BLOCKS * MXFP4_BLOCK * dtype.size_bytes(), &|piece, out| {
+                let mut values = [0.0; BLOCKS * MXFP4_BLOCK];
+                let count = out.len() / (MXFP4_BLOCK * dtype.size_bytes());
+                let (blocks, scales) = (&blocks_here[piece * BLOCKS * MXFP4_BLOCK_BYTES..], &scales_here[piece * BLOCKS..]);
+                dequantize_mxfp4(&blocks[..count * MXFP4_BLOCK_BYTES], &scales[..count], &mut values[..count * MXFP4_BLOCK]);
+                write_values(&values[..count * MXFP4_BLOCK], dtype, out);
             });
-            self.pass_on(&blocks.0, own.start * BLOCK, expert, matrix.as_ref(), store)?;
+            self.pass_on(&blocks.0, own.start * MXFP4_BLOCK, expert, matrix.as_ref(), store)?;
             self.checkpoint.forget(&blocks.0, own_blocks);
             self.checkpoint.forget(&scales.0, own);
         }
@@ -343,7 +308,7 @@ impl WeightSource for CheckpointWeights<'_> {
             let first = rows.start;
             let bytes = rows.start * row_bytes..rows.end * row_bytes;
             let values = match &scales {
-                Some(scales) => Converted::Owned(scaled_rows(self.run, &tensor, rows, scales, dtype)?),
+                Some(scales) => Converted::Owned(scaled_rows(self.run, &tensor, rows, scales, dtype)),
                 None => tensor.read_rows_on(self.run, rows, dtype)?,
             };
             self.pass_on(name, first * shape[1..].iter().product::<usize>(), first, values.as_ref(), &mut store)?;
@@ -418,29 +383,6 @@ pub fn random_parameter(initial: Initial, range: f32, key: [u64; 2], first: usiz
             let (slowest, fastest) = (-4.6, 2.8);
             random::fill_uniform(key, first as u64, (fastest - slowest) / 2.0, values);
             values.iter_mut().for_each(|value| *value += (fastest + slowest) / 2.0);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The last task first.
-    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        (0..num_tasks).rev().for_each(task);
-    }
-
-    #[test]
-    fn matrices_are_turned_whole_whoever_turns_which_piece() {
-        for (dtype, [count, m, n]) in [(DType::F32, [2, 70, 33]), (DType::BF16, [1, 3, 97]), (DType::BF16, [3, 64, 64])] {
-            let values: Vec<f32> = (0..count * m * n).map(|i| (i % 251) as f32).collect();
-            let turned = turned(&backwards, HostTensor::from_f32(&values, &[count, m, n], dtype).unwrap().as_ref());
-            assert_eq!(turned.as_ref().shape().dims(), [count, n, m]);
-            for (i, value) in turned.as_ref().to_f32_vec().into_iter().enumerate() {
-                let (matrix, row, column) = (i / (m * n), i % (m * n) / m, i % m);
-                assert_eq!(value, values[matrix * m * n + column * n + row], "{dtype}: row {row}, column {column}");
-            }
         }
     }
 }

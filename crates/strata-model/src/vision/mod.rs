@@ -2,7 +2,6 @@
 
 mod decode;
 mod preprocess;
-mod resize;
 
 pub use decode::{DECODING_BYTES_MAX, IMAGE_BYTES_MAX, IMAGE_PIXELS_MAX, check, decoding_bytes};
 pub use preprocess::{Grid, ImageProcessor, Patches};

@@ -2,9 +2,9 @@
 //! of what a token covers, normalise, cut into patches.
 
 use serde_json::{Map, Value, json};
+use strata_values::{PatchSizes, cut, resize};
 
 use super::decode::{self, IMAGE_PIXELS_MAX};
-use super::resize::resize;
 use crate::config::fields::{Fields, check_size, unsupported, wrong_kind};
 use crate::config::short;
 use crate::{Error, Result};
@@ -220,38 +220,10 @@ impl ImageProcessor {
         let to = self.resized(height, width)?;
         let pixels = decode::decode(file)?;
         let (resized, grid) = (resize(&pixels.bytes, [pixels.height, pixels.width], to), self.grid_of(to));
-        Ok(Patches { values: self.cut(&resized, &grid), grid })
+        let sizes = PatchSizes { side: self.patch_size, merge: self.merge_size, frames: self.temporal_patch_size };
+        let values = cut(&resized, [grid.height, grid.width], sizes, self.mean, self.std);
+        Ok(Patches { values, grid })
     }
-
-    /// Normalises pixels, `[height, width, 3]`, and brings them into the order of patches.
-    fn cut(&self, pixels: &[u8], grid: &Grid) -> Vec<f32> {
-        let (p, merge, frames) = (self.patch_size, self.merge_size, self.temporal_patch_size);
-        let width = grid.width * p;
-        // As transformers: the scale of bytes is drawn into mean and standard deviation.
-        let [mean, std] = [self.mean, self.std].map(|of| of.map(|value| value * (1.0 / (1.0f64 / 255.0)) as f32));
-        let mut values = Vec::with_capacity(grid.patches() * 3 * frames * p * p);
-        for (block_row, block_column) in product(grid.height / merge, grid.width / merge) {
-            for (row, column) in product(merge, merge) {
-                let (top, left) = ((block_row * merge + row) * p, (block_column * merge + column) * p);
-                for channel in 0..3 {
-                    let start = values.len();
-                    for (y, x) in product(p, p) {
-                        let byte = pixels[((top + y) * width + left + x) * 3 + channel];
-                        values.push((f32::from(byte) - mean[channel]) / std[channel]);
-                    }
-                    for _ in 1..frames {
-                        values.extend_from_within(start..start + p * p);
-                    }
-                }
-            }
-        }
-        values
-    }
-}
-
-/// Pairs of numbers below two limits, the second the faster.
-fn product(rows: usize, columns: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..rows).flat_map(move |row| (0..columns).map(move |column| (row, column)))
 }
 
 /// Three numbers of a list.

@@ -1,12 +1,12 @@
 //! Reading the tensors of an adapter into stacks.
 
 use strata_tensor::{Backend, DType, HostRef, HostTensor};
+use strata_values::{Converted, Run, SourceTensor, alone, first_negative, first_not_finite};
 
 use super::fused::b_of_rows;
 use super::names::{AdapterTensors, EMBEDDING_PATH, Layout, UNEMBED_PATHS, a_name, b_name};
 use crate::Result;
-use crate::checkpoint::pieces::Run;
-use crate::checkpoint::{Checkpoint, CheckpointReader, Converted, SourceTensor, first_negative, first_not_finite};
+use crate::checkpoint::{Checkpoint, CheckpointReader};
 use crate::lora::{LoraConfig, LoraModule, LoraParams, LoraStack, Part};
 
 /// What the name of a copy of the base's weight ends in.
@@ -210,7 +210,7 @@ type First = fn(Run<'_>, HostRef<'_>) -> Option<(usize, f32)>;
 
 fn refuse_elements(checkpoint: &Checkpoint, name: &str, first: First, what: &str) -> Result<()> {
     let Some(tensor) = checkpoint.tensor(name)? else { return Ok(()) };
-    match first(&crate::checkpoint::alone, tensor.read(DType::F32)?.as_ref()) {
+    match first(&alone, tensor.read(DType::F32)?.as_ref()) {
         Some((place, value)) => Err(checkpoint.error(format!("element {place} of tensor {name} is {value}, {what}"))),
         None => Ok(()),
     }

@@ -210,7 +210,7 @@ fn what_was_read_of_a_checkpoint_does_not_stay_in_memory() {
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let before = resident_bytes();
     let mut most = 0;
-    let mut weights = CheckpointWeights { checkpoint: &checkpoint, int4: None, run: &crate::checkpoint::alone };
+    let mut weights = CheckpointWeights { checkpoint: &checkpoint, int4: None, run: &strata_values::alone };
     let mut store = |_: usize, rows: Rows<'_>| {
         let Rows::Values(values) = rows else { panic!("four bits of f32") };
         assert_eq!(values.as_bytes().iter().step_by(4096).map(|&b| u32::from(b)).sum::<u32>(), 0);

@@ -45,8 +45,11 @@ fn taps(from: usize, to: usize) -> (Vec<Taps>, u32) {
     (taps.collect(), bits)
 }
 
-/// `[height, width, 3]` to the size `to`, `[height, width]`.
-pub(super) fn resize(pixels: &[u8], from: [usize; 2], to: [usize; 2]) -> Vec<u8> {
+/// A picture `[height, width, 3]` of the size `from` in the size `to`, both `[height, width]`.
+///
+/// # Panics
+/// If it is smaller than `from` says.
+pub fn resize(pixels: &[u8], from: [usize; 2], to: [usize; 2]) -> Vec<u8> {
     let ([_, width], [to_height, to_width]) = (from, to);
     let mut rows = pixels;
     let mut narrowed = Vec::with_capacity(if width == to_width { 0 } else { from[0] * to_width * CHANNELS });

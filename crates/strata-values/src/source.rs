@@ -5,10 +5,9 @@ use std::sync::LazyLock;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use safetensors::Dtype;
 use strata_tensor::{DType, Element, Error, HostRef, HostTensor, Result, Shape};
 
-use super::pieces::{Run, alone, fill_pieces, first_found};
+use crate::pieces::{Run, alone, fill_pieces, first_found};
 
 /// Elements that a thread looks at, or converts, before it takes the next.
 const PIECE: usize = 64 << 10;
@@ -29,16 +28,6 @@ pub enum SourceDType {
 }
 
 impl SourceDType {
-    pub(crate) fn from_safetensors(dtype: Dtype) -> Option<Self> {
-        match dtype {
-            Dtype::F32 => Some(SourceDType::F32),
-            Dtype::BF16 => Some(SourceDType::BF16),
-            Dtype::F16 => Some(SourceDType::F16),
-            Dtype::F8_E4M3 => Some(SourceDType::F8E4M3),
-            _ => None,
-        }
-    }
-
     /// Bytes of one element.
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -106,7 +95,7 @@ impl<'a> SourceTensor<'a> {
     }
 
     /// As [`SourceTensor::read_rows`], what is to be converted on several threads.
-    pub(crate) fn read_rows_on(&self, run: Run<'_>, rows: Range<usize>, dtype: DType) -> Result<Converted<'a>> {
+    pub fn read_rows_on(&self, run: Run<'_>, rows: Range<usize>, dtype: DType) -> Result<Converted<'a>> {
         let leading = self.shape.first().copied().unwrap_or(0);
         if rows.start > rows.end || rows.end > leading {
             return Err(Error::Index { op: "read_rows", what: "rows", index: rows.end, size: leading });
@@ -122,13 +111,13 @@ impl<'a> SourceTensor<'a> {
 }
 
 /// The place and value of the first element that is infinite or not a number, if there is one.
-pub(crate) fn first_not_finite(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
+pub fn first_not_finite(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
     // The exponent of infinities and of NaNs is all ones.
     first_by_bits(run, tensor, |bits| bits & 0x7f80_0000 == 0x7f80_0000)
 }
 
 /// The place and value of the first element below zero, if there is one.
-pub(crate) fn first_negative(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
+pub fn first_negative(run: Run<'_>, tensor: HostRef<'_>) -> Option<(usize, f32)> {
     first_by_bits(run, tensor, |bits| bits > 0x8000_0000)
 }
 
@@ -200,7 +189,7 @@ fn convert(bytes: &[u8], from: SourceDType, to: DType, out: &mut [u8]) {
 }
 
 /// Values in a dtype, as bytes of this machine; `out` has room for as many.
-pub(crate) fn write_values(values: &[f32], to: DType, out: &mut [u8]) {
+pub fn write_values(values: &[f32], to: DType, out: &mut [u8]) {
     put(values.iter().copied(), to, out);
 }
 
@@ -218,7 +207,7 @@ fn put(values: impl Iterator<Item = f32>, to: DType, out: &mut [u8]) {
 }
 
 /// What a byte of [`SourceDType::F8E4M3`] stands for.
-pub(crate) fn e4m3_to_f32(byte: u8) -> f32 {
+pub fn e4m3_to_f32(byte: u8) -> f32 {
     static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|byte| e4m3_value(byte as u8)));
     VALUES[usize::from(byte)]
 }

@@ -3,15 +3,15 @@
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Runs a task for each number below a count, once, in any order, on as many threads as it has; [`strata_tensor::Memory::on_threads`] is one.
-pub(crate) type Run<'r> = &'r dyn Fn(usize, &(dyn Fn(usize) + Sync));
+pub type Run<'r> = &'r dyn Fn(usize, &(dyn Fn(usize) + Sync));
 
 /// A [`Run`] on the thread that calls it.
-pub(crate) fn alone(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+pub fn alone(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     (0..num_tasks).for_each(task);
 }
 
 /// Has `fill` write all of `out`, pieces of `piece_bytes` and a rest, each with the number of the piece.
-pub(crate) fn fill_pieces(run: Run<'_>, out: &mut [u8], piece_bytes: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+pub fn fill_pieces(run: Run<'_>, out: &mut [u8], piece_bytes: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
     let count = out.len().div_ceil(piece_bytes.max(1));
     // Whoever is free takes the next: a lock for some ten thousand numbers.
     let pieces = Mutex::new(out.chunks_mut(piece_bytes.max(1)).enumerate());

@@ -1,0 +1,113 @@
+//! Codes of four bits in words of eight, as GPTQ, AWQ and compressed-tensors write them: in what order, and what is beside what.
+
+use crate::pieces::{Run, fill_pieces};
+
+/// Codes of a word.
+pub const INT4_CODES: usize = 8;
+/// Where in a word of AWQ the code of output `o % 8` is: its unpacking interleaves halves, `[0, 2, 4, 6, 1, 3, 5, 7]`.
+const AWQ_PLACES: [usize; INT4_CODES] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// Rows to a piece.
+const ROWS: usize = 16;
+
+/// How the words of a matrix `[outputs, inputs]` lie. What of a last word is beyond its matrix is nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Int4Words {
+    /// `[inputs / 8, outputs]`, a word eight inputs of an output (Frantar et al., 2022, arXiv:2210.17323; as AutoGPTQ writes them).
+    Gptq,
+    /// `[inputs, outputs / 8]`, a word eight outputs of an input, in an order of its own (Lin et al., 2023, arXiv:2306.00978; as AutoAWQ writes them).
+    Awq,
+    /// `[outputs, inputs / 8]`, a word eight inputs of an output.
+    CompressedTensors,
+}
+
+impl Int4Words {
+    /// The code of an output in the word of it and its neighbours, where words are of outputs.
+    pub fn code_of_output(self, word: [u8; 4], output: usize) -> u8 {
+        let place = output % INT4_CODES;
+        int4_code(word, if self == Int4Words::Awq { AWQ_PLACES[place] } else { place })
+    }
+}
+
+/// A code of a word, the least bits first.
+pub fn int4_code(word: [u8; 4], place: usize) -> u8 {
+    (u32::from_le_bytes(word) >> (4 * place)) as u8 & 15
+}
+
+/// The codes, a byte each, of rows `first..` of a matrix, as many as `out` has room for.
+///
+/// # Panics
+/// If the matrix has not as many.
+pub fn unpack_codes(
+    run: Run<'_>,
+    lie: Int4Words,
+    words: &[[u8; 4]],
+    [outputs, inputs]: [usize; 2],
+    first: usize,
+    out: &mut [u8],
+) {
+    fill_pieces(run, out, ROWS * inputs, &|piece, out| {
+        let first = first + piece * ROWS;
+        match lie {
+            Int4Words::Gptq => {
+                // What lies together is read together.
+                for (word, words) in words.chunks_exact(outputs).enumerate() {
+                    for (row, &codes) in out.chunks_exact_mut(inputs).zip(&words[first..]) {
+                        let to = row[word * INT4_CODES..].iter_mut().take(INT4_CODES);
+                        to.enumerate().for_each(|(place, to)| *to = int4_code(codes, place));
+                    }
+                }
+            }
+            Int4Words::Awq => {
+                for (input, words) in words.chunks_exact(outputs.div_ceil(INT4_CODES)).enumerate() {
+                    for (output, row) in (first..).zip(out.chunks_exact_mut(inputs)) {
+                        row[input] = lie.code_of_output(words[output / INT4_CODES], output);
+                    }
+                }
+            }
+            Int4Words::CompressedTensors => {
+                let of_row = inputs.div_ceil(INT4_CODES);
+                for (row, words) in out.chunks_exact_mut(inputs).zip(words[first * of_row..].chunks_exact(of_row)) {
+                    for (to, &codes) in row.chunks_mut(INT4_CODES).zip(words) {
+                        to.iter_mut().enumerate().for_each(|(place, to)| *to = int4_code(codes, place));
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last task first.
+    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        (0..num_tasks).rev().for_each(task);
+    }
+
+    #[test]
+    fn every_code_of_a_matrix_is_where_its_words_have_it() {
+        let [outputs, inputs] = [2 * ROWS + 5, 21];
+        let code = |output: usize, input: usize| ((output * 7 + input * 3 + output * input) % 16) as u8;
+        let inside =
+            |output: usize, input: usize| if output < outputs && input < inputs { u32::from(code(output, input)) } else { 15 };
+        let word = |at: &dyn Fn(usize) -> u32| (0..INT4_CODES).map(|place| at(place) << (4 * place)).sum::<u32>().to_le_bytes();
+        let of = |rows: usize, columns: usize, at: &dyn Fn(usize, usize) -> [u8; 4]| -> Vec<[u8; 4]> {
+            (0..rows * columns).map(|i| at(i / columns, i % columns)).collect()
+        };
+        // As AutoAWQ packs them: of places in a word, the outputs.
+        let order = [0, 2, 4, 6, 1, 3, 5, 7];
+        for (lie, words) in [
+            (Int4Words::Gptq, of(3, outputs, &|w, output| word(&|place| inside(output, w * INT4_CODES + place)))),
+            (Int4Words::Awq, of(inputs, 5, &|input, w| word(&|place| inside(w * INT4_CODES + order[place], input)))),
+            (Int4Words::CompressedTensors, of(outputs, 3, &|output, w| word(&|place| inside(output, w * INT4_CODES + place)))),
+        ] {
+            for first in [0, 3] {
+                let mut out = vec![99; (outputs - first) * inputs];
+                unpack_codes(&backwards, lie, &words, [outputs, inputs], first, &mut out);
+                let expected = (first * inputs..outputs * inputs).map(|i| code(i / inputs, i % inputs));
+                assert_eq!(out, expected.collect::<Vec<_>>(), "{lie:?} from row {first}");
+            }
+        }
+    }
+}
