@@ -20,17 +20,14 @@ pub enum Int4Words {
     CompressedTensors,
 }
 
-impl Int4Words {
-    /// The code of an output in the word of it and its neighbours, where words are of outputs.
-    pub fn code_of_output(self, word: [u8; 4], output: usize) -> u8 {
-        let place = output % INT4_CODES;
-        int4_code(word, if self == Int4Words::Awq { AWQ_PLACES[place] } else { place })
-    }
-}
-
 /// A code of a word, the least bits first.
 pub fn int4_code(word: [u8; 4], place: usize) -> u8 {
     (u32::from_le_bytes(word) >> (4 * place)) as u8 & 15
+}
+
+/// The code of an output in the word of AWQ that has it and its neighbours.
+pub fn awq_code(word: [u8; 4], output: usize) -> u8 {
+    int4_code(word, AWQ_PLACES[output % INT4_CODES])
 }
 
 /// The codes, a byte each, of rows `first..` of a matrix, as many as `out` has room for.
@@ -60,7 +57,7 @@ pub fn unpack_codes(
             Int4Words::Awq => {
                 for (input, words) in words.chunks_exact(outputs.div_ceil(INT4_CODES)).enumerate() {
                     for (output, row) in (first..).zip(out.chunks_exact_mut(inputs)) {
-                        row[input] = lie.code_of_output(words[output / INT4_CODES], output);
+                        row[input] = awq_code(words[output / INT4_CODES], output);
                     }
                 }
             }
@@ -79,11 +76,7 @@ pub fn unpack_codes(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The last task first.
-    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        (0..num_tasks).rev().for_each(task);
-    }
+    use crate::pieces::backwards;
 
     #[test]
     fn every_code_of_a_matrix_is_where_its_words_have_it() {

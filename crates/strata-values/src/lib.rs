@@ -20,7 +20,7 @@ mod scaled;
 mod source;
 mod turn;
 
-pub use int4::{INT4_CODES, Int4Words, int4_code, unpack_codes};
+pub use int4::{INT4_CODES, Int4Words, awq_code, int4_code, unpack_codes};
 pub use low_rank::{Lies, Pair, add_pairs};
 pub use mxfp4::{MXFP4_BLOCK, MXFP4_BLOCK_BYTES, dequantize_mxfp4};
 pub use patches::{PatchSizes, cut};

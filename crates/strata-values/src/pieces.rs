@@ -37,3 +37,9 @@ pub(crate) fn first_found<T: Send + Sync>(
     });
     found.into_iter().enumerate().find_map(|(i, value)| Some((i, value.into_inner()?)))
 }
+
+/// A [`Run`] of the last task first.
+#[cfg(test)]
+pub(crate) fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+    (0..num_tasks).rev().for_each(task);
+}

@@ -42,11 +42,7 @@ pub fn scaled_rows(run: Run<'_>, tensor: &SourceTensor<'_>, rows: Range<usize>, 
 mod tests {
     use super::*;
     use crate::SourceDType;
-
-    /// The last task first.
-    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        (0..num_tasks).rev().for_each(task);
-    }
+    use crate::pieces::backwards;
 
     #[test]
     fn rows_in_bytes_are_scaled_by_their_blocks_whoever_scales_which_piece() {

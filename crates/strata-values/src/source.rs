@@ -225,6 +225,7 @@ fn e4m3_value(byte: u8) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pieces::backwards;
 
     #[test]
     fn bytes_stand_for_what_the_format_says() {
@@ -277,11 +278,6 @@ mod tests {
             assert_eq!(row.as_ref().shape().dims(), [1, 2]);
             assert_eq!(row.as_ref().to_f32_vec(), wide[2..], "{dtype:?}");
         }
-    }
-
-    /// The last task first.
-    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        (0..num_tasks).rev().for_each(task);
     }
 
     #[test]

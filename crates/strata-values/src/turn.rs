@@ -49,11 +49,7 @@ fn turn_tiles<const SIZE: usize>(from: &[u8], [m, n]: [usize; 2], first: usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The last task first.
-    fn backwards(num_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        (0..num_tasks).rev().for_each(task);
-    }
+    use crate::pieces::backwards;
 
     #[test]
     fn matrices_are_turned_whole_whoever_turns_which_piece() {

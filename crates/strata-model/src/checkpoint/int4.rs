@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use safetensors::Dtype;
 use strata_tensor::{DType, Int4Rows};
-use strata_values::{INT4_CODES, Int4Words, Run, int4_code, unpack_codes};
+use strata_values::{INT4_CODES, Run, awq_code, int4_code, unpack_codes};
 
 use super::{Checkpoint, CheckpointReader};
 use crate::Result;
@@ -257,7 +257,7 @@ impl Int4Matrix<'_> {
                 let word = u32::from_le_bytes(zeros[of_outputs]);
                 int4_code(word.wrapping_add(u32::from(zeros_less) * 0x1111_1111).to_le_bytes(), place)
             }
-            Int4Layout::Awq => Int4Words::Awq.code_of_output(zeros[of_outputs], output),
+            Int4Layout::Awq => awq_code(zeros[of_outputs], output),
             Int4Layout::CompressedTensors { .. } => int4_code(zeros[word * self.tensors.groups() + group], place),
         }
     }
