@@ -15,9 +15,9 @@ use curve25519_dalek::edwards::CompressedEdwardsY;
 use curve25519_dalek::montgomery::MontgomeryPoint;
 use hkdf::Hkdf;
 use hmac::Mac;
-use rsa::traits::PublicKeyParts;
-use rsa::{BigUint, Oaep, RsaPublicKey};
 use sha2::{Digest, Sha256};
+
+mod rsa;
 
 /// Most keys that one save is encrypted to.
 pub const RECIPIENTS_MAX: usize = 10;
@@ -26,7 +26,6 @@ pub const SUFFIX: &str = ".age";
 
 /// Bytes of a text that may be a key; an `ssh-rsa` key of 16384 bits has less than 3000.
 const RECIPIENT_BYTES_MAX: usize = 4096;
-const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=16384;
 const CHUNK_BYTES: usize = 64 << 10;
 
 type Key = [u8; 32];
@@ -40,7 +39,7 @@ enum Kind {
     X25519(MontgomeryPoint),
     /// The key as SSH writes it, and as a point.
     SshEd25519(Vec<u8>, MontgomeryPoint),
-    SshRsa(Vec<u8>, RsaPublicKey),
+    SshRsa(Vec<u8>, rsa::PublicKey),
 }
 
 impl Recipient {
@@ -86,9 +85,7 @@ impl Recipient {
                 Ok(stanza(&["ssh-ed25519", &tag(blob), &b64(&share)], &body))
             }
             Kind::SshRsa(blob, key) => {
-                let padding = Oaep::new_with_label::<Sha256, _>("age-encryption.org/v1/ssh-rsa");
-                let body = key.encrypt(&mut rsa::rand_core::OsRng, padding, file_key);
-                let body = body.map_err(|error| format!("encrypting to an ssh-rsa key: {error}"))?;
+                let body = key.encrypt(file_key, b"age-encryption.org/v1/ssh-rsa", &random()?)?;
                 Ok(stanza(&["ssh-rsa", &tag(blob)], &body))
             }
         }
@@ -114,13 +111,7 @@ fn ssh(kind: &str, blob: Vec<u8>) -> Result<Kind, String> {
             Ok(Kind::SshEd25519(blob, point))
         }
         ("ssh-rsa", [_, exponent, modulus]) => {
-            let (exponent, modulus) = (BigUint::from_bytes_be(exponent), BigUint::from_bytes_be(modulus));
-            let key = RsaPublicKey::new_with_max_size(modulus, exponent, *RSA_BITS.end());
-            let key = key.map_err(|error| error.to_string())?;
-            let bits = key.n().bits();
-            if bits < *RSA_BITS.start() {
-                return Err(format!("the key has {bits} bits; at least {} are needed", RSA_BITS.start()));
-            }
+            let key = rsa::PublicKey::new(modulus, exponent)?;
             Ok(Kind::SshRsa(blob, key))
         }
         _ => Err("the key has not the fields of its kind".into()),

@@ -418,9 +418,10 @@ fn range(headers: &HeaderMap, etag: &str) -> Option<Range> {
 }
 
 fn http_date(at: OffsetDateTime) -> String {
-    use time::macros::format_description;
-    let format = format_description!("[weekday repr:short], [day] [month repr:short] [year] [hour]:[minute]:[second] GMT");
-    at.format(&format).unwrap_or_default()
+    // Of a name the first three letters, as RFC 9110 (section 5.6.7) wants them.
+    let (weekday, month) = (at.weekday().to_string(), at.month().to_string());
+    let (day, year, (hour, minute, second)) = (at.day(), at.year(), at.to_hms());
+    format!("{weekday:.3}, {day:02} {month:.3} {year:04} {hour:02}:{minute:02}:{second:02} GMT")
 }
 
 #[cfg(test)]
