@@ -1,5 +1,5 @@
-//! Encrypting to RSA public keys: RSAES-OAEP with SHA-256 (RFC 8017, section 7.1.1). Nothing here reads a private key, so the time that it takes
-//! may depend on the key.
+//! Encrypting to RSA public keys: RSAES-OAEP with SHA-256 (RFC 8017, section 7.1.1). The time that it takes depends on its numbers: the key is no
+//! secret, and the message is masked by a random seed before it is a number.
 
 use num_bigint::BigUint;
 use sha2::{Digest, Sha256};
@@ -30,8 +30,11 @@ impl PublicKey {
         if !modulus.bit(0) {
             return Err("the modulus of the key is even".into());
         }
-        if exponent.bits() < 2 || exponent.bits() > EXPONENT_BITS_MAX || !exponent.bit(0) {
-            return Err(format!("the exponent of the key is not an odd number from 3 up to {EXPONENT_BITS_MAX} bits"));
+        if exponent.bits() > EXPONENT_BITS_MAX {
+            return Err(format!("the exponent of the key has {} bits; at most {EXPONENT_BITS_MAX} are taken", exponent.bits()));
+        }
+        if exponent.bits() < 2 || !exponent.bit(0) {
+            return Err(format!("the exponent of the key is {exponent}; it must be odd and at least 3"));
         }
         Ok(PublicKey { modulus, exponent })
     }
@@ -46,7 +49,8 @@ impl PublicKey {
         let mut encoded = vec![0; bytes];
         let (masked_seed, block) = encoded[1..].split_at_mut(HASH_BYTES);
         let zeros = block.len().checked_sub(HASH_BYTES + 1 + message.len());
-        let zeros = zeros.ok_or_else(|| format!("a message of {} bytes is too long for a key of {bytes}", message.len()))?;
+        let zeros =
+            zeros.ok_or_else(|| format!("a message of {} bytes is too long for a key of {bytes} bytes", message.len()))?;
         block[..HASH_BYTES].copy_from_slice(&Sha256::digest(label));
         block[HASH_BYTES + zeros] = 1;
         block[HASH_BYTES + zeros + 1..].copy_from_slice(message);
@@ -87,8 +91,7 @@ mod tests {
         PCkdychet4mRxZBqHLqGytE+z202jmX94SH2oWwtBEUOuatWfDc0u9+brDDyFKtXdEFkQoaQxyCp8Xeuv/B6VsIMD5by2Chn+FtPYP1ObI561kEo2Et19KuhAJJv6sjHNvVp\
         ZSLxlj3qwAD5rjUBflhhpQfATnb4zyHpu76VM1citEdNkduI9dazq7ZqXBYDEePVR9eNhu4wnEOjrrZkNGeMjGvrGBbg+9JT+/uu3dnWupo0pFCaRflZCSmBJ9JYz31H3jAy\
         EavP3tbFtKfpNSZU5IvTbEkFYHQo1NEHD/RzLrjhEJFQsh+i1MTz50Ten4wpkUSt6HMvlw4b9H51BQ==";
-    const SEED: &str = "\
-        DUVGoblY6oYFO5g4oG4Ly26bsIPRuPGpgIvTsUULBIE=";
+    const SEED: &str = "DUVGoblY6oYFO5g4oG4Ly26bsIPRuPGpgIvTsUULBIE=";
     const MESSAGE: &[u8] = b"0123456789abcdef";
     const LABEL: &[u8] = b"age-encryption.org/v1/ssh-rsa";
 
@@ -125,13 +128,21 @@ mod tests {
     fn numbers_of_no_key_are_refused() {
         let modulus = bytes(MODULUS);
         let even = [&modulus[..255], &[2]].concat();
-        let exponents: [&[u8]; 6] = [&[], &[0], &[1], &[4], &[1, 0, 0], &[2, 0, 0, 0, 1]];
-        for exponent in exponents {
-            assert!(PublicKey::new(&modulus, exponent).unwrap_err().contains("exponent"), "{exponent:?}");
+        let exponents: [(&[u8], &str); 6] = [
+            (&[], "is 0;"),
+            (&[0], "is 0;"),
+            (&[1], "is 1;"),
+            (&[4], "is 4;"),
+            (&[1, 0, 0], "is 65536;"),
+            (&[2, 0, 0, 0, 1], "has 34 bits;"),
+        ];
+        for (exponent, words) in exponents {
+            assert!(PublicKey::new(&modulus, exponent).unwrap_err().contains(words), "{words}");
         }
         for exponent in [&[3][..], &[1, 0, 1], &[0, 1, 0, 1], &[1, 0, 0, 0, 1]] {
             PublicKey::new(&modulus, exponent).unwrap();
         }
+        PublicKey::new(&modulus.repeat(8), &[3]).unwrap();
         for (modulus, words) in [
             (&even[..], "even"),
             (&modulus[1..], "2040 bits; from 2048 to 16384"),

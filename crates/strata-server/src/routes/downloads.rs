@@ -449,6 +449,9 @@ mod tests {
 
     #[test]
     fn a_date_is_one_of_http() {
-        assert_eq!(http_date(OffsetDateTime::UNIX_EPOCH + Duration::from_secs(86_400 * 3)), "Sun, 04 Jan 1970 00:00:00 GMT");
+        let date = |seconds| http_date(OffsetDateTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(date(86_400 * 3), "Sun, 04 Jan 1970 00:00:00 GMT");
+        // The example of RFC 9110.
+        assert_eq!(date(784_111_777), "Sun, 06 Nov 1994 08:49:37 GMT");
     }
 }
