@@ -72,6 +72,27 @@ const OWN_AHEAD_STEPS: [usize; 2] = [64, 8];
 /// How far ahead a few rows fetch each of several panels (one row reads 91% of what memory gives so, 80% without).
 const PANELS_AHEAD_BYTES: usize = 1024;
 
+/// The line of each row of the left side that begins at step `first`, in its place among `slots` lines of `left` or the last of a tile: widened, unless it was kept.
+///
+/// # Safety
+/// As [`tile_of`]; `left` has room for what is widened.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+#[inline]
+unsafe fn widen_lines<const ROWS: usize, const LEFT: u8>(
+    t: &Tile,
+    first: usize,
+    left: *mut LeftSteps,
+    slots: usize,
+) -> *const f32 {
+    let to = left.wrapping_add(first / LEFT_STEPS % slots * ROWS);
+    let steps = t.steps.saturating_sub(first).min(LEFT_STEPS);
+    for r in 0..if LEFT == KEPT || steps == 0 { 0 } else { ROWS } {
+        // SAFETY: passed on from the caller.
+        unsafe { widen_left(t.a.wrapping_add(r * t.a_stride + first * 4), steps, to.wrapping_add(r)) };
+    }
+    to.cast_const().cast()
+}
+
 /// A tile with such a right side.
 /// `WIDENING` writes the lines of all steps to `to`, `KEEPING` the left side to `kept`, from where `KEPT` reads it.
 ///
@@ -105,17 +126,9 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
         }
         let (mut b_ptr, mut to) = (t.b, to);
         let mut coming = Coming::of(t);
-        let widen_from = |first: usize| {
-            let to = left.wrapping_add(first / LEFT_STEPS % slots * ROWS);
-            let steps = t.steps.saturating_sub(first).min(LEFT_STEPS);
-            for r in 0..if LEFT == KEPT || steps == 0 { 0 } else { ROWS } {
-                widen_left(t.a.wrapping_add(r * t.a_stride + first * 4), steps, to.wrapping_add(r));
-            }
-            to.cast_const().cast::<f32>()
-        };
-        let mut now = widen_from(0);
+        let mut now = widen_lines::<ROWS, LEFT>(t, 0, left, slots);
         for first in (0..t.steps).step_by(LEFT_STEPS) {
-            let after = widen_from(first + LEFT_STEPS);
+            let after = widen_lines::<ROWS, LEFT>(t, first + LEFT_STEPS, left, slots);
             if RIGHT != PAIRS && LEFT != KEPT {
                 // The left side of the tile below. Where rows lie far apart, a processor does not see them coming, and waits for each (2 to 3%).
                 for row in ROWS..2 * ROWS {
@@ -124,7 +137,8 @@ unsafe fn tile_of<const ROWS: usize, const VECTORS: usize, const FETCH: u8, cons
             }
             for step in 0..(t.steps - first).min(LEFT_STEPS) {
                 if FETCH == OWN {
-                    let [far, near] = OWN_AHEAD_STEPS.map(|steps| coming.own(t, first + step + steps));
+                    let [far, near] = OWN_AHEAD_STEPS;
+                    let (far, near) = (coming.own(t, first + step + far), coming.own(t, first + step + near));
                     for v in 0..VECTORS {
                         _mm_prefetch::<_MM_HINT_T1>(far.wrapping_add(v * 64).cast());
                         _mm_prefetch::<_MM_HINT_T0>(near.wrapping_add(v * 64).cast());

@@ -165,7 +165,6 @@ fn sum_of_chosen(values: &[f32], chosen: &[u32]) -> f32 {
 }
 
 /// The largest keys of those that are not left out, best first, of equals the first. Whatever the keys are, it chooses different ones.
-#[inline(always)]
 fn choose(keys: &[f32], left_out: &mut [bool], chosen: &mut [u32]) {
     for chosen in chosen {
         let mut best: Option<usize> = None;
@@ -181,7 +180,6 @@ fn choose(keys: &[f32], left_out: &mut [bool], chosen: &mut [u32]) {
 }
 
 /// Leaves out all but the `top_groups` groups in which the sum of the two largest keys is largest.
-#[inline(always)]
 fn leave_out_groups(keys: &[f32], num_groups: usize, top_groups: usize, left_out: &mut [bool]) {
     if top_groups == num_groups {
         return;
