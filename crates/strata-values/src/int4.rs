@@ -1,5 +1,7 @@
 //! Codes of four bits in words of eight, as GPTQ, AWQ and compressed-tensors write them: in what order, and what is beside what.
 
+use std::ops::Range;
+
 use crate::pieces::{Run, fill_pieces};
 
 /// Codes of a word.
@@ -20,13 +22,16 @@ pub enum Int4Words {
     CompressedTensors,
 }
 
+/// The zero of all groups where there are no zeros.
+const SYMMETRIC_ZERO: u8 = 8;
+
 /// A code of a word, the least bits first.
-pub fn int4_code(word: [u8; 4], place: usize) -> u8 {
+fn int4_code(word: [u8; 4], place: usize) -> u8 {
     (u32::from_le_bytes(word) >> (4 * place)) as u8 & 15
 }
 
 /// The code of an output in the word of AWQ that has it and its neighbours.
-pub fn awq_code(word: [u8; 4], output: usize) -> u8 {
+fn awq_code(word: [u8; 4], output: usize) -> u8 {
     int4_code(word, AWQ_PLACES[output % INT4_CODES])
 }
 
@@ -71,6 +76,57 @@ pub fn unpack_codes(
             }
         }
     });
+}
+
+/// The scales and zeros of a matrix, one of each for every group of inputs of an output.
+#[derive(Clone, Copy, Debug)]
+pub struct Int4Groups<'a> {
+    /// As the words of its codes lie.
+    pub lie: Int4Words,
+    /// Outputs of the matrix.
+    pub outputs: usize,
+    /// Groups of an output.
+    pub groups: usize,
+    /// `[groups, outputs]`, or with [`Int4Words::CompressedTensors`] `[outputs, groups]`.
+    pub scales: &'a [f32],
+    /// Words of eight outputs, `[groups, outputs / 8]`, or with [`Int4Words::CompressedTensors`] `[outputs / 8, groups]`; if there are none, all zeros are 8.
+    pub zeros: Option<&'a [[u8; 4]]>,
+    /// What those of [`Int4Words::Gptq`] are stored less than they are.
+    pub zeros_less: u8,
+}
+
+impl Int4Groups<'_> {
+    /// The scales and the zeros of some outputs, `[rows, groups]` each.
+    ///
+    /// # Panics
+    /// If the matrix has not as many outputs, or there is less than it says.
+    pub fn of_rows(&self, rows: Range<usize>) -> (Vec<f32>, Vec<u8>) {
+        let all = || rows.clone().flat_map(|output| (0..self.groups).map(move |group| (output, group)));
+        let scales = all().map(|(output, group)| self.scale(output, group)).collect();
+        (scales, all().map(|(output, group)| self.zero(output, group)).collect())
+    }
+
+    fn scale(&self, output: usize, group: usize) -> f32 {
+        match self.lie {
+            Int4Words::Gptq | Int4Words::Awq => self.scales[group * self.outputs + output],
+            Int4Words::CompressedTensors => self.scales[output * self.groups + group],
+        }
+    }
+
+    fn zero(&self, output: usize, group: usize) -> u8 {
+        let Some(zeros) = self.zeros else { return SYMMETRIC_ZERO };
+        let (word, place) = (output / INT4_CODES, output % INT4_CODES);
+        let of_outputs = group * self.outputs.div_ceil(INT4_CODES) + word;
+        match self.lie {
+            Int4Words::Gptq => {
+                // As GPTQModel and AutoGPTQ convert one format into the other, `qzeros += 0x11111111`: by words, so that what a zero of 0 has borrowed comes back.
+                let word = u32::from_le_bytes(zeros[of_outputs]);
+                int4_code(word.wrapping_add(u32::from(self.zeros_less) * 0x1111_1111).to_le_bytes(), place)
+            }
+            Int4Words::Awq => awq_code(zeros[of_outputs], output),
+            Int4Words::CompressedTensors => int4_code(zeros[word * self.groups + group], place),
+        }
+    }
 }
 
 #[cfg(test)]

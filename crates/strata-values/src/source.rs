@@ -188,6 +188,35 @@ fn convert(bytes: &[u8], from: SourceDType, to: DType, out: &mut [u8]) {
     }
 }
 
+/// Numbers as a file has them in a dtype, each rounded to the nearest; or the place of the first that is not finite there, and what it is.
+///
+/// # Errors
+/// That place, and the value there.
+///
+/// # Panics
+/// If they are to be bytes: those come with scales.
+pub fn rounded(values: &[f32], dtype: SourceDType) -> std::result::Result<Vec<u8>, (usize, f32)> {
+    let not_finite = |as_written: fn(f32) -> f32| {
+        let found = values.iter().map(|&value| as_written(value)).enumerate().find(|(_, value)| !value.is_finite());
+        found.map_or(Ok(()), Err)
+    };
+    Ok(match dtype {
+        SourceDType::F16 => {
+            not_finite(|value| f16::from_f32(value).to_f32())?;
+            values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect()
+        }
+        SourceDType::BF16 => {
+            not_finite(|value| bf16::from_f32(value).to_f32())?;
+            values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
+        }
+        SourceDType::F32 => {
+            not_finite(|value| value)?;
+            values.iter().flat_map(|value| value.to_le_bytes()).collect()
+        }
+        SourceDType::F8E4M3 => panic!("numbers are not rounded to {dtype:?}"),
+    })
+}
+
 /// Values in a dtype, as bytes of this machine; `out` has room for as many.
 pub fn write_values(values: &[f32], to: DType, out: &mut [u8]) {
     put(values.iter().copied(), to, out);
@@ -235,6 +264,19 @@ mod tests {
         }
         assert!(e4m3_to_f32(0x7f).is_nan() && e4m3_to_f32(0xff).is_nan());
         assert_eq!((0..0x7f).filter(|&b| e4m3_to_f32(b) >= e4m3_to_f32(b + 1)).count(), 0, "larger bytes are larger numbers");
+    }
+
+    #[test]
+    fn numbers_are_rounded_to_the_nearest_and_the_first_that_is_too_large_is_named() {
+        // Halfway between two bf16, and just above; the largest f16, and what rounds beyond it.
+        let values = [1.003_906_25, 1.004, 65504.0, 65520.0, f32::MAX, f32::NAN];
+        let bytes = |values: &[f32], dtype| rounded(values, dtype);
+        assert_eq!(bytes(&values[..2], SourceDType::BF16), Ok(vec![0x80, 0x3f, 0x81, 0x3f]));
+        assert_eq!(bytes(&values[..3], SourceDType::F16).unwrap()[4..], [0xff, 0x7b]);
+        assert_eq!(bytes(&values, SourceDType::F16), Err((3, f32::INFINITY)));
+        assert_eq!(bytes(&values, SourceDType::BF16), Err((4, f32::INFINITY)));
+        assert_eq!(bytes(&values, SourceDType::F32).map_err(|(place, value)| (place, value.is_nan())), Err((5, true)));
+        assert_eq!(bytes(&values[4..5], SourceDType::F32), Ok(f32::MAX.to_le_bytes().to_vec()));
     }
 
     fn source<'a>(bytes: &'a [u8], shape: &'a [usize], dtype: SourceDType) -> SourceTensor<'a> {

@@ -4,14 +4,14 @@ use strata_tensor::{DType, HostRef, HostTensor};
 
 use crate::pieces::{Run, fill_pieces};
 
-/// Matrices `[count, m, n]` as `[count, n, m]`.
+/// Matrices `[.., m, n]`, however many, as `[.., n, m]`.
 ///
 /// # Panics
-/// If they have other axes.
+/// If there is no matrix.
 pub fn turned(run: Run<'_>, matrices: HostRef<'_>) -> HostTensor {
     let (shape, size) = (matrices.shape(), matrices.dtype().size_bytes());
-    let &[count, m, n] = shape.dims() else { panic!("matrices of shape {shape}") };
-    let mut out = HostTensor::zeros(&[count, n, m], matrices.dtype());
+    let (leading, &[m, n]) = shape.dims().split_last_chunk().expect("a matrix has two axes");
+    let mut out = HostTensor::zeros(&[leading, &[n, m]].concat(), matrices.dtype());
     let matrix_bytes = (m * n * size).max(1);
     for (from, to) in matrices.as_bytes().chunks_exact(matrix_bytes).zip(out.bytes_mut().chunks_exact_mut(matrix_bytes)) {
         turn(run, from, [m, n], 0, matrices.dtype(), to);
@@ -53,10 +53,14 @@ mod tests {
 
     #[test]
     fn matrices_are_turned_whole_whoever_turns_which_piece() {
-        for (dtype, [count, m, n]) in [(DType::F32, [2, 70, 33]), (DType::BF16, [1, 3, 97]), (DType::BF16, [3, 64, 64])] {
+        for (dtype, axes @ [count, m, n]) in
+            [(DType::F32, [2, 70, 33]), (DType::BF16, [1, 3, 97]), (DType::BF16, [3, 64, 64]), (DType::F32, [1, 5, 40])]
+        {
+            let leading = if count == 1 { &[][..] } else { &axes[..1] };
             let values: Vec<f32> = (0..count * m * n).map(|i| (i % 251) as f32).collect();
-            let turned = turned(&backwards, HostTensor::from_f32(&values, &[count, m, n], dtype).unwrap().as_ref());
-            assert_eq!(turned.as_ref().shape().dims(), [count, n, m]);
+            let turned =
+                turned(&backwards, HostTensor::from_f32(&values, &[leading, &[m, n]].concat(), dtype).unwrap().as_ref());
+            assert_eq!(turned.as_ref().shape().dims(), [leading, &[n, m]].concat());
             for (i, value) in turned.as_ref().to_f32_vec().into_iter().enumerate() {
                 let (matrix, row, column) = (i / (m * n), i % (m * n) / m, i % m);
                 assert_eq!(value, values[matrix * m * n + column * n + row], "{dtype}: row {row}, column {column}");

@@ -7,14 +7,11 @@ use std::ops::Range;
 
 use safetensors::Dtype;
 use strata_tensor::{DType, Int4Rows};
-use strata_values::{INT4_CODES, Run, awq_code, int4_code, unpack_codes};
+use strata_values::{INT4_CODES, Int4Groups, Run, unpack_codes};
 
 use super::{Checkpoint, CheckpointReader};
 use crate::Result;
 use crate::config::{Int4Form, Int4Layout};
-
-/// The zero of all groups where there are no zeros.
-const SYMMETRIC_ZERO: u8 = 8;
 
 /// The tensors of a matrix `[outputs, inputs]`.
 #[derive(Clone)]
@@ -225,41 +222,24 @@ impl Int4Matrix<'_> {
         let Int4Tensors { inputs, outputs, .. } = self.tensors;
         let mut codes = vec![0; rows.len() * inputs];
         unpack_codes(run, self.tensors.form.words(), self.codes, [outputs, inputs], rows.start, &mut codes);
-        let groups = self.tensors.groups();
-        let of_groups = || rows.clone().flat_map(|output| (0..groups).map(move |group| (output, group)));
-        Int4Values {
-            shape: (inputs, self.tensors.group_inputs()),
-            codes,
-            scales: of_groups().map(|(output, group)| self.scale(output, group)).collect(),
-            zeros: of_groups().map(|(output, group)| self.zero(output, group)).collect(),
-        }
+        let groups = Int4Groups {
+            lie: self.tensors.form.words(),
+            outputs,
+            groups: self.tensors.groups(),
+            scales: &self.scales,
+            zeros: self.zeros,
+            zeros_less: match self.tensors.form.layout {
+                Int4Layout::Gptq { zeros_less, .. } => zeros_less,
+                Int4Layout::Awq | Int4Layout::CompressedTensors { .. } => 0,
+            },
+        };
+        let (scales, zeros) = groups.of_rows(rows);
+        Int4Values { shape: (inputs, self.tensors.group_inputs()), codes, scales, zeros }
     }
 
     /// Bytes of its codes in the file.
     pub(crate) fn code_bytes(&self) -> usize {
         self.codes.as_flattened().len()
-    }
-
-    fn scale(&self, output: usize, group: usize) -> f32 {
-        match self.tensors.form.layout {
-            Int4Layout::Gptq { .. } | Int4Layout::Awq => self.scales[group * self.tensors.outputs + output],
-            Int4Layout::CompressedTensors { .. } => self.scales[output * self.tensors.groups() + group],
-        }
-    }
-
-    fn zero(&self, output: usize, group: usize) -> u8 {
-        let Some(zeros) = self.zeros else { return SYMMETRIC_ZERO };
-        let (word, place) = (output / INT4_CODES, output % INT4_CODES);
-        let of_outputs = group * self.tensors.outputs.div_ceil(INT4_CODES) + word;
-        match self.tensors.form.layout {
-            Int4Layout::Gptq { zeros_less, .. } => {
-                // As GPTQModel and AutoGPTQ convert one format into the other, `qzeros += 0x11111111`: by words, so that what a zero of 0 has borrowed comes back.
-                let word = u32::from_le_bytes(zeros[of_outputs]);
-                int4_code(word.wrapping_add(u32::from(zeros_less) * 0x1111_1111).to_le_bytes(), place)
-            }
-            Int4Layout::Awq => awq_code(zeros[of_outputs], output),
-            Int4Layout::CompressedTensors { .. } => int4_code(zeros[word * self.tensors.groups() + group], place),
-        }
     }
 }
 

@@ -13,10 +13,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
-use half::{bf16, f16};
 use safetensors::Dtype;
 use strata_tensor::{Backend, DType};
-use strata_values::{Lies, MXFP4_BLOCK, MXFP4_BLOCK_BYTES, add_pairs, alone, dequantize_mxfp4, turned};
+use strata_values::{Lies, MXFP4_BLOCK, MXFP4_BLOCK_BYTES, add_pairs, alone, dequantize_mxfp4, rounded, turned};
 
 use super::stored_matrix::{StoredMatrix, scales_name};
 use super::weights::{Mxfp4, SLICE_ELEMENTS, account_for, check_tied, fused_in, is_flipped, tensors_of};
@@ -274,8 +273,8 @@ impl<'a> Merge<'a> {
         };
         let matrix = StoredMatrix::of_tensor(self.stored, plain)?;
         let dtype = match matrix {
-            StoredMatrix::Plain(_) => self.dtype.map_or(tensor.dtype, dtype_of),
-            StoredMatrix::Scaled(..) | StoredMatrix::Int4(_) => self.dense_dtype(),
+            StoredMatrix::Plain(_) if tensor.dtype != Dtype::F8_E4M3 => self.dtype.map_or(tensor.dtype, dtype_of),
+            StoredMatrix::Plain(_) | StoredMatrix::Scaled(..) | StoredMatrix::Int4(_) => self.dense_dtype(),
         };
         Ok((dtype, Values::Rows(matrix)))
     }
@@ -304,6 +303,7 @@ impl<'a> Merge<'a> {
         addends: &'a [Addend<'a>],
     ) -> WrittenTensor<'a> {
         let (own_shape, shown) = (shape.clone(), name.clone());
+        let rounds_to = source_dtype(dtype).expect("what is added to is written as numbers");
         let write = move |sink: &mut Sink<'_>| {
             // Experts are matrices of their own; of anything else the leading axis has the rows.
             let of_experts = own_shape.len() == 3 && (!addends.is_empty() || matches!(values, Values::Blocks { .. }));
@@ -320,7 +320,7 @@ impl<'a> Merge<'a> {
                     let range = first..rows.min(first + run);
                     let mut sums = values.read(matrix * rows, range.clone(), [rows, columns])?;
                     add_pairs(&of_matrix, &mut sums, range.clone(), columns);
-                    let bytes = rounded(&sums, dtype).map_err(|(place, value)| {
+                    let bytes = rounded(&sums, rounds_to).map_err(|(place, value)| {
                         let at = (matrix * rows + range.start) * columns + place;
                         self.stored
                             .error(format!("element {at} of tensor {shown} would be {value} in {dtype}, not a finite number"))
@@ -370,23 +370,4 @@ fn dtype_of(dtype: DType) -> Dtype {
         DType::F32 => Dtype::F32,
         DType::BF16 => Dtype::BF16,
     }
-}
-
-/// Numbers as bytes of a dtype, each rounded to the nearest; or the place of the first that is not finite there, and what it is.
-fn rounded(values: &[f32], dtype: Dtype) -> Result<Vec<u8>, (usize, f32)> {
-    let as_written = |value: f32| match dtype {
-        Dtype::F16 => f16::from_f32(value).to_f32(),
-        Dtype::BF16 => bf16::from_f32(value).to_f32(),
-        _ => value,
-    };
-    if let Some((place, value)) =
-        values.iter().map(|&value| as_written(value)).enumerate().find(|(_, value)| !value.is_finite())
-    {
-        return Err((place, value));
-    }
-    Ok(match dtype {
-        Dtype::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
-        Dtype::BF16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
-        _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-    })
 }

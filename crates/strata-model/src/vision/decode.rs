@@ -7,6 +7,7 @@ use std::io::{self, BufRead, Cursor, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use png::{BitDepth, ColorType, Transformations};
+use strata_values::{Channels, high_bytes, jpeg_scans, rgb};
 
 /// The largest file of a picture.
 pub const IMAGE_BYTES_MAX: usize = 32 << 20;
@@ -167,30 +168,17 @@ fn decode_png(file: &[u8]) -> Result<Pixels, String> {
     let mut channels = vec![0; reader.output_buffer_size().ok_or_else(|| broken("it has too many bytes"))?];
     reader.next_frame(&mut channels).map_err(broken)?;
     if depth == BitDepth::Sixteen {
-        // The high byte, which is the first, as Pillow takes it.
-        channels = channels.iter().copied().step_by(2).collect();
+        channels = high_bytes(&channels);
     }
-    let bytes = match color {
-        ColorType::Rgb => channels,
-        ColorType::Rgba => on_white(channels.as_chunks::<4>().0.iter().copied()),
-        ColorType::Grayscale => channels.iter().flat_map(|&grey| [grey; 3]).collect(),
-        ColorType::GrayscaleAlpha => {
-            on_white(channels.as_chunks::<2>().0.iter().map(|&[grey, alpha]| [grey, grey, grey, alpha]))
-        }
+    let of = match color {
+        ColorType::Rgb => Channels::Rgb,
+        ColorType::Rgba => Channels::Rgba,
+        ColorType::Grayscale => Channels::Grey,
+        ColorType::GrayscaleAlpha => Channels::GreyAlpha,
         ColorType::Indexed => return Err(broken("its palette was not applied")),
     };
+    let bytes = rgb(channels, of);
     Ok(Pixels { bytes, height, width })
-}
-
-/// Pixels with transparency laid on white, as Pillow rounds it.
-fn on_white(rgba: impl ExactSizeIterator<Item = [u8; 4]>) -> Vec<u8> {
-    let blend = |channel: u8, alpha: u8| {
-        let sum = u32::from(channel) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
-        ((sum + (sum >> 8)) >> 8) as u8
-    };
-    let mut rgb = Vec::with_capacity(rgba.len() * 3);
-    rgba.for_each(|[r, g, b, a]| rgb.extend([r, g, b].map(|channel| blend(channel, a))));
-    rgb
 }
 
 /// A file that notes whether someone read on beyond its end.
@@ -229,19 +217,6 @@ fn jpeg<R>(
         let why = why.downcast::<String>().map_or_else(|_| "its library failed".into(), |why| *why);
         Err(broken(why))
     })
-}
-
-/// Scans of a JPEG.
-fn jpeg_scans(file: &[u8]) -> usize {
-    const START_OF_SCAN: u8 = 0xda;
-    let (mut rest, mut scans) = (file.get(2..).unwrap_or_default(), 0);
-    // Segments with a length, and behind the head of a scan bytes in which a marker is none if a zero or the number of a restart follows.
-    while let Some(at) = rest.windows(2).position(|pair| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff | 0xd0..=0xd7)) {
-        scans += usize::from(rest[at + 1] == START_OF_SCAN);
-        let len = rest.get(at + 2..at + 4).map_or(0, |len| usize::from(u16::from_be_bytes([len[0], len[1]])));
-        rest = rest.get(at + 2 + len..).unwrap_or_default();
-    }
-    scans
 }
 
 fn decode_jpeg(file: &[u8]) -> Result<Pixels, String> {

@@ -5,6 +5,7 @@
 //! the A of another.
 
 use strata_tensor::{DType, HostRef, HostTensor};
+use strata_values::FusedLie;
 
 use crate::lora::FusedRows;
 
@@ -17,12 +18,8 @@ pub(super) struct FusedPart<'a> {
 
 /// B of some rows in our layout, `[experts, rank, out]`, of the B of a fused parameter, f32. Moves bits, computes nothing.
 pub(super) fn b_of_rows(fused: HostRef<'_>, rows: &FusedRows, [experts, rank, out]: [usize; 3]) -> HostTensor {
-    let source = fused.as_bytes().as_chunks::<4>().0;
     let mut b = HostTensor::zeros(&[experts, rank, out], DType::F32);
-    for (i, value) in b.bytes_mut().as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        let (expert, k, row) = (i / out / rank, i / out % rank, rows.first + i % out * rows.step);
-        *value = source[(row * rank + k) * experts + expert];
-    }
+    lie(rows, 0, rank).take(fused.as_bytes(), [experts, rank, out], b.bytes_mut());
     b
 }
 
@@ -48,17 +45,16 @@ pub(super) fn join_b(parts: &[FusedPart<'_>]) -> HostTensor {
     let (experts, rows) = (parts[0].axes()[0], parts[0].rows.rows);
     let rank: usize = parts.iter().map(|part| part.axes()[1]).sum();
     let mut b = HostTensor::zeros(&[rows, rank * experts], DType::F32);
-    let to = b.bytes_mut().as_chunks_mut::<4>().0;
     let mut first = 0;
     for part in parts {
-        let [_, own, out] = part.axes();
-        for (i, value) in part.values.as_bytes().as_chunks::<4>().0.iter().enumerate() {
-            let (expert, k, row) = (i / out / own, first + i / out % own, part.rows.first + i % out * part.rows.step);
-            to[(row * rank + k) * experts + expert] = *value;
-        }
-        first += own;
+        lie(&part.rows, first, rank).put(part.values.as_bytes(), part.axes(), b.bytes_mut());
+        first += part.axes()[1];
     }
     b
+}
+
+fn lie(rows: &FusedRows, first_rank: usize, ranks: usize) -> FusedLie {
+    FusedLie { first_row: rows.first, row_step: rows.step, first_rank, ranks }
 }
 
 impl FusedPart<'_> {

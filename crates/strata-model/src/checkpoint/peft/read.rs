@@ -1,7 +1,7 @@
 //! Reading the tensors of an adapter into stacks.
 
 use strata_tensor::{Backend, DType, HostRef, HostTensor};
-use strata_values::{Converted, Run, SourceTensor, alone, first_negative, first_not_finite};
+use strata_values::{Converted, Run, SourceTensor, alone, first_negative, first_not_finite, turned};
 
 use super::fused::b_of_rows;
 use super::names::{AdapterTensors, EMBEDDING_PATH, Layout, UNEMBED_PATHS, a_name, b_name};
@@ -156,19 +156,7 @@ fn read_parts(
 
 /// f32 matrices, the last two axes, transposed. Moves bits, computes nothing.
 pub(super) fn transposed(matrices: HostRef<'_>) -> HostTensor {
-    let shape = matrices.shape();
-    let dims = shape.dims();
-    let (leading, &[rows, columns]) = dims.split_last_chunk().expect("a matrix has two axes");
-    let source = matrices.as_bytes().as_chunks::<4>().0;
-    let mut out = HostTensor::zeros(&[leading, &[columns, rows]].concat(), DType::F32);
-    let len = (rows * columns).max(1);
-    for (source, out) in source.chunks_exact(len).zip(out.bytes_mut().as_chunks_mut::<4>().0.chunks_exact_mut(len)) {
-        for (i, value) in out.iter_mut().enumerate() {
-            // Element `i` of the transpose `[columns, rows]`.
-            *value = source[i % rows * columns + i / rows];
-        }
-    }
-    out
+    turned(&alone, matrices)
 }
 
 /// Leaves aside the base's own weight, which is frozen: where embeddings carry LoRA, PEFT writes it too unless it is told not to (`save_embedding_layers`).
