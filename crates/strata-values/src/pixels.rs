@@ -29,8 +29,10 @@ fn on_white(rgba: impl ExactSizeIterator<Item = [u8; 4]>) -> Vec<u8> {
         let sum = u32::from(channel) * u32::from(alpha) + 255 * (255 - u32::from(alpha)) + 128;
         ((sum + (sum >> 8)) >> 8) as u8
     };
-    let mut rgb = Vec::with_capacity(rgba.len() * 3);
-    rgba.for_each(|[r, g, b, a]| rgb.extend([r, g, b].map(|channel| blend(channel, a))));
+    let mut rgb = vec![0; rgba.len() * 3];
+    for (to, [r, g, b, a]) in rgb.as_chunks_mut().0.iter_mut().zip(rgba) {
+        *to = [blend(r, a), blend(g, a), blend(b, a)];
+    }
     rgb
 }
 

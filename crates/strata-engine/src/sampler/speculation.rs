@@ -199,18 +199,45 @@ fn rows_worth(rate: f32, decodes: usize, base_rows: f32) -> usize {
 fn look_up(prompt: &[u32], sampled: &[u32], most: usize) -> Vec<u32> {
     let length = prompt.len() + sampled.len();
     let token = |i: usize| if i < prompt.len() { prompt[i] } else { sampled[i - prompt.len()] };
+    let Some(last) = length.checked_sub(1).map(token) else { return Vec::new() };
     let (mut longest, mut follows) = (MATCH.0 - 1, length);
-    for end in (length.saturating_sub(LOOKBACK_TOKENS).max(1)..length).rev() {
-        let matching = (1..=MATCH.1.min(end)).take_while(|&back| token(end - back) == token(length - back)).count();
-        if matching > longest {
-            (longest, follows) = (matching, end);
-            if matching == MATCH.1 {
-                break;
+    let first = length.saturating_sub(LOOKBACK_TOKENS).max(1) - 1;
+    let [of_prompt, of_sampled] = [first.min(prompt.len()), first.saturating_sub(prompt.len())];
+    'search: for (offset, mut before) in
+        [(prompt.len() + of_sampled, &sampled[of_sampled..]), (of_prompt, &prompt[of_prompt..])]
+    {
+        while let Some(place) = last_place(before, last) {
+            before = &before[..place];
+            let end = offset + place + 1;
+            if end == length {
+                continue;
+            }
+            let mut matching = 1;
+            while matching < MATCH.1.min(end) && token(end - 1 - matching) == token(length - 1 - matching) {
+                matching += 1;
+            }
+            if matching > longest {
+                (longest, follows) = (matching, end);
+                if matching == MATCH.1 {
+                    break 'search;
+                }
             }
         }
     }
     let period = length - follows;
     if period == 0 { Vec::new() } else { (0..most).map(|i| token(follows + i % period)).collect() }
+}
+
+/// Where a token is last. By hand, for every step of a long sequence goes through thousands of tokens, and as this crate is compiled iterators over them stay calls.
+fn last_place(tokens: &[u32], token: u32) -> Option<usize> {
+    let mut place = tokens.len();
+    while place > 0 {
+        place -= 1;
+        if tokens[place] == token {
+            return Some(place);
+        }
+    }
+    None
 }
 
 #[cfg(test)]
@@ -226,6 +253,28 @@ mod tests {
         assert!(look_up(&[1, 2, 3, 4, 5, 6], &[9, 2], 3).is_empty(), "one token is no match");
         for short in [&[][..], &[1], &[1, 2]] {
             assert!(look_up(short, &[], 3).is_empty());
+        }
+    }
+
+    #[test]
+    fn what_is_found_is_what_comparing_every_place_finds() {
+        let plainly = |all: &[u32]| {
+            let matching =
+                |end: usize| (1..=MATCH.1.min(end)).take_while(|back| all[end - back] == all[all.len() - back]).count();
+            let longest = (1..all.len()).map(|end| (matching(end), end)).filter(|(count, _)| *count >= MATCH.0).max();
+            longest.map(|(_, end)| all[end])
+        };
+        let mut state = 1u32;
+        for length in 0..200 {
+            let all: Vec<u32> = (0..length)
+                .map(|_| {
+                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    (state >> 24) % 5
+                })
+                .collect();
+            for split in [0, length / 3, length] {
+                assert_eq!(look_up(&all[..split], &all[split..], 1).first().copied(), plainly(&all), "{all:?} at {split}");
+            }
         }
     }
 
