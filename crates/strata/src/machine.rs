@@ -1,8 +1,5 @@
 //! What the machine lets one process do.
 
-/// Threads that there are besides those of computation before requests come: of the engine and of its files.
-const ARENAS_BESIDE_COMPUTATION: usize = 8;
-
 /// Has the allocator of the C library keep little of what is freed. Left alone it raises its thresholds with the largest buffers it has seen
 /// and gives eight arenas to each processor, so that one burst of large requests would stay in memory for ever. What a pass computes with is mostly smaller than
 /// the first threshold: mapped anew each time, its pages would be cleared each time.
@@ -12,8 +9,10 @@ const ARENAS_BESIDE_COMPUTATION: usize = 8;
 pub fn keep_little_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
+        /// Threads that there are besides those of computation before requests come: of the engine and of its files.
+        const BESIDE_COMPUTATION: usize = 8;
         let computing = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let arenas = libc::c_int::try_from(computing + ARENAS_BESIDE_COMPUTATION).unwrap_or(libc::c_int::MAX);
+        let arenas = libc::c_int::try_from(computing + BESIDE_COMPUTATION).unwrap_or(libc::c_int::MAX);
         for (parameter, value) in
             [(libc::M_MMAP_THRESHOLD, 4 << 20), (libc::M_TRIM_THRESHOLD, 4 << 20), (libc::M_ARENA_MAX, arenas)]
         {
