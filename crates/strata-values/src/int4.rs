@@ -159,4 +159,37 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn scales_and_zeros_of_a_row_are_where_its_words_have_them() {
+        let (outputs, groups) = (10, 3);
+        let scales: Vec<f32> = (0..outputs * groups).map(|i| i as f32).collect();
+        // Two words for the outputs of a group, or of each group for eight outputs.
+        let words: Vec<[u8; 4]> = (0..2 * groups as u32).map(|i| (0x7654_3210 ^ (i * 0x1111_1111)).to_le_bytes()).collect();
+        let of = |lie, zeros, zeros_less| {
+            Int4Groups { lie, outputs, groups, scales: &scales, zeros, zeros_less }.of_rows(3..outputs)
+        };
+        let place_in = |lie, output: usize, group: usize| match lie {
+            Int4Words::CompressedTensors => (output * groups + group, output / 8 * groups + group),
+            Int4Words::Gptq | Int4Words::Awq => (group * outputs + output, group * 2 + output / 8),
+        };
+        let of_rows = || (3..outputs).flat_map(|output| (0..groups).map(move |group| (output, group)));
+        // As AutoAWQ packs them: of outputs, the places in a word.
+        let awq = [0, 4, 1, 5, 2, 6, 3, 7];
+        for (lie, zeros_less) in
+            [(Int4Words::Gptq, 0), (Int4Words::Gptq, 1), (Int4Words::Awq, 0), (Int4Words::CompressedTensors, 0)]
+        {
+            let (scales_of, zeros_of) = of(lie, Some(&words), zeros_less);
+            for (i, (output, group)) in of_rows().enumerate() {
+                let (scale, word) = place_in(lie, output, group);
+                let place = if lie == Int4Words::Awq { awq[output % 8] } else { output % 8 };
+                assert_eq!(scales_of[i], scale as f32, "{lie:?}");
+                // The code of a place is the place, with the bits of its word turned; what is stored less by one carries on to the next, as all of a word did when it was stored.
+                let whole = 0x7654_3210 ^ (word as u32 * 0x1111_1111);
+                let expected = (whole + u32::from(zeros_less) * 0x1111_1111) >> (4 * place) & 15;
+                assert_eq!(u32::from(zeros_of[i]), expected, "{lie:?}, {zeros_less} less, output {output}, group {group}");
+            }
+            assert_eq!(of(lie, None, zeros_less).1, vec![8; 7 * groups]);
+        }
+    }
 }

@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn numbers_are_rounded_to_the_nearest_and_the_first_that_is_too_large_is_named() {
         // Halfway between two bf16, and just above; the largest f16, and what rounds beyond it.
-        let values = [1.003_906_25, 1.004, 65504.0, 65520.0, f32::MAX, f32::NAN];
+        let values = [1.0 + 1.0 / 256.0, 1.004, 65504.0, 65520.0, f32::MAX, f32::NAN];
         let bytes = |values: &[f32], dtype| rounded(values, dtype);
         assert_eq!(bytes(&values[..2], SourceDType::BF16), Ok(vec![0x80, 0x3f, 0x81, 0x3f]));
         assert_eq!(bytes(&values[..3], SourceDType::F16).unwrap()[4..], [0xff, 0x7b]);

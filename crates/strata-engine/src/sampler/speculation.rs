@@ -289,6 +289,10 @@ mod tests {
         let far: Vec<u32> = [1, 2, 3].into_iter().chain((0..LOOKBACK_TOKENS as u32).map(|i| 10 + i)).collect();
         assert!(look_up(&far, &[1, 2], 1).is_empty());
         assert_eq!(look_up(&far[..far.len() - 4], &[1, 2], 1), [3]);
+        // Nor of what was sampled.
+        let sampled = |count: usize| [&far[..count], &[1, 2]].concat();
+        assert!(look_up(&[7], &sampled(far.len()), 1).is_empty());
+        assert_eq!(look_up(&[7], &sampled(far.len() - 4), 1), [3]);
     }
 
     #[test]
