@@ -2,7 +2,9 @@
 
 import contextlib
 import pathlib
+import re
 import socket
+import subprocess
 import time
 
 import numpy as np
@@ -11,10 +13,11 @@ import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from harness import API_KEY, Server, next_token
+from harness import API_KEY, Server, binary, next_token
 from wire import Wire, fwdbwd, is_user_error, next_token_datum, optim_step, sample_body
 
 CONTEXT_SMALL = "48MiB"
+FIXTURE = pathlib.Path(__file__).parents[1] / "reference/fixtures/tied_gqa3_f32"
 
 
 def tokens(seed, count):
@@ -43,6 +46,22 @@ def sampled(wire, request_id):
 def resident_bytes(server):
     lines = pathlib.Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.parametrize("base_models", [0, 3])
+def test_each_thread_of_an_engine_has_memory_of_its_own(tmp_path, base_models):
+    """Threads that compute and share an arena of the C library's allocator wait for its lock in every step of a long sequence. Arenas begin at multiples of 64 MiB."""
+    models = [str(tmp_path / f"model{i}") for i in range(base_models)]
+    for model in models:
+        subprocess.run([binary(), "init-model", model, "--config", str(FIXTURE / "model/config.json")], check=True, capture_output=True)
+    with Server(tmp_path, *models) as server:
+        process = pathlib.Path(f"/proc/{server.process.pid}")
+        threads = [(thread / "comm").read_text().strip() for thread in (process / "task").iterdir()]
+        of_engines = [name for name in threads if name.startswith("strata-")]
+        starts = re.findall(r"^([0-9a-f]+)-[0-9a-f]+ rw-p 0+ 00:00 0 *$", (process / "maps").read_text(), re.MULTILINE)
+        arenas = [start for start in starts if int(start, 16) % (64 << 20) == 0]
+        assert len(of_engines) >= 4 * max(base_models, 1), of_engines
+        assert len(arenas) >= len(of_engines), (arenas, threads)
 
 
 def test_groups_of_samples_of_many_prompts_finish_in_a_small_cache_with_the_same_bits(tmp_path, server, base_model):

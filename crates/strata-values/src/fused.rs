@@ -14,7 +14,7 @@ pub struct FusedLie {
 }
 
 impl FusedLie {
-    /// Copies it out of a fused `from`.
+    /// Copies it, `axes: [experts, rank, out]`, out of a fused `from`.
     ///
     /// # Panics
     /// If `from` or `to` is shorter than the axes say.
@@ -23,7 +23,7 @@ impl FusedLie {
         self.each(axes, |own, fused| to[own] = from[fused]);
     }
 
-    /// Copies it into a fused `to`.
+    /// Copies it, `axes: [experts, rank, out]`, into a fused `to`.
     ///
     /// # Panics
     /// If `from` or `to` is shorter than the axes say.

@@ -13,7 +13,7 @@ pub enum Channels {
     GreyAlpha,
 }
 
-/// Pixels as red, green and blue, those with transparency laid on white.
+/// Pixels, `[pixels, channels]`, as red, green and blue, `[pixels, 3]`, those with transparency laid on white.
 pub fn rgb(channels: Vec<u8>, of: Channels) -> Vec<u8> {
     match of {
         Channels::Rgb => channels,

@@ -194,7 +194,7 @@ fn convert(bytes: &[u8], from: SourceDType, to: DType, out: &mut [u8]) {
 /// That place, and the value there.
 ///
 /// # Panics
-/// If they are to be bytes: those come with scales.
+/// If the dtype is [`SourceDType::F8E4M3`]: that comes with scales.
 pub fn rounded(values: &[f32], dtype: SourceDType) -> std::result::Result<Vec<u8>, (usize, f32)> {
     let not_finite = |as_written: fn(f32) -> f32| {
         let found = values.iter().map(|&value| as_written(value)).enumerate().find(|(_, value)| !value.is_finite());

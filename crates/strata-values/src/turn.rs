@@ -7,10 +7,10 @@ use crate::pieces::{Run, fill_pieces};
 /// Matrices `[.., m, n]`, however many, as `[.., n, m]`.
 ///
 /// # Panics
-/// If there is no matrix.
+/// If there are fewer than two axes.
 pub fn turned(run: Run<'_>, matrices: HostRef<'_>) -> HostTensor {
     let (shape, size) = (matrices.shape(), matrices.dtype().size_bytes());
-    let (leading, &[m, n]) = shape.dims().split_last_chunk().expect("a matrix has two axes");
+    let Some((leading, &[m, n])) = shape.dims().split_last_chunk() else { panic!("matrices of shape {shape}") };
     let mut out = HostTensor::zeros(&[leading, &[n, m]].concat(), matrices.dtype());
     let matrix_bytes = (m * n * size).max(1);
     for (from, to) in matrices.as_bytes().chunks_exact(matrix_bytes).zip(out.bytes_mut().chunks_exact_mut(matrix_bytes)) {

@@ -49,9 +49,11 @@ enum Command {
 
 /// Runs the command that the arguments of this process ask for.
 pub fn run() -> ExitCode {
-    machine::keep_little_freed_memory();
+    let command = arguments::parse::<Cli>().command;
+    let base_models = if let Command::Serve(args) = &command { args.models.len().max(1) } else { 1 };
+    machine::keep_little_freed_memory(base_models);
     machine::let_writes_fail_at_a_limit();
-    let result = match arguments::parse::<Cli>().command {
+    let result = match command {
         Command::Demo(args) => demo::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Trace(args) => interruptible(|| trace::run(args)),

@@ -273,8 +273,8 @@ impl<'a> Merge<'a> {
         };
         let matrix = StoredMatrix::of_tensor(self.stored, plain)?;
         let dtype = match matrix {
-            StoredMatrix::Plain(_) if tensor.dtype != Dtype::F8_E4M3 => self.dtype.map_or(tensor.dtype, dtype_of),
-            StoredMatrix::Plain(_) | StoredMatrix::Scaled(..) | StoredMatrix::Int4(_) => self.dense_dtype(),
+            StoredMatrix::Plain(_) => self.dtype.map_or(tensor.dtype, dtype_of),
+            StoredMatrix::Scaled(..) | StoredMatrix::Int4(_) => self.dense_dtype(),
         };
         Ok((dtype, Values::Rows(matrix)))
     }
