@@ -22,13 +22,6 @@ pub(crate) struct SlotLayout {
     v_heads: usize,
 }
 
-/// The parts of one value head in a slot, as numbers of it; they lie one after another.
-pub(crate) struct HeadParts {
-    pub(crate) state: Range<usize>,
-    pub(crate) values: Range<usize>,
-    pub(crate) sums: Range<usize>,
-}
-
 impl SlotLayout {
     pub(crate) fn new(g: &DeltaGeometry) -> Self {
         let width = g.v_dim.next_multiple_of(LANES);
@@ -44,7 +37,7 @@ impl SlotLayout {
 
     /// Numbers of a slot.
     pub(crate) fn len(&self) -> usize {
-        self.head(self.v_heads).state.start.next_multiple_of(LANES)
+        self.heads(0..self.v_heads).end.next_multiple_of(LANES)
     }
 
     /// The last inputs of the convolution.
@@ -58,11 +51,22 @@ impl SlotLayout {
         first..first + self.keys_len
     }
 
-    /// What belongs to a value head.
-    pub(crate) fn head(&self, v_head: usize) -> HeadParts {
-        let first = self.keys(self.k_heads).start + v_head * (self.state_len + self.values_len + CHUNK);
-        let (values, sums) = (first + self.state_len, first + self.state_len + self.values_len);
-        HeadParts { state: first..values, values: values..sums, sums: sums..sums + CHUNK }
+    /// What belongs to some value heads: of one after another its state, values and sums.
+    pub(crate) fn heads(&self, v_heads: Range<usize>) -> Range<usize> {
+        let first = self.keys(self.k_heads).start;
+        first + v_heads.start * self.head_len()..first + v_heads.end * self.head_len()
+    }
+
+    /// Numbers of a value head.
+    pub(crate) fn head_len(&self) -> usize {
+        self.state_len + self.values_len + CHUNK
+    }
+
+    /// State, values and sums of a value head.
+    pub(crate) fn parts<'a>(&self, head: &'a mut [f32]) -> [&'a mut [f32]; 3] {
+        let (state, rest) = head.split_at_mut(self.state_len);
+        let (values, sums) = rest.split_at_mut(self.values_len);
+        [state, values, sums]
     }
 }
 

@@ -11,6 +11,9 @@
 //! Tiles of many rows wait for their arithmetic. But where keys and values are widened before they are multiplied, what widens them has nothing else to do while it waits: it finds them in the second-level
 //! cache if the tiles before it fetched them, a line for each step (Emerald Rapids, prefill of 4,096 tokens: 2% of attention's time).
 
+use std::cell::Cell;
+use std::ops::Range;
+
 use super::{Forward, QueryTile};
 use crate::Element;
 use crate::cpu::matmul::Pieces;
@@ -39,12 +42,27 @@ pub(super) enum Pace {
     Many,
 }
 
-/// Lists what is read in the next split, if there is one. (A decode step of 16 sequences of 512 tokens comes to 30,000 pages of a head, a microsecond or two each: what lists them one by one is felt.)
-type ListNext<'a> = dyn FnMut(&mut Vec<Pieces>) -> bool + 'a;
+/// Where tiles of queries find what they read.
+pub(super) trait Reads {
+    /// The splits of the keys that a tile goes through.
+    fn splits(&self, tile: &QueryTile<'_>) -> Range<usize>;
+
+    /// Adds the memory that a tile reads of pages in a split, in the order in which it does. (A decode step of 16 sequences of 512 tokens comes to 30,000 pages of a head, a microsecond or two each:
+    /// what lists them one by one is felt.)
+    fn areas(&self, tile: &QueryTile<'_>, split: usize, areas: &mut Vec<Pieces>);
+}
+
+thread_local! {
+    /// Room for the areas of a split, from one list to the next: a task allocates nothing.
+    static AREAS: Cell<Vec<Pieces>> = const { Cell::new(Vec::new()) };
+}
 
 /// Goes through the keys and values that some tiles read, in the order in which they are read, ahead of their being read.
 pub(super) struct Ahead<'a> {
-    list_next: Box<ListNext<'a>>,
+    of: Option<&'a dyn Reads>,
+    /// The tile that is gone through, of which these splits have not been listed, and those behind it.
+    tiles: &'a [QueryTile<'a>],
+    splits: Range<usize>,
     /// Those of a split; from the `next`-th on nothing has been fetched.
     areas: Vec<Pieces>,
     next: usize,
@@ -52,57 +70,50 @@ pub(super) struct Ahead<'a> {
     pub(super) pace: Pace,
 }
 
+impl Drop for Ahead<'_> {
+    fn drop(&mut self) {
+        if self.of.is_some() {
+            AREAS.set(std::mem::take(&mut self.areas));
+        }
+    }
+}
+
 impl<'a> Ahead<'a> {
     /// Of all that these tiles read.
     pub(super) fn of_tiles<T: Element + Plain>(forward: &'a Forward<'_, T>, tiles: &'a [QueryTile<'_>]) -> Self {
-        let pace = if tiles.iter().all(|tile| forward.has_few_rows(tile)) {
-            Pace::Few
+        if tiles.iter().all(|tile| forward.has_few_rows(tile)) {
+            Ahead::new(forward, tiles, Pace::Few)
         } else if tiles.iter().all(|tile| forward.is_widened(tile)) {
-            Pace::Many
-        } else {
-            return Ahead::nothing();
-        };
-        Ahead::of_splits(forward, tiles.iter().flat_map(|tile| tile.splits(forward.g).map(move |split| (tile, split))), pace)
-    }
-
-    /// Of what a tile reads in one split of its keys.
-    pub(super) fn of_split<T: Element + Plain>(forward: &'a Forward<'_, T>, tile: &'a QueryTile<'_>, split: usize) -> Self {
-        if forward.has_few_rows(tile) {
-            Ahead::of_splits(forward, std::iter::once((tile, split)), Pace::Few)
+            Ahead::new(forward, tiles, Pace::Many)
         } else {
             Ahead::nothing()
         }
     }
 
-    fn of_splits<T: Element + Plain>(
-        forward: &'a Forward<'_, T>,
-        mut splits: impl Iterator<Item = (&'a QueryTile<'a>, usize)> + 'a,
-        pace: Pace,
-    ) -> Self {
-        let list_next = move |areas: &mut Vec<Pieces>| {
-            let next = splits.next();
-            next.iter().for_each(|(tile, split)| forward.areas(tile, *split, areas));
-            next.is_some()
-        };
-        Ahead::new(list_next, pace)
+    /// Of what a tile reads in one split of its keys.
+    pub(super) fn of_split<T: Element + Plain>(forward: &'a Forward<'_, T>, tile: &'a QueryTile<'_>, split: usize) -> Self {
+        if forward.has_few_rows(tile) {
+            Ahead::of_splits(forward, std::slice::from_ref(tile), split..split + 1, Pace::Few)
+        } else {
+            Ahead::nothing()
+        }
     }
 
-    fn new(list_next: impl FnMut(&mut Vec<Pieces>) -> bool + 'a, pace: Pace) -> Self {
-        let list_next = Box::new(list_next);
-        let mut ahead = Ahead { list_next, areas: Vec::new(), next: 0, pieces: Pieces::default(), pace };
+    pub(super) fn new(of: &'a dyn Reads, tiles: &'a [QueryTile<'_>], pace: Pace) -> Self {
+        let splits = tiles.first().map_or(0..0, |tile| of.splits(tile));
+        Ahead::of_splits(of, tiles, splits, pace)
+    }
+
+    fn of_splits(of: &'a dyn Reads, tiles: &'a [QueryTile<'_>], splits: Range<usize>, pace: Pace) -> Self {
+        let mut areas = AREAS.take();
+        areas.clear();
+        let mut ahead = Ahead { of: Some(of), tiles, splits, areas, next: 0, pieces: Pieces::default(), pace };
         ahead.fetch(LEAD_LINES);
         ahead
     }
 
-    /// Of these areas, a list after another.
-    #[cfg(test)]
-    pub(super) fn of_lists(lists: Vec<Vec<Pieces>>, pace: Pace) -> Self {
-        let mut lists = lists.into_iter();
-        Ahead::new(move |areas| lists.next().map(|list| areas.extend(list)).is_some(), pace)
-    }
-
     pub(super) fn nothing() -> Self {
-        Ahead { list_next: Box::new(|_| false), areas: Vec::new(), next: 0, pieces: Pieces::default(), pace: Pace::Nothing }
+        Ahead { of: None, tiles: &[], splits: 0..0, areas: Vec::new(), next: 0, pieces: Pieces::default(), pace: Pace::Nothing }
     }
 
     /// Whether all has been fetched.
@@ -111,12 +122,24 @@ impl<'a> Ahead<'a> {
         self.pieces.lines() == 0 && !self.go_on()
     }
 
+    /// Lists what is read in the next split; answers whether there is one.
+    fn list_next(&mut self) -> bool {
+        let (Some(of), [tile, others @ ..]) = (self.of, self.tiles) else { return false };
+        if let Some(split) = self.splits.next() {
+            of.areas(tile, split, &mut self.areas);
+            return true;
+        }
+        self.tiles = others;
+        self.splits = others.first().map_or(0..0, |tile| of.splits(tile));
+        !others.is_empty()
+    }
+
     /// Goes on to the next area; answers whether there is one.
     fn go_on(&mut self) -> bool {
         while self.next == self.areas.len() {
             self.areas.clear();
             self.next = 0;
-            if !(self.list_next)(&mut self.areas) {
+            if !self.list_next() {
                 return false;
             }
         }
@@ -155,6 +178,29 @@ impl<'a> Ahead<'a> {
     }
 }
 
+/// Lists of areas, one after another.
+#[cfg(test)]
+pub(super) struct Lists(pub(super) Vec<Vec<Pieces>>);
+
+#[cfg(test)]
+impl Reads for Lists {
+    fn splits(&self, _: &QueryTile<'_>) -> Range<usize> {
+        0..self.0.len()
+    }
+
+    fn areas(&self, _: &QueryTile<'_>, split: usize, areas: &mut Vec<Pieces>) {
+        areas.extend(self.0[split].iter().cloned());
+    }
+}
+
+#[cfg(test)]
+impl Lists {
+    pub(super) fn ahead(&self, pace: Pace) -> Ahead<'_> {
+        const SPAN: crate::AttentionSpan<'_> = crate::AttentionSpan { tokens: 0..1, past: 0, pages: &[] };
+        Ahead::new(self, &[QueryTile { span: &SPAN, kv_head: 0, positions: 0..1 }], pace)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -169,8 +215,8 @@ mod tests {
         let lists = [4, 2, 1].map(|each| areas.chunks(each).flat_map(|areas| [areas.to_vec(), vec![]]).collect::<Vec<_>>());
         for (lists, at_a_time) in lists.iter().flat_map(|lists| (1..=6).map(move |at_a_time| (lists, at_a_time))) {
             // What is fetched before the first is read.
-            let lists = std::iter::once(vec![lead.clone()]).chain(lists.iter().cloned()).collect();
-            let mut ahead = Ahead::of_lists(lists, Pace::Few);
+            let lists = Lists(std::iter::once(vec![lead.clone()]).chain(lists.iter().cloned()).collect());
+            let mut ahead = lists.ahead(Pace::Few);
             let mut room = vec![0; at_a_time];
             let chunks: Vec<usize> = (0..6).flat_map(|_| ahead.chunks(&mut room).to_vec()).collect();
             assert_eq!(chunks, expected, "{at_a_time} at a time");

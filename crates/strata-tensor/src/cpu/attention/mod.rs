@@ -15,7 +15,7 @@ mod products;
 #[cfg(test)]
 mod tests;
 
-use ahead::Ahead;
+use ahead::{Ahead, Reads};
 pub(crate) use backward::{AttentionGradient, backward, gradient_bytes_per_token};
 pub(crate) use pages::write_pages;
 use pages::{head_words, values_not_finite, values_of, values_of_keys};
@@ -155,6 +155,8 @@ struct Forward<'a, T> {
     g: &'a AttentionGeometry,
     q: &'a [T],
     sinks: Option<&'a [f32]>,
+    /// The value of a sink, if there are any.
+    sink_value: &'a [f32],
     /// The words of the pages.
     words: &'a [u32],
     out: SharedMut<T>,
@@ -195,7 +197,8 @@ pub(crate) fn forward<T: Element + Plain>(
     // SAFETY: as in `write_pages`; nobody writes now.
     let words = unsafe { std::slice::from_raw_parts(pages.buffer.as_ptr().cast::<u32>(), pages.buffer.len() / 4) };
     let (out, log_normalizers) = (SharedMut::new(out), SharedMut::new(log_normalizers));
-    let forward = Forward { isa: arithmetic.isa, kernel, g, q, sinks, words, out, log_normalizers };
+    let sink_value = &vec![0.0; sinks.map_or(0, |_| g.values.width())][..];
+    let forward = Forward { isa: arithmetic.isa, kernel, g, q, sinks, sink_value, words, out, log_normalizers };
     let enough = TASKS_PER_THREAD * pool.num_threads();
     if tiles.len() >= enough || tiles.iter().all(|tile| tile.splits(g).len() == 1) {
         // Of tiles that fetch what the next of them reads, some at a time.
@@ -387,34 +390,6 @@ impl<T: Element + Plain> Forward<'_, T> {
         self.wide_len(tile.rows(self.g.heads / self.g.kv_heads)) > 0
     }
 
-    /// Adds the memory that [`Forward::split`] reads of pages, in the order in which it does.
-    fn areas(&self, tile: &QueryTile<'_>, split: usize, areas: &mut Vec<Pieces>) {
-        let (blocks, page_steps) = (self.blocks(tile, split), PAGE / per_step::<T>());
-        for block in blocks.clone() {
-            let (keys, columns) = (self.keys(tile, block), self.columns(tile, block));
-            let address = keys.as_ptr().addr();
-            areas.push(if columns == PAGE {
-                Pieces::one(address, 0..size_of_val(keys))
-            } else {
-                Pieces::one(address, 0..columns * 4).repeated(keys.len() / PAGE, PAGE * 4)
-            });
-        }
-        let KvValues::Own(d) = self.g.values else { return };
-        let mut block = blocks.start;
-        while block < blocks.end {
-            let count = self.whole_blocks(tile, block..blocks.end).max(1);
-            for panel in 0..d.div_ceil(PANEL) {
-                let width = (d - panel * PANEL).min(PANEL).next_multiple_of(LANES);
-                areas.extend((block..block + count).map(|block| {
-                    let start = panel * PANEL * page_steps * 4;
-                    let bytes = start..start + self.value_steps(tile, block) * width * 4;
-                    Pieces::one(self.values(tile, block).as_ptr().addr(), bytes)
-                }));
-            }
-            block += count;
-        }
-    }
-
     /// The packed keys of a block.
     fn keys(&self, tile: &QueryTile<'_>, block: usize) -> &[u32] {
         let per_step = per_step::<T>();
@@ -526,18 +501,50 @@ impl<T: Element + Plain> Forward<'_, T> {
     /// The result of a tile, once the sinks have joined as keys with values of zero.
     fn write(&self, tile: &QueryTile<'_>, total: &mut Found<'_>) {
         let d = self.g.values.width();
-        let nothing = vec![0.0; self.sinks.map_or(0, |_| d)];
         for (r, (maximum, sum)) in total.maxima.iter_mut().zip(&mut *total.sums).enumerate() {
             let place = tile.place(self.g, r);
             if let Some(sinks) = self.sinks {
                 let sink = sinks[place % self.g.heads];
-                softmax::attention_join(self.isa, &nothing, sink, 1.0, maximum, sum, &mut total.values[r * d..][..d]);
+                softmax::attention_join(self.isa, self.sink_value, sink, 1.0, maximum, sum, &mut total.values[r * d..][..d]);
             }
             // SAFETY: every query row belongs to one tile.
             let (out, log_normalizer) =
                 unsafe { (self.out.part(place * d..(place + 1) * d), self.log_normalizers.part(place..place + 1)) };
             softmax::attention_output(self.isa, &total.values[r * d..][..d], *sum, out);
             log_normalizer[0] = *maximum + sum.ln();
+        }
+    }
+}
+
+impl<T: Element + Plain> Reads for Forward<'_, T> {
+    fn splits(&self, tile: &QueryTile<'_>) -> Range<usize> {
+        tile.splits(self.g)
+    }
+
+    fn areas(&self, tile: &QueryTile<'_>, split: usize, areas: &mut Vec<Pieces>) {
+        let (blocks, page_steps) = (self.blocks(tile, split), PAGE / per_step::<T>());
+        for block in blocks.clone() {
+            let (keys, columns) = (self.keys(tile, block), self.columns(tile, block));
+            let address = keys.as_ptr().addr();
+            areas.push(if columns == PAGE {
+                Pieces::one(address, 0..size_of_val(keys))
+            } else {
+                Pieces::one(address, 0..columns * 4).repeated(keys.len() / PAGE, PAGE * 4)
+            });
+        }
+        let KvValues::Own(d) = self.g.values else { return };
+        let mut block = blocks.start;
+        while block < blocks.end {
+            let count = self.whole_blocks(tile, block..blocks.end).max(1);
+            for panel in 0..d.div_ceil(PANEL) {
+                let width = (d - panel * PANEL).min(PANEL).next_multiple_of(LANES);
+                areas.extend((block..block + count).map(|block| {
+                    let start = panel * PANEL * page_steps * 4;
+                    let bytes = start..start + self.value_steps(tile, block) * width * 4;
+                    Pieces::one(self.values(tile, block).as_ptr().addr(), bytes)
+                }));
+            }
+            block += count;
         }
     }
 }

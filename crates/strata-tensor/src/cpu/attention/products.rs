@@ -160,6 +160,7 @@ impl Products<'_, '_> {
 mod tests {
     use half::bf16;
 
+    use super::super::ahead::Lists;
     use super::*;
     use crate::cpu::isa::{Arithmetic, Isa};
     use crate::cpu::matmul::Pieces;
@@ -193,8 +194,8 @@ mod tests {
                 for accumulate in [false, true] {
                     let (at_once, _) = product(Ahead::nothing(), accumulate);
                     for pace in [Pace::Few, Pace::Many] {
-                        let areas = vec![vec![Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..]))]];
-                        let (meanwhile, is_done) = product(Ahead::of_lists(areas, pace), accumulate);
+                        let lists = Lists(vec![vec![Pieces::one(b.as_ptr().addr(), 0..size_of_val(&b[..]))]]);
+                        let (meanwhile, is_done) = product(lists.ahead(pace), accumulate);
                         assert_eq!(meanwhile, at_once, "{isa}, {rows} rows of {parts} times {steps} steps");
                         let are_more = parts * steps * (PANEL / LANES) > CHUNKS_MAX * CHUNK_STEPS;
                         assert!(is_done || are_more, "{isa}, {rows} rows of {parts} times {steps} steps");

@@ -516,17 +516,17 @@ impl CpuBackend {
         let parts: Vec<_> = products.parts().collect();
         let rounded = products.numbers.as_mut().expect("there is room");
         let mut sums = self.scratch(rounded.shape().dims(), DType::F32)?;
-        let (single, jobs) = self.single_rows(lows.iter().zip(parts).collect());
+        let (single, groups, jobs) = self.single_rows(lows.iter().zip(parts).collect());
         with_element!(dtype, T => {
             let (all_sums, all_rounded) = (SharedMut::new(sums.slice_mut::<f32>()?), SharedMut::new(rounded.slice_mut::<T>()?));
-            self.pool.run(single.len(), &|task| {
-                let out = |rank: usize, part: &Range<usize>| {
-                    // SAFETY: each product has a part of its own.
-                    Out::new(unsafe { all_sums.part(part.clone()) }, rank, &Target::overwrite(), 1, rank)
-                };
-                let products: Vec<_> = single[task].iter().map(|(low, w, (shape, part))| (low.left, *w, out(shape[1], part))).collect();
-                self.matmul_for(dtype).single_rows(&products);
-                for (low, _, (_, part)) in &single[task] {
+            let out = |rank: usize, part: &Range<usize>| {
+                // SAFETY: each product has a part of its own.
+                Out::new(unsafe { all_sums.part(part.clone()) }, rank, &Target::overwrite(), 1, rank)
+            };
+            let products: Vec<_> = single.iter().map(|(low, w, (shape, part))| (low.left, *w, out(shape[1], part))).collect();
+            self.pool.run(groups.len(), &|task| {
+                self.matmul_for(dtype).single_rows(&products[groups[task].clone()]);
+                for (low, _, (_, part)) in &single[groups[task].clone()] {
                     // SAFETY: as above, and the product is done.
                     let (sums, rounded) = unsafe { (all_sums.part(part.clone()), all_rounded.part(part.clone())) };
                     convert::scale(self.isa, sums, low.scale, rounded);
@@ -544,9 +544,12 @@ impl CpuBackend {
         Ok(products)
     }
 
-    /// Takes out products of one row, as a decode step has for each adapter, in groups that are computed together.
+    /// Takes out products of one row, as a decode step has for each adapter, and says which of them are computed together.
     #[allow(clippy::type_complexity)]
-    fn single_rows<'l, 'a>(&self, jobs: Vec<LowJob<'l, 'a>>) -> (Vec<Vec<SingleRow<'l, 'a>>>, Vec<LowJob<'l, 'a>>) {
+    fn single_rows<'l, 'a>(
+        &self,
+        jobs: Vec<LowJob<'l, 'a>>,
+    ) -> (Vec<SingleRow<'l, 'a>>, Vec<Range<usize>>, Vec<LowJob<'l, 'a>>) {
         let common = |(low, _): &LowJob<'l, 'a>| match low.right {
             RightSide::Weights(w) => Some((self.matmul_for(w.dtype).single_row(&low.left, &w)?, w)),
             RightSide::Transposed(_) => None,
@@ -559,11 +562,16 @@ impl CpuBackend {
             }
         }
         single.sort_by_key(|(common, _)| *common);
-        let alike = single.chunk_by(|a, b| a.0 == b.0);
-        // A few are shared out rather than computed together.
-        let at_once = |alike: &[_]| alike.len().div_ceil(self.pool.num_threads()).min(SINGLE_ROWS);
-        let groups = alike.flat_map(|alike| alike.chunks(at_once(alike)));
-        (groups.map(|group| group.iter().map(|(_, job)| job.clone()).collect()).collect(), others)
+        let mut groups = Vec::new();
+        let mut start = 0;
+        for alike in single.chunk_by(|a, b| a.0 == b.0) {
+            let end = start + alike.len();
+            // A few are shared out rather than computed together.
+            let at_once = alike.len().div_ceil(self.pool.num_threads()).min(SINGLE_ROWS);
+            groups.extend((start..end).step_by(at_once).map(|first| first..end.min(first + at_once)));
+            start = end;
+        }
+        (single.into_iter().map(|(_, job)| job).collect(), groups, others)
     }
 
     /// Runs all jobs; answers what they do, in order. Those that are large are divided among all threads, one after another; of the others, of which there are as many as there

@@ -383,8 +383,8 @@ impl<'a> Rule<'a> {
 
 /// Bytes that a thread takes for `heads` value heads of a key head, forward.
 fn task_bytes(g: &DeltaGeometry, width: usize, heads: usize) -> usize {
-    let carried = taken_bytes::<f32>(g.k_dim * width) + taken_bytes::<f32>(CHUNK * width) + taken_bytes::<f32>(CHUNK);
-    Work::bytes(g, width) + SharedWork::bytes(g) + 2 * taken_bytes::<f32>(CHUNK * g.k_dim) + heads * carried
+    let carried = taken_bytes::<f32>(heads * SlotLayout::new(g).head_len());
+    Work::bytes(g, width) + SharedWork::bytes(g) + 2 * taken_bytes::<f32>(CHUNK * g.k_dim) + carried
 }
 
 /// Bytes that the forward pass takes beside its inputs and outputs.
@@ -454,29 +454,14 @@ pub(crate) fn forward(
             let mut work = Work::take(&mut arena, g, width);
             let shared_work = SharedWork::take(&mut arena, g);
             let (queries, keys) = (arena.take::<f32>(CHUNK * g.k_dim), arena.take::<f32>(CHUNK * g.k_dim));
-            let is_blank = span.past < CHUNK;
-            let mut carried: Vec<Carried<'_>> = (first_head..first_head + heads)
-                .map(|v_head| match span.slot {
-                    // SAFETY: a slot belongs to one sequence, and each task has some value heads of it.
-                    Some(slot) => unsafe {
-                        let parts = layout.head(v_head);
-                        Carried {
-                            state: slots.part(part(slot, parts.state)),
-                            is_blank,
-                            values: slots.part(part(slot, parts.values)),
-                            sums: slots.part(part(slot, parts.sums)),
-                        }
-                    },
-                    None => Carried {
-                        state: arena.take(g.k_dim * width),
-                        is_blank,
-                        values: arena.take(CHUNK * width),
-                        sums: arena.take(CHUNK),
-                    },
-                })
-                .collect();
+            let of_heads = layout.heads(first_head..first_head + heads);
+            let carried: &mut [f32] = match span.slot {
+                // SAFETY: a slot belongs to one sequence, and each task has some value heads of it.
+                Some(slot) => unsafe { slots.part(part(slot, of_heads)) },
+                None => arena.take(of_heads.len()),
+            };
             if span.past == 0 {
-                carried.iter_mut().for_each(|c| c.state.fill(0.0));
+                carried.chunks_exact_mut(layout.head_len()).for_each(|head| layout.parts(head)[0].fill(0.0));
             }
             let k_head = first_head / group;
             let mut done = 0;
@@ -506,7 +491,10 @@ pub(crate) fn forward(
                 rule.products_with_keys(q, first, count, key_columns, shared_work.by_queries);
                 let (by_keys, by_queries) = (&*shared_work.by_keys, &*shared_work.by_queries);
                 let shared = Shared { k, q: Some(q), key_columns, by_keys, by_queries };
-                for (v_head, carried) in (first_head..).zip(&mut carried) {
+                for (v_head, head) in (first_head..).zip(carried.chunks_exact_mut(layout.head_len())) {
+                    let [state, values_of_chunk, sums] = layout.parts(head);
+                    let is_blank = span.past + done < CHUNK;
+                    let carried = &mut Carried { state, is_blank, values: values_of_chunk, sums };
                     let t = Tokens::of(inputs, g, row, v_head, first, count);
                     let columns = |v_head: usize| v_head * g.v_dim..(v_head + 1) * g.v_dim;
                     let values = |tokens: &Range<usize>, v_head: usize| {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::cpu::attention;
+use crate::cpu::attention::ahead::Reads;
 
 #[test]
 fn what_is_fetched_is_what_is_read_in_the_order_in_which_it_is() {
@@ -31,6 +32,7 @@ fn check_areas<T: Element + attention::Plain>(window: Option<usize>) {
             g: &g,
             q: &[],
             sinks: None,
+            sink_value: &[],
             words,
             out: attention::SharedMut::new(&mut []),
             log_normalizers: attention::SharedMut::new(&mut []),
